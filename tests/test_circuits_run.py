@@ -78,7 +78,7 @@ def test_a_task_that_a_model_does_not_do_has_no_circuits(run: tuple[Path, Any]) 
     out, outcome = run
     ioi, capitals = outcome.no_circuits
     assert json.loads((out / "no_circuits.json").read_text()) == [ioi, capitals]
-    assert ioi.startswith("IOI, seed 0, dense model: the model does not do this task: of 500 ")
+    assert ioi.startswith("IOI, seed 0, dense model: the model does not do this task: it prefers ")
     assert capitals.startswith("Capitals, seed 0: expected at least 2 countries that are single")
     assert not (out / "ioi").exists() and not (out / "capitals").exists()
     assert "does not do this task" in outcome._repr_html_()

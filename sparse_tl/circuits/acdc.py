@@ -1,16 +1,17 @@
-"""ACDC: walk from the output backwards and permanently patch every edge that hardly matters.
+"""ACDC: from the output backwards, permanently patch every edge that hardly changes the metric.
 
-1. Late parts come first: edges into the logits, then layer by layer downwards, and at each
-   destination the latest source first. The order is fixed.
-2. A part is patched; if the metric moves by less than the threshold, it stays patched.
-3. Edges into nodes without a kept outgoing edge are dropped untested.
+1. Test parts in a fixed order, from late to early: edges into the logits, then layer by layer, and
+   at each destination the latest source first.
+2. Patch the part. If the metric changes by less than the threshold, keep it patched.
+3. Drop edges into nodes without a kept outgoing edge, untested.
 
-Only layers at or after the tested part are run, since earlier ones have not changed. The next parts
-of the same destination are tested speculatively in the same pass, on the assumption that each test
-ends like the last one. Wrong guesses are measured again, so the result equals sequential testing.
+A test runs only the layers from the tested part on, since earlier layers do not change. Further
+parts of the same destination are tested in the same pass, on the assumption that each test has the
+outcome of the one before. Tests whose assumption turns out wrong are repeated, so the result equals
+that of sequential testing.
 
-With a target size, the threshold doubles from pass to pass until at most that many parts are left;
-edges that lose their effect on the way are dropped too, so the result can be smaller.
+With a target size, the threshold doubles after each pass until at most that many parts are left.
+Edges that lose their effect on the way are dropped as well, so the result can be smaller.
 
 Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 """
@@ -64,40 +65,42 @@ def acdc(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Acdc:
-    """Permanently patch parts, from the output backwards, while the metric hardly moves.
+    """The circuit that is left after patching, from the output backwards, what hardly matters.
 
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
-        threshold: how far one part may move the metric, in the metric's units; nats for "kl".
+        threshold: change of the metric from which a part is kept, in the metric's units; nats for
+            "kl".
         size: maximum number of parts to keep; `threshold` (1e-4 by default) is then the initial
             threshold.
-        metric: metric function with one value per pair, whose mean may move either way; or "kl",
-            the divergence from the whole model's predictions, where only increases count.
+        metric: metric function with one value per pair, of which changes in both directions count;
+            or "kl", the divergence from the whole model's predictions, of which increases count.
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
         patch: patch at closed parts, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
         held_out: further prompt pairs to run the circuit on; the search does not use them.
-        checkpoint: folder for checkpoints; a search interrupted there is resumed.
+        checkpoint: folder for checkpoints; an interrupted search is resumed from it.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: neither threshold nor size is given, one is out of range, the circuit is of
-            another model, or the checkpoint is of another search, or in use.
+        ValueError: neither threshold nor size is given, one is out of range, the circuit belongs to
+            another model, or the checkpoint belongs to another search or is in use.
         NoEffectError: patching everything changes the metric of no pair.
     """
     graph = adapt(model).graph
-    begin = _starting_point(graph, start)
+    initial = _initial_circuit(graph, start)
     if threshold is None and size is None:
         raise ValueError("expected a threshold above 0, or a size; got neither")
-    if size is not None and size > len(begin):
-        raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
-    edges = begin.site == graph
-    site = CircuitEdges() if edges else Heads()
+    if size is not None and size > len(initial):
+        raise ValueError(
+            f"expected a size in 0..{len(initial)}, the size of the initial circuit; got {size}"
+        )
+    site = CircuitEdges() if initial.site == graph else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     runs.check_effect(metric)
     report = FaithfulnessRuns(runs, metric, held_out)
-    search = _Search(begin, runs, metric, threshold or 1e-4)
+    search = _Search(initial, runs, metric, threshold or 1e-4)
     folder = None if checkpoint is None else Path(checkpoint)
     with held(folder), autograd(False):
         if folder is not None:
@@ -112,13 +115,13 @@ def acdc(
 
 class _Search:
     def __init__(
-        self, begin: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
+        self, initial: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
-        self.grid, self.metric = begin.site, metric
+        self.grid, self.metric = initial.site, metric
         self.patch: Patch = runs.patch
         self.runs, self.n_layers = runs, runs.adapter.n_layers
-        self.state = SearchState(begin.mask.cpu().clone(), threshold)
-        # Parts in test order, last first; parts of one destination, or layer, are adjacent.
+        self.state = SearchState(initial.mask.cpu().clone(), threshold)
+        # Parts in order of testing; those of a destination, or a layer of heads, are adjacent.
         exists = self.grid.exists
         edges = isinstance(self.grid, CircuitGraph)
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
@@ -140,7 +143,7 @@ class _Search:
             state.begun = self.circuit.mask
             state.mask = state.begun.clone()
         for _, run in self.runs:
-            run.start_from(state.begun)  # also when resuming: it decides how numbers are rounded
+            run.start_from(state.begun)  # also when resuming: rounding depends on it
         if state.position == 0:
             state.value = self._measure(state.mask[None])[0]
         saved = state.tested
@@ -149,15 +152,15 @@ class _Search:
             while state.position < len(self.parts):
                 if size is not None and int(state.mask.sum()) <= size:
                     break
-                for _ in range(self._test_some(size)):
+                for _ in range(self._test_next(size)):
                     step()
                 if state.tested - saved >= SAVE_EVERY:
                     saved = state.tested
                     self._save()
         self._save()
 
-    def _test_some(self, size: int | None) -> int:
-        """Settle the next parts of one destination; return their number."""
+    def _test_next(self, size: int | None) -> int:
+        """Test the next parts of one destination; return how many were kept or patched."""
         state, grid, start = self.state, self.grid, self.state.position
         index = self.parts[start]
         if isinstance(grid, CircuitGraph) and not reaches_logits(grid, state.mask, index[1]):
@@ -166,38 +169,38 @@ class _Search:
             state.position += 1
             return 1
         ahead = state.ahead if size is None else min(state.ahead, int(state.mask.sum()) - size)
-        together = takewhile(
-            lambda place: self._groups[place] == self._groups[start], range(start, len(self.parts))
+        group = takewhile(
+            lambda i: self._groups[i] == self._groups[start], range(start, len(self.parts))
         )
-        chosen = list(islice((p for p in together if state.mask[self.parts[p]]), ahead))
-        masks = state.mask.repeat(len(chosen), *[1] * state.mask.ndim)
-        for row, place in enumerate(chosen):
-            # If parts are kept, each is closed alone; if not, all before it are closed as well.
-            masks[row if state.last_kept else slice(row, None)][..., *self.parts[place]] = False
-        state.layers_run += len(chosen) * (self.n_layers - grid.layer(index))
+        tested = list(islice((i for i in group if state.mask[self.parts[i]]), ahead))
+        masks = state.mask.repeat(len(tested), *[1] * state.mask.ndim)
+        for row, i in enumerate(tested):
+            # If the last part was kept, close each part alone; otherwise, all before it as well.
+            masks[row if state.last_kept else slice(row, None)][..., *self.parts[i]] = False
+        state.layers_run += len(tested) * (self.n_layers - grid.layer(index))
         assumed = state.last_kept
-        for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
-            self._settle(place, value)
-            if state.last_kept != assumed:  # later tests assumed another circuit
+        for row, (i, value) in enumerate(zip(tested, self._measure(masks), strict=True)):
+            self._settle(i, value)
+            if state.last_kept != assumed:  # the remaining tests assumed another circuit
                 state.ahead = max(1, row)
                 return state.position - start
-        state.ahead = min(2 * len(chosen), self._most)
+        state.ahead = min(2 * len(tested), self._most)
         return state.position - start
 
-    def _settle(self, place: int, value: float) -> None:
-        """Keep a part or patch it permanently."""
-        state, index = self.state, self.parts[place]
-        moved = value - state.value
-        kept = (moved if self.metric == "kl" else abs(moved)) >= state.threshold
+    def _settle(self, i: int, value: float) -> None:
+        """Keep a part or patch it permanently, given the metric with it patched."""
+        state, index = self.state, self.parts[i]
+        change = value - state.value
+        kept = (change if self.metric == "kl" else abs(change)) >= state.threshold
         state.mask[index] = kept
         if not kept:
             state.value = value
         state.tested += 1
-        state.history.append((self._names[place], moved, kept))
-        state.position, state.last_kept = place + 1, kept
+        state.history.append((self._names[i], change, kept))
+        state.position, state.last_kept = i + 1, kept
 
     def _measure(self, masks: Bool[Tensor, "test ..."]) -> list[float]:
-        """The metric or divergence under each mask, averaged over all pairs."""
+        """The metric, or the divergence, under each mask, averaged over pairs."""
         totals, count = torch.zeros(len(masks), dtype=torch.float64), 0
         for batch, run in self.runs:
             clean = run.clean_logits
@@ -211,7 +214,7 @@ class _Search:
         means = (totals / count).tolist()
         if not all(map(math.isfinite, means)):
             raise ValueError(
-                f"expected finite predictions under every circuit; the means are {means}. Use a "
+                f"expected a finite metric under every circuit; the means are {means}. Use a "
                 "metric that stays finite, such as a difference of logits."
             )
         return means
@@ -236,10 +239,10 @@ class _Search:
 
     @autograd(False)
     def save_to(self, folder: Path, settings: str, pairs: PromptPairs) -> None:
-        """Write checkpoints to a folder, and resume from one found there.
+        """Write checkpoints to a folder, and resume from the one that it holds, if any.
 
         Raises:
-            ValueError: the folder holds other files, or a checkpoint of another search.
+            ValueError: the folder holds other files, or the checkpoint of another search.
         """
         state, self._folder = self.state, folder
         state.identity = search_identity(
@@ -253,7 +256,7 @@ class _Search:
             self.state.save(self._folder)
 
 
-def _starting_point(
+def _initial_circuit(
     graph: CircuitGraph, start: Circuit | Literal["circuit_edges", "heads"]
 ) -> Circuit:
     if isinstance(start, str):

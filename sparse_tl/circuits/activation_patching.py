@@ -1,13 +1,13 @@
-"""Activation patching: put activations of one prompt into the run of another, one place at a time.
+"""Activation patching: run a prompt with the activations of another at one place at a time.
 
     effect[place] = (m(patched) - m(run)) / (m(other) - m(run))
 
-1. Record the other prompts' activations, and run the prompts without a patch.
-2. Layer by layer, run copies of the prompts from that layer on, each with one place patched.
+1. Record the activations of the other prompts, and run the prompts without a patch.
+2. For each layer, run copies of the prompts from that layer on, each with one place patched.
 3. Measure the metric of each copy.
 
-Running the corrupted prompts with clean activations shows what suffices to restore an answer;
-running the clean ones with corrupted activations shows what is necessary for it.
+Running corrupted prompts with clean activations shows what suffices to restore the answer; running
+clean prompts with corrupted activations shows what is necessary for it.
 
 Reference: Meng et al., arXiv 2202.05262; Zhang and Nanda, arXiv 2309.16042.
 """
@@ -41,7 +41,7 @@ At = Literal["resid_pre", "attn_out", "mlp_out", "z", "pattern"]
 Side = Literal["clean", "corrupted"]
 _HOOK_POINTS = {"z": "attn.hook_z", "pattern": "attn.hook_pattern"}
 _HEAD_AXIS = {"z": 2, "pattern": 1}
-"""Which axis of these activations has the heads; the others are patched by position."""
+"""The axis of heads of activations that are patched by head; others are patched by position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +49,14 @@ class ActivationPatching(Result):
     """The metric of prompts with one place patched, from `patch_activations`.
 
     Args:
-        at: activations that are patched.
-        into: prompts that are run; the activations are those of their counterparts.
+        at: kind of the patched activations.
+        into: prompts that are run, with activations of their counterparts.
         columns: tokens of the first clean prompt, names of spans, or numbers of heads.
         values: metric of each prompt pair with one place patched.
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
-        positions: what places are, unless they are heads: "tokens" or "spans".
+        positions: what places are unless they are heads: "tokens" or "spans".
     """
 
     at: str
@@ -75,7 +75,7 @@ class ActivationPatching(Result):
 
     @property
     def place(self) -> Literal["head", "position", "span"]:
-        """What the columns are."""
+        """What each column is."""
         if self.by_head:
             return "head"
         return "position" if self.positions == "tokens" else "span"
@@ -84,8 +84,8 @@ class ActivationPatching(Result):
     def effect(self) -> Float[Tensor, "layer column"]:
         """``(m(patched) - m(run)) / (m(other) - m(run))``, each averaged over pairs first.
 
-        0: the place changes nothing; 1: it alone does what all activations of the other prompts
-        do. Below 0, it does the opposite; above 1, others work against it.
+        0: the place has no effect; 1: it has the effect of all activations of the other prompts
+        together. Below 0, its effect is the opposite; above 1, other places counteract it.
 
         Raises:
             NoEffectError: the metric of clean and corrupted prompts is the same.
@@ -102,15 +102,15 @@ class ActivationPatching(Result):
         effect = self.effect
         n_layers, n_columns = effect.shape
         numbers, texts = list(range(n_columns)) * n_layers, list(self.columns) * n_layers
-        where: dict[str, Sequence[int | str]] = {self.place: numbers}
+        columns: dict[str, Sequence[int | str]] = {self.place: numbers}
         if self.place == "position":
-            where["token"] = texts
+            columns["token"] = texts
         elif self.place == "span":
-            where["span"] = texts
+            columns["span"] = texts
         return pd.DataFrame(
             {
                 "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],
-                **where,
+                **columns,
                 "metric": self.values.mean(dim=-1).flatten().tolist(),
                 "effect": effect.flatten().tolist(),
             }
@@ -118,8 +118,7 @@ class ActivationPatching(Result):
 
     def _summary(self) -> pd.DataFrame:
         """The places with the largest effects."""
-        found = self.to_pandas()
-        return found.sort_values("effect", key=abs, ascending=False).head(20)
+        return self.to_pandas().sort_values("effect", key=abs, ascending=False).head(20)
 
     def __repr__(self) -> str:
         n_layers, n_columns, n_pairs = self.values.shape
@@ -142,29 +141,30 @@ def patch_activations(
     rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> ActivationPatching:
-    """Patch the activations of each layer and position, or of each head, in a run of its own.
+    """The metric with the activations of one layer and position, or of one head, patched at a time.
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; of one token length for positions that are tokens, and if attention is
+        pairs: prompt pairs; all of one token length if positions are tokens or attention is
             bidirectional.
         metric: metric function with one value per pair.
         at: activations to patch. By layer and position: "resid_pre", the residual stream that
-            enters the layer; "attn_out" and "mlp_out", what its attention and its MLP write. By
-            layer and head, at all positions: "z", the head's output; "pattern", its attention
+            enters the layer; "attn_out" and "mlp_out", the outputs of its attention and its MLP.
+            By layer and head, at all positions: "z", the head's output; "pattern", its attention
             pattern.
         into: prompts that are run. "corrupted": with clean activations, which restore the answer
             (denoising); "clean": with corrupted activations, which break it (noising).
-        positions: "tokens" patches each column; "spans" each span of `PromptPairs.with_spans`,
-            which aligns prompts of several lengths. A head is patched at all positions.
+        positions: "tokens" patches each column; "spans" patches each span of
+            `PromptPairs.with_spans`, which aligns prompts of several lengths. Heads are patched at
+            all positions.
         batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times places in one forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: `at` or `into` is unknown, prompts that have to be of one length are not, spans
-            are requested of pairs without or of heads, the model lacks the hook points, or the
-            metric is not one finite number per pair.
+        ValueError: `at` or `into` is unknown, prompts that need one length differ in length, spans
+            are requested for heads or for pairs without spans, the model lacks the hook points, or
+            the metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
     adapter, by_head = adapt(model), at in _HEAD_AXIS
@@ -177,27 +177,29 @@ def patch_activations(
         pairs = pairs.of_one_length()
     site, places = _site(adapter, at, pairs, positions)
     n_layers, n_columns = site.shape(adapter)
-    turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
-    asked = turned if into == "corrupted" else pairs
+    swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
+    run_pairs = swapped if into == "corrupted" else pairs
     gated_at = None if by_head else positions
-    runs = PairRuns(model, site, asked, "corrupted", batch_size, positions=gated_at, shared=True)
+    runs = PairRuns(
+        model, site, run_pairs, "corrupted", batch_size, positions=gated_at, shared=True
+    )
     run_alone, other = _unpatched(runs, metric)
-    explained_effect(other, other, run_alone)  # raises now if there is none
-    found: list[Tensor] = []
+    explained_effect(other, other, run_alone)  # raises before any patching
+    by_batch: list[Tensor] = []
     total = n_layers * len(places) * len(runs)
     with tracked("patching activations", total, progress) as step:
         for batch, run in runs:
             unpatched = measure(metric, run.start_from(None), batch)
             values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
             for layer in range(n_layers):
-                for some in places.split(max(1, rows // len(batch))):
-                    gates = torch.ones(len(some), n_layers, n_columns)
-                    gates[torch.arange(len(some)), layer, some] = 0
-                    for column, logits in zip(some.tolist(), run.logits(gates), strict=True):
+                for patched in places.split(max(1, rows // len(batch))):
+                    gates = torch.ones(len(patched), n_layers, n_columns)
+                    gates[torch.arange(len(patched)), layer, patched] = 0
+                    for column, logits in zip(patched.tolist(), run.logits(gates), strict=True):
                         values[:, layer, column] = measure(metric, logits, batch).double()
                         step()
-            found.append(values.cpu())
-    values = torch.cat(ranks.in_order(found)).permute(1, 2, 0).contiguous()
+            by_batch.append(values.cpu())
+    values = torch.cat(ranks.in_order(by_batch)).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
     if by_head:
         columns = [str(head) for head in range(n_columns)]
@@ -212,25 +214,25 @@ def patch_activations(
 def _site(
     adapter: Adapter, at: str, pairs: PromptPairs, positions: Positions
 ) -> tuple[HookPoints, Int[Tensor, " place"]]:
-    """The gates on the places, and the places that can have an effect."""
+    """Where the gates on all places sit, and the places that can have an effect."""
     names = tuple(adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}")))
     if at in _HEAD_AXIS:
         check_gates(adapter)
         n_heads = adapter.n_heads
         return HookPoints(names, (_HEAD_AXIS[at],), (n_heads,)), torch.arange(n_heads)
     spans = pairs.spans_of(positions)
-    # Before the first token that differs, both runs of a causal model are the same.
-    reached = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
-    return HookPoints(names, (1,), (len(spans.names),)), spans.at[reached].unique().cpu()
+    # In a causal model, both runs are equal before the first token that differs.
+    may_differ = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
+    return HookPoints(names, (1,), (len(spans.names),)), spans.at[may_differ].unique().cpu()
 
 
 def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
-    """The metric of the prompts that are run, and of those whose activations are patched in."""
-    found = []
+    """The metric of the prompts that are run, and of the prompts that the activations come from."""
+    by_batch = []
     for batch, run in runs:
         final = runs.adapter.final(batch.corrupted, read=run.read)
         both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
         values = torch.stack([measure(metric, logits, batch) for logits in both])
-        found.append(values.cpu().double())
-    run_alone, other = torch.cat(ranks.in_order(found), dim=1)
+        by_batch.append(values.cpu().double())
+    run_alone, other = torch.cat(ranks.in_order(by_batch), dim=1)
     return run_alone, other

@@ -1,9 +1,8 @@
-"""The attention graph of one prompt: the result that attention diagrams are drawn from.
+"""The attention graph of one prompt, from which attention diagrams are drawn.
 
 Nodes form a grid of *levels* and *columns*. Level 0 is the input; level ``l + 1`` is the residual
-stream after layer ``l``. A node ``(l + 1, query)`` is fed by ``(l, query)`` through the residual
-stream and by ``(l, key)`` through every attention edge of layer ``l`` from ``key`` to ``query``.
-This module holds the data and its reachability, independent of any model.
+stream after layer ``l``. Node ``(l + 1, query)`` receives from ``(l, query)`` through the residual
+stream, and from ``(l, key)`` through every attention edge of layer ``l`` from ``key`` to ``query``.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ class AttentionGraph(Result):
     """Attention edges of one prompt, with the tokens that they connect.
 
     Args:
-        attention: gate times attention probability of each edge; 0 at closed gates and at
-            acausal pairs.
-        gates: true where the edge's gate is open. In a dense model all possible edges are open.
+        attention: gate times attention probability of each edge; 0 where the gate is closed or the
+            pair is acausal.
+        gates: which gates are open; in a dense model, those of all possible edges.
         input_tokens: text below each column, ``?`` if the model does not read it.
         output_tokens: text above each column: the model's prediction, if there is one.
         targets: columns of predicted tokens, each with the column where it is read (one to the
             left for an autoregressive model, the same for a mask token).
         attribution: first-order estimate of `effect` for each target,
-            ``-attention * d metric / d attention``; ``None`` if not computed. Its sign can be wrong
-            where the model is not linear.
+            ``-attention * d metric / d attention``; ``None`` if not computed. Where the model is
+            not linear, its sign can be wrong.
         effect: for each target, the exact change of the metric when one edge is removed; negative:
-            the edge helps. ``None`` if not computed, NaN at edges for which it was not.
+            the edge helps. ``None`` if not computed; NaN at edges that were not removed.
         carried: share of the query's residual stream that each edge writes, 0 to 1; see
             `circuits.carried`. ``None`` if not traced.
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
-        possible: pairs that the model's masks allow among the columns that it reads; ``None`` if
-            these are all causal pairs, or all pairs if attention is bidirectional.
-        metric: name of the metric that effects change; of graphs saved by earlier versions, the
-            logit of the predicted token.
+        possible: pairs that the model's masks allow among the columns that it reads; ``None`` for
+            all causal pairs, or all pairs if attention is bidirectional.
+        metric: name of the metric whose change effects are; in graphs saved by earlier versions,
+            the logit of the predicted token.
         answers: text of the answer at each target.
         wrong: text of the wrong answer, for metrics that compare the two.
     """
@@ -108,7 +107,7 @@ class AttentionGraph(Result):
 
     @property
     def n_read(self) -> int:
-        """Number of columns with influence: in a causal model, up to the last one read."""
+        """Number of columns that can matter: in a causal model, up to the last one read."""
         if not self.causal:
             return self.n_columns
         return max(read_at for _, read_at in self.targets) + 1
@@ -124,14 +123,14 @@ class AttentionGraph(Result):
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Columns whose token the model reads, and also predicts one column to the left."""
+        """Target columns whose token the model is also given, unlike mask tokens."""
         return tuple(column for column, read_at in self.targets if read_at < column < self.n_read)
 
     def output_row(self, target: int) -> tuple[str, ...]:
-        """The text above each column where one target is shown.
+        """The text above each column when one target is shown.
 
-        It is the prediction of that target, and in other columns what the model was given, or its
-        prediction where it was given nothing.
+        The target's column has its prediction. Every other column has the token that the model was
+        given there, or its prediction where it was given none.
         """
         column, _ = self.targets[target]
         given = set(self.given) - {column}
@@ -146,12 +145,12 @@ class AttentionGraph(Result):
         Args:
             kind: "attention": gate times attention; "carried": share of the query's residual stream
                 that the edge writes; "effect": exact change of the metric when the edge is removed;
-                "first-order": its first-order estimate. Both effects are in the metric's unit, and
+                "first-order": its first-order estimate. Effects are in the metric's unit, and
                 negative if the edge helps.
             target: index into `targets`, for effects.
 
         Raises:
-            ValueError: the kind is unknown or was not traced.
+            ValueError: the kind is unknown, or was not computed.
         """
         if kind == "attention":
             return self.attention
@@ -159,7 +158,9 @@ class AttentionGraph(Result):
             raise ValueError(f"expected a kind of {get_args(EdgeWeight)}; got {kind!r}")
         if kind == "carried":
             if self.carried is None:
-                raise ValueError("expected a graph from trace_attention, with what edges carry")
+                raise ValueError(
+                    "expected a graph from trace_attention, with what edges carry; got one without"
+                )
             return self.carried
         scores = self.effect if kind == "effect" else self.attribution
         if scores is None:
@@ -171,7 +172,7 @@ class AttentionGraph(Result):
         return scores[target]
 
     def to_pandas(self, target: int = -1) -> pd.DataFrame:
-        """The open edges by decreasing attention, with their effects on a target."""
+        """One row per open edge, by decreasing attention, with its effects on a target."""
         import pandas as pd
 
         edges = self.gates.nonzero().tolist()

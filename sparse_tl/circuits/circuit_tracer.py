@@ -73,7 +73,9 @@ def to_circuit_tracer(
     positions = grid.positions if isinstance(grid, PositionedGraph) else ("all",)
     tokens = list(positions if prompt_tokens is None else prompt_tokens)
     if len(tokens) != len(positions):
-        raise ValueError(f"expected one text for each of {len(positions)} positions; got {len(tokens)}")
+        raise ValueError(
+            f"expected one text for each of {len(positions)} positions; got {len(tokens)}"
+        )
     content = read_json(state) if isinstance(state, str | Path) else state or {}
     paths = path_graph(circuit, scores)
     # The viewer draws nothing if all nodes are at the first token.

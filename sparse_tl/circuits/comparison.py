@@ -1,4 +1,4 @@
-"""Compare circuits with a known one: ROC over parts, and the overlap of two circuits."""
+"""Comparison with a known circuit: the ROC of scores, and the overlap of circuits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Roc(Result):
-    """How well scores separate a known circuit's parts from all others, at every threshold.
+    """How well scores separate the parts of a known circuit from all others, at every threshold.
 
     Args:
         false_positive_rate: share of the other parts that score at least the threshold.
         true_positive_rate: share of the known parts that score at least the threshold.
-        auc: area under the curve: the probability that a known part scores above another one, with
-            ties counting one half. 1: all known parts score above all others; 0.5: chance.
+        auc: area under the curve: the probability that a known part scores above another part, with
+            ties counted as one half. 1: all known parts score above all others; 0.5: chance.
     """
 
     false_positive_rate: Float[Tensor, " threshold"]
@@ -44,13 +44,13 @@ class Roc(Result):
         return pd.DataFrame({name: getattr(self, name).tolist() for name in rates})
 
     def _summary(self) -> pd.DataFrame:
-        """The true positive rate at some false positive rates."""
+        """The true positive rates at a few false positive rates."""
         import pandas as pd
 
-        wrong, right = self.false_positive_rate, self.true_positive_rate
-        shown = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=wrong.dtype)
-        reached = torch.searchsorted(wrong, shown, right=True) - 1
-        columns = {"false positive rate at most": shown, "true positive rate": right[reached]}
+        fpr, tpr = self.false_positive_rate, self.true_positive_rate
+        limits = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=fpr.dtype)
+        last = torch.searchsorted(fpr, limits, right=True) - 1
+        columns = {"false positive rate at most": limits, "true positive rate": tpr[last]}
         return pd.DataFrame({name: column.tolist() for name, column in columns.items()})
 
 
@@ -74,9 +74,9 @@ def roc(scores: Scores, known: Circuit) -> Roc:
     """The ROC curve of scores, by absolute value, against a known circuit.
 
     Raises:
-        ValueError: the circuit is at another site, is empty, or keeps all parts.
+        ValueError: the circuit is of another grid, is empty, or keeps all parts.
     """
-    _same_site(scores, known)
+    _check_grids(scores, known)
     exists = scores.site.exists
     values, positive = scores.mean()[exists].abs(), known.mask[exists]
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
@@ -99,9 +99,9 @@ def overlap(circuit: Circuit, known: Circuit) -> Overlap:
     """Intersection over union, precision and recall of a circuit's parts.
 
     Raises:
-        ValueError: the circuits are at different sites, or one is empty.
+        ValueError: the circuits are of different grids, or one is empty.
     """
-    _same_site(circuit, known)
+    _check_grids(circuit, known)
     both = int((circuit.mask & known.mask).sum())
     if not len(circuit) or not len(known):
         raise ValueError(f"expected circuits with parts; they have {len(circuit)} and {len(known)}")
@@ -109,6 +109,6 @@ def overlap(circuit: Circuit, known: Circuit) -> Overlap:
     return Overlap(both / either, both / len(circuit), both / len(known))
 
 
-def _same_site(one: Scores | Circuit, known: Circuit) -> None:
-    if one.site != known.site:
-        raise ValueError(f"expected a circuit of {one.site!r}; got one of {known.site!r}")
+def _check_grids(compared: Scores | Circuit, known: Circuit) -> None:
+    if compared.site != known.site:
+        raise ValueError(f"expected a circuit of {compared.site!r}; got one of {known.site!r}")

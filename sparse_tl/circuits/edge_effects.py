@@ -1,8 +1,8 @@
-"""Exact effects of a graph's open attention edges, strongest first, as far as there is time.
+"""Exact effects of a graph's open attention edges, strongest first, within a given time.
 
-1. Order the edges by their first-order estimates, each relative to the target's largest.
-2. Remove one edge at a time, in batches; a batch is as large as the speed of the last one allows.
-3. Effects that are not computed are NaN.
+1. Order the edges by their first-order estimates, relative to the largest estimate of each target.
+2. Remove one edge at a time, in batches whose size follows from the speed of the last batch.
+3. Set effects that were not computed to NaN.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EdgeEffects:
     """A graph whose exact effects are computed step by step.
 
     Args:
-        graph: attention graph with estimates, or of which all effects will be computed.
-        leave_one_out: its prompt, to run without one edge at a time.
+        graph: attention graph; with estimates, unless all effects will be computed.
+        leave_one_out: runs of its prompt without one edge at a time.
     """
 
     def __init__(self, graph: AttentionGraph, leave_one_out: LeaveOneOut) -> None:
@@ -35,27 +35,27 @@ class EdgeEffects:
 
     @property
     def more(self) -> bool:
-        """Whether there are edges left."""
+        """Whether effects remain to be computed."""
         return bool(self._to_do)
 
     @property
     def graph(self) -> AttentionGraph:
-        """The graph with the effects that are known."""
+        """The graph with the effects computed so far."""
         return replace(self._graph, effect=self._effect.clone())
 
     def advance(self, seconds: float | None) -> None:
         """Compute the effects of the next edges.
 
         Args:
-            seconds: about how long, for at least one batch; of all edges together if ``None``.
+            seconds: approximate time, of at least one batch; ``None`` computes all effects.
         """
         end = math.inf if seconds is None else time.monotonic() + seconds
         size = len(self._to_do) if seconds is None else _FIRST_BATCH
         while self._to_do:
             start = time.monotonic()
             batch, self._to_do = self._to_do[:size], self._to_do[size:]
-            found = self._leave_one_out.effects(groups=[[edge] for edge in batch]).effects
-            self._effect[:, *torch.tensor(batch).T] = found
+            removed = self._leave_one_out.effects(groups=[[edge] for edge in batch])
+            self._effect[:, *torch.tensor(batch).T] = removed.effects
             now = time.monotonic()
             if now >= end:
                 return

@@ -1,4 +1,4 @@
-"""Results of circuit evaluation: the explained effect of circuits of growing size."""
+"""Results of circuit evaluation: the explained effect, or faithfulness, by circuit size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import Share, checked
-from sparse_tl.circuits.intervals import effect_draws, effect_interval, interval_ends
+from sparse_tl.circuits.intervals import effect_draws, interval_ends
 from sparse_tl.metrics import explained_effect
 from sparse_tl.results import Result
 
@@ -44,7 +44,7 @@ class Evaluation(Result):
 
     @property
     def effect(self) -> Float[Tensor, " circuit"]:
-        """The explained effect of each circuit.
+        """The explained effect (faithfulness) of each circuit.
 
         Raises:
             NoEffectError: the metric is the same with everything patched.
@@ -54,9 +54,9 @@ class Evaluation(Result):
     def interval(
         self, level: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
-        """Bootstrap interval of the explained effect over pairs: lower and upper ends.
+        """Lower and upper ends of a bootstrap interval of the explained effect over pairs.
 
-        Pairs are drawn with replacement; the ends are percentiles of the resampled ratio.
+        Pairs are drawn with replacement; the ends are percentiles of the explained effect.
 
         Args:
             level: share of draws inside the interval, between 0 and 1.
@@ -66,36 +66,39 @@ class Evaluation(Result):
         Raises:
             ValueError: an argument is out of range, or as in `effect`.
         """
-        return effect_interval(
-            *(self.values, self.clean, self.none), level=level, resamples=resamples, seed=seed
-        )
+        ends = torch.tensor(interval_ends(level), dtype=self.clean.dtype)
+        effect = self.effect
+        drawn = effect_draws(self.values, self.clean, self.none, resamples=resamples, seed=seed)
+        low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
+        # With few pairs, a percentile interval may exclude the effect: widen it to include it.
+        return torch.minimum(low, effect), torch.maximum(high, effect)
 
     @checked
     def size_interval(
         self, effect: Share = 0.9, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> tuple[float | None, float | None]:
-        """Bootstrap interval of `EffectCurve.size_at` over pairs; sizes must be increasing.
+        """Lower and upper ends of a bootstrap interval of `EffectCurve.size_at` over pairs.
+
+        The sizes must be increasing.
 
         Args:
-            effect: explained effect that is to be reached, above 0 and at most 1.
+            effect: explained effect to reach, above 0 and at most 1.
             level: share of draws inside the interval, between 0 and 1.
             resamples: number of draws, at least 1.
             seed: random seed.
 
         Returns:
-            Lower and upper end; ``None`` where a draw there does not reach the effect.
+            Number of parts at either end; ``None`` if the draw at that end misses the effect.
 
         Raises:
             ValueError: an argument is out of range, or as in `effect`.
         """
         low, high = interval_ends(level)
-        own = self.curve("").size_at(effect)
-        drawn = effect_draws(
-            *(self.values, self.clean, self.none), resamples=resamples, seed=seed
-        ).tolist()
-        found = [EffectCurve("", self.sizes, *[draw] * 3).size_at(effect) for draw in drawn]
+        drawn = effect_draws(self.values, self.clean, self.none, resamples=resamples, seed=seed)
+        curves = [EffectCurve("", self.sizes, *[draw] * 3) for draw in drawn.tolist()]
+        sizes = [curve.size_at(effect) for curve in [*curves, self.curve("")]]
         reached = torch.tensor(
-            [math.inf if size is None else size for size in [*found, own]], dtype=torch.float64
+            [math.inf if size is None else size for size in sizes], dtype=torch.float64
         )
         ends = (
             reached.quantile(low, interpolation="lower").item(),
@@ -104,7 +107,7 @@ class Evaluation(Result):
         return tuple(end if math.isfinite(end) else None for end in ends)  # type: ignore[return-value]
 
     def curve(self, name: str) -> EffectCurve:
-        """Means and intervals for plotting; sizes must be increasing."""
+        """The explained effect with its interval, for plotting; sizes must be increasing."""
         low, high = self.interval()
         return EffectCurve(name, self.sizes, self.effect.tolist(), low.tolist(), high.tolist())
 
@@ -124,11 +127,11 @@ class Evaluation(Result):
         )
 
     def __repr__(self) -> str:
-        said = ", ".join(
+        by_size = ", ".join(
             f"{size}: {effect:.2f}"
             for size, effect in zip(self.sizes, self.effect.tolist(), strict=True)
         )
-        return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
+        return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {by_size})"
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,13 @@ class EffectCurve(Result):
     Args:
         name: name of the model.
         sizes: number of parts that each circuit keeps, increasing.
-        mean: explained effect at each size; 1 means that the circuit recovers the full effect.
+        mean: explained effect at each size; 1: that of the whole model.
         low: lower end of the interval at each size.
         high: upper end of the interval at each size.
 
     Raises:
-        ValueError: there is no size, lengths differ, sizes are not increasing whole numbers from
-            0, a number is not finite, or an interval has its ends swapped.
+        ValueError: there is no size, lengths differ, sizes are not increasing whole numbers from 0
+            on, a number is not finite, or the ends of an interval are swapped.
     """
 
     name: str
@@ -162,8 +165,8 @@ class EffectCurve(Result):
         if not (sizes and whole and rising):
             raise ValueError(
                 "expected at least one size, whole numbers from 0, increasing, in the curve "
-                f"{self.name!r}; got {list(self.sizes)}; count the parts that each circuit keeps, "
-                "sort the circuits by size, and keep one of each size"
+                f"{self.name!r}; got {list(self.sizes)}. Count the parts that each circuit keeps, "
+                "sort the circuits by size, and keep one of each size."
             )
         # Unlike arrays and tensors, tuples compare, print and serialise.
         object.__setattr__(self, "sizes", sizes)
@@ -172,31 +175,31 @@ class EffectCurve(Result):
             if len(values) != len(sizes) or not all(map(math.isfinite, values)):
                 raise ValueError(
                     f"expected one finite number per size in {field!r} of the curve "
-                    f"{self.name!r}; got {list(values)} for {len(sizes)} sizes; an effect is "
-                    "undefined where clean and corrupted metric are equal: leave such prompts out"
+                    f"{self.name!r}; got {list(values)} for {len(sizes)} sizes. Leave out prompts "
+                    "whose clean and corrupted metric are equal: they have no explained effect."
                 )
             object.__setattr__(self, field, values)
         for size, low, high in zip(self.sizes, self.low, self.high, strict=True):
             if low > high:
                 raise ValueError(
                     f"expected low <= high in the curve {self.name!r}; got {low} and {high} at "
-                    f"size {size}; pass the ends of the interval, not its half-widths"
+                    f"size {size}. Pass the ends of the interval, not its half-widths."
                 )
 
     @checked
     def size_at(self, level: Share = 0.9) -> float | None:
-        """The size at which the mean reaches a level and stays at or above it.
+        """The size from which the mean is at or above a level, interpolated in the logarithm.
 
         With n_i the largest size whose effect e_i is below the level, and n_j the next size,
         ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``; a size of 0 counts
-        as 1. If the smallest measured size already suffices, that size is returned.
+        as 1. If all effects reach the level, this is the smallest measured size.
 
         Args:
             level: explained effect, above 0 and at most 1.
 
         Returns:
-            Number of parts, at least 1 and in general fractional; ``None`` if the last measured
-            effect is below the level.
+            Number of parts, at least 1 and usually fractional; ``None`` if the effect of the
+            largest size is below the level.
 
         Raises:
             ValueError: the level is out of range.
@@ -222,13 +225,13 @@ class EffectCurve(Result):
             return self.mean[after]
         if not self.sizes[0] <= size <= self.sizes[-1]:
             raise ValueError(
-                f"expected a size in {self.sizes[0]:,}..{self.sizes[-1]:,}, as measured in the "
-                f"curve {self.name!r}; got {size:,}"
+                f"expected a size in {self.sizes[0]:,}..{self.sizes[-1]:,}, the measured range of "
+                f"the curve {self.name!r}; got {size:,}"
             )
-        start, at, end = (
-            math.log(max(some, 1)) for some in (self.sizes[after - 1], size, self.sizes[after])
+        start, middle, end = (
+            math.log(max(n, 1)) for n in (self.sizes[after - 1], size, self.sizes[after])
         )
-        share = (at - start) / (end - start) if end > start else 1.0
+        share = (middle - start) / (end - start) if end > start else 1.0
         return self.mean[after - 1] + share * (self.mean[after] - self.mean[after - 1])
 
     def to_pandas(self) -> pd.DataFrame:
@@ -241,7 +244,7 @@ class EffectCurve(Result):
 
 @checked
 def multiplier(dense: EffectCurve, sparse: EffectCurve, level: Share = 0.9) -> float | None:
-    """How many times more parts the dense model needs: ``dense.size_at / sparse.size_at``.
+    """How many times as many parts the dense model needs: ``dense.size_at / sparse.size_at``.
 
     Args:
         dense: curve of the dense model.
@@ -249,11 +252,10 @@ def multiplier(dense: EffectCurve, sparse: EffectCurve, level: Share = 0.9) -> f
         level: explained effect, above 0 and at most 1.
 
     Returns:
-        Above 1 if the sparse model needs fewer parts; ``None`` if a curve does not reach the
-        level.
+        Above 1 if the sparse model needs fewer parts; ``None`` if a curve does not reach the level.
 
     Raises:
         ValueError: the level is out of range.
     """
-    needed = dense.size_at(level), sparse.size_at(level)
-    return None if needed[0] is None or needed[1] is None else needed[0] / needed[1]
+    of_dense, of_sparse = dense.size_at(level), sparse.size_at(level)
+    return None if of_dense is None or of_sparse is None else of_dense / of_sparse

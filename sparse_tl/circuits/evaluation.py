@@ -1,9 +1,12 @@
-"""Evaluate circuits: the metric under a mask, and the explained effect at growing circuit sizes.
+"""Evaluate circuits: the metric under circuits, and their explained effect by size.
 
-The explained effect of a circuit C is ``(m(C) - m(none)) / (m(clean) - m(none))``, where each m is
-a mean over pairs and *none* is the model with everything patched: the corrupted run, under
-corrupted patches. Circuits of edges patch every other circuit edge; circuits of heads patch the
-outputs of all other heads (at ``hook_z``), while MLPs are recomputed.
+The explained effect of a circuit C, also called its faithfulness, is
+
+    (m(C) - m(none)) / (m(clean) - m(none)),
+
+where each m is a mean over pairs, and *none* patches everything: with corrupted patches, it is the
+corrupted run. Under a circuit of edges, all other circuit edges are patched. Under a circuit of
+heads, the outputs of all other heads are patched (at ``hook_z``), and MLPs are recomputed.
 """
 
 from __future__ import annotations
@@ -43,59 +46,64 @@ def evaluate(
     batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Evaluation:
-    """The metric under circuits, with everything else patched; one forward pass per circuit.
+    """The metric under each circuit, with everything else patched; one forward pass per circuit.
 
-    Several ranks divide the pairs among them, and all return the whole result.
+    Several ranks share the pairs, and each returns the whole result.
 
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
         metric: metric function with one value per pair.
-        circuits: one circuit or several, of edges, of edges by position, or of heads. Named spans
-            are those of `pairs`.
-        patch: patch at everything outside a circuit, as in `PairRuns`.
+        circuits: one circuit or several, of edges, of edges by position, or of heads. Their spans
+            must be those of `pairs`.
+        patch: patch of everything outside a circuit, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no circuit is given, a circuit belongs to another model's graph, the pairs lack
-            its positions, the patch is unknown, or the metric is not one finite number per pair.
+        ValueError: no circuit is given, a circuit belongs to another model, the pairs lack its
+            positions, the patch is unknown, or the metric is not one finite number per pair.
     """
     graph = adapt(model).graph
-    asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    if not asked or len({circuit.site for circuit in asked}) > 1:
+    listed = [circuits] if isinstance(circuits, Circuit) else list(circuits)
+    if not listed or len({circuit.site for circuit in listed}) > 1:
         raise ValueError(
             "expected one circuit or more, all of edges (at the same positions) or all of heads"
         )
-    own = asked[0].site
-    positions = positions_of(own, pairs) if isinstance(own, PositionedGraph) else None
-    if (own.graph if isinstance(own, PositionedGraph) else own) not in (graph, graph.heads):
+    grid = listed[0].site
+    positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    if (grid.graph if isinstance(grid, PositionedGraph) else grid) not in (graph, graph.heads):
         raise ValueError(
-            f"expected circuits of the model's own {graph!r}, or of its heads; got one of {own!r}"
+            f"expected circuits of the model's own {graph!r}, or of its heads; got one of {grid!r}"
         )
-    site = Heads() if own == graph.heads else CircuitEdges()
+    site = Heads() if grid == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
-    found: list[tuple[Tensor, ...]] = []
-    with autograd(False), tracked("evaluating", len(asked) * len(runs), progress) as step:
+    by_batch: list[tuple[Tensor, ...]] = []
+    with autograd(False), tracked("evaluating", len(listed) * len(runs), progress) as step:
         for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
             values = [clean, measure(metric, runs.everything_patched(run), batch)]
-            for circuit in asked:
+            for circuit in listed:
                 values.append(measure(metric, run.logits(circuit.mask), batch))
                 step()
-            found.append(tuple(value.cpu().double() for value in values))
-    clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
-    sizes = tuple(map(len, asked))
-    return Evaluation(sizes, own.n_parts, torch.stack(values), clean, none, pairs.start)
+            by_batch.append(tuple(value.cpu().double() for value in values))
+    clean, none, *values = map(torch.cat, zip(*ranks.in_order(by_batch), strict=True))
+    sizes = tuple(map(len, listed))
+    return Evaluation(sizes, grid.n_parts, torch.stack(values), clean, none, pairs.start)
 
 
-def positions_of(site: PositionedGraph, pairs: PromptPairs) -> Positions:
-    """What the positions of a circuit are; checked to be those of the pairs."""
-    positions = "tokens" if site.of_tokens else "spans"
-    if pairs.spans_of(positions).names != site.positions:
+def positions_of(grid: PositionedGraph, pairs: PromptPairs) -> Positions:
+    """Whether the positions of a circuit are tokens or spans, checked to be those of the pairs.
+
+    Raises:
+        ValueError: the pairs have other positions.
+    """
+    positions = "tokens" if grid.of_tokens else "spans"
+    names = pairs.spans_of(positions).names
+    if names != grid.positions:
         raise ValueError(
-            f"expected pairs with the positions of the circuit, {site.positions}; these have "
-            f"{pairs.spans_of(positions).names}"
+            f"expected pairs with the positions of the circuit, {grid.positions}; these have "
+            f"{names}"
         )
     return positions
 
@@ -111,23 +119,24 @@ def evaluate_circuit_edges(
     signed: bool = False,
     **options: Any,
 ) -> Evaluation:
-    """The explained effect of the best-scored edges at growing circuit sizes.
+    """The explained effect (faithfulness) of circuits of the best-scored edges, by size.
 
-    Edges without effect (`Circuit.connected`) are dropped, as are sizes that add no other edge.
+    Edges without effect (`Circuit.connected`) are dropped; sizes that differ by such edges alone
+    are evaluated once.
 
     Args:
         model: dense or sparse model.
-        pairs: prompt pairs, ideally other than those that the scores come from.
+        pairs: prompt pairs, ideally not the ones that were scored.
         metric: metric function with one value per pair.
         scores: scores that rank the edges.
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
-        signed: rank by how much an edge helps instead of by absolute value.
+        signed: rank by how much an edge helps instead of by absolute score.
         **options: further arguments of `evaluate`.
     """
     sizes = log_sizes(scores.site.n_parts) if sizes is None else sizes
     patch = options.get("patch", "corrupted")
-    joined = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
-    circuits = {len(circuit): circuit for circuit in joined}
+    connected = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
+    circuits = {len(circuit): circuit for circuit in connected}
     return evaluate(model, pairs, metric, list(circuits.values()), **options)
 
 
@@ -140,10 +149,10 @@ def evaluate_heads(
     sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """The explained effect of the best-scored heads at growing circuit sizes.
+    """The explained effect (faithfulness) of circuits of the best-scored heads, by size.
 
-    The arguments are those of `evaluate_circuit_edges`, but for the default of `sizes`: all up to
-    32, and of more heads eight to a doubling.
+    The arguments are those of `evaluate_circuit_edges`, without `signed`. By default, `sizes` are
+    all sizes up to 32 heads, and eight per doubling beyond.
 
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
@@ -161,34 +170,34 @@ def evaluate_heads(
 def accuracy(
     model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
 ) -> float:
-    """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer.
+    """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
 
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
-        choice: count the prompts in which an answer is likelier than every wrong one instead,
-            whatever else the model finds likely. `measure_skill` compares this with chance.
+        choice: count the prompts in which an answer is more likely than every wrong answer instead,
+            whatever other tokens are likely. `measure_skill` compares this share with chance.
         batch_size: prompts per forward pass.
 
     Raises:
-        ValueError: a pair has no wrong answer to choose against, or the model cannot run the
+        ValueError: `choice` is true and a pair has no wrong answer, or the model cannot run the
             prompts.
     """
     if choice:
         check_wrong(pairs)
-    is_one = chooses_right if choice else is_right
-    logits = clean_logits(model, pairs, batch_size)
-    right = [is_one(found, batch).cpu() for batch, found in logits]
+    judge = chooses_right if choice else is_right
+    runs = clean_logits(model, pairs, batch_size)
+    right = [judge(logits, batch).cpu() for batch, logits in runs]
     return torch.cat(ranks.in_order(right)).double().mean().item()
 
 
 def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple[int, ...]:
-    """0 and `total`, with logarithmically spaced sizes between them.
+    """0, `total`, and logarithmically spaced sizes between them.
 
     Args:
         total: the largest size.
-        per_doubling: number of sizes to a doubling.
-        all_up_to: no size is left out up to this one.
+        per_doubling: number of sizes per doubling.
+        all_up_to: size up to which every size is included.
     """
     steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}

@@ -1,4 +1,4 @@
-"""Exact patching: one circuit edge or head at a time. Ground truth for approximate methods."""
+"""Exact patching of one circuit edge or head at a time: the ground truth of attribution."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def patch_exactly(
     rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> pd.Series:
-    """The change of the metric when a single part is patched: ``m(patched) - m(clean)``.
+    """The change of the metric when one part is patched, ``m(patched) - m(clean)``, for each part.
 
-    Layers before the patched part are not rerun, and many parts share a forward pass.
+    A pass starts at the layer of the patched part, and patches many parts side by side.
 
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
         metric: metric function with one value per pair.
         parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges by
-            default. A head is patched for everything that reads it.
+            default. A head is patched for all of its readers.
         patch: patch at closed parts, as in `PairRuns`.
-        positions: patch edges at one position each, as in `attribute_circuit_edges`: parts are
-            then edges at positions ("a0.h1->m1@3", "a0.h1->m1@END"), all of them by default.
+        positions: patch each edge at one position, as in `attribute_circuit_edges`. Parts are then
+            edges at positions ("a0.h1->m1@3", "a0.h1->m1@END"); all of them by default.
         batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times parts in one forward pass.
         progress: whether to show a progress bar.
 
     Returns:
-        The change by part name, mean over pairs, in units of the metric; negative: the part helps.
+        The mean change over pairs by part name, in units of the metric; negative: the part helps.
 
     Raises:
-        ValueError: the graph lacks a part, the patch is unknown, the metric is not one finite
+        ValueError: the model lacks a part, the patch is unknown, the metric is not one finite
             number per pair, or the pairs lack the positions.
         NoEffectError: patching everything changes the metric of no pair.
     """
@@ -70,33 +70,33 @@ def patch_exactly(
         edges = PositionedGraph(graph, pairs.spans_of(positions).names)
     names = [str(part) for part in (edges.names(edges.places) if parts is None else parts)]
     changes = torch.zeros(len(names), dtype=torch.float64)
-    in_edges = [i for i, name in enumerate(names) if "->" in name]
-    heads = [i for i, name in enumerate(names) if "->" not in name]
-    wanted = [(CircuitEdges(), edges, in_edges), (Heads(), graph.heads, heads)]
-    places = {i: grid.index(names[i]) for _, grid, asked in wanted for i in asked}
+    of_edges = [i for i, name in enumerate(names) if "->" in name]
+    of_heads = [i for i, name in enumerate(names) if "->" not in name]
+    kinds = [(CircuitEdges(), edges, of_edges), (Heads(), graph.heads, of_heads)]
+    indices = {i: grid.index(names[i]) for _, grid, numbers in kinds for i in numbers}
     total = len(names) * len(pairs.split(batch_size))
     with autograd(False), tracked("patching", total, progress) as step:
-        for site, grid, asked in wanted:
-            if not asked:
+        for site, grid, numbers in kinds:
+            if not numbers:
                 continue
             # Group parts by layer: a pass starts at the first layer that differs.
-            in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
+            by_layer = sorted(numbers, key=lambda i: grid.layer(indices[i]))
             at = positions if grid is edges else None
             runs, changed = PairRuns(model, site, pairs, patch, batch_size, positions=at), False
             for batch, run in runs:
                 clean = measure(metric, run.start_from(None), batch)
                 changed = changed or runs.has_effect(metric, batch, run)
                 size = max(1, rows // len(batch))
-                for _, layer in groupby(in_order, key=lambda i: grid.layer(places[i])):
-                    together = list(layer)
-                    for start in range(0, len(together), size):
-                        some = together[start : start + size]
-                        gates = torch.ones(len(some), *grid.exists.shape)
-                        for gate, index in zip(gates, some, strict=True):
-                            gate[places[index]] = 0
-                        for index, logits in zip(some, run.logits(gates), strict=True):
+                for _, group in groupby(by_layer, key=lambda i: grid.layer(indices[i])):
+                    in_layer = list(group)
+                    for start in range(0, len(in_layer), size):
+                        patched = in_layer[start : start + size]
+                        gates = torch.ones(len(patched), *grid.exists.shape)
+                        for gate, i in zip(gates, patched, strict=True):
+                            gate[indices[i]] = 0
+                        for i, logits in zip(patched, run.logits(gates), strict=True):
                             values = measure(metric, logits, batch)
-                            changes[index] += (values - clean).sum().cpu().double()
+                            changes[i] += (values - clean).sum().cpu().double()
                             step()
             check_changed(changed)
     return pd.Series((changes / len(pairs)).tolist(), index=names)

@@ -1,8 +1,8 @@
-"""Faithfulness of the circuit that a search returns, measured by running it.
+"""Faithfulness of the circuit that a search returns, measured by running that circuit.
 
-During a search, other things are measured: sampled gates, one batch, a circuit whose edges without
-effect are not yet dropped. What a search reports is a run of the circuit that it returns, with
-everything in the circuit kept and everything else patched.
+What a search measures on the way is something else: sampled gates, a single batch, or a circuit
+with edges that have no effect. So a search reports a run of the circuit that it returns, with
+everything in it kept and everything else patched.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sparse_tl.scopes import autograd
 
 @dataclass(frozen=True)
 class Faithfulness(Result):
-    """What a circuit preserves of a model's predictions, as means over prompt pairs.
+    """How much of a model's predictions a circuit preserves, as means over prompt pairs.
 
     Args:
         divergence: ``KL(model || circuit)`` of the next-token distributions, in nats.
-        explained_effect: explained effect of the search's metric; with "kl", that of minus the
-            divergence, ``1 - KL(model || circuit) / KL(model || everything patched)``. NaN if
-            patching everything does not change the metric.
+        explained_effect: explained effect on the metric of the search; for "kl",
+            ``1 - KL(model || circuit) / KL(model || everything patched)``. NaN if patching
+            everything does not change the metric.
         n_pairs: number of prompt pairs.
     """
 
@@ -39,20 +39,20 @@ class Faithfulness(Result):
     n_pairs: int
 
     def __str__(self) -> str:
-        # Adding 0 turns -0 into 0. A divergence of less than 1e-6 nats is rounding.
-        lost, effect = round(self.divergence, 6) + 0, round(self.explained_effect, 3) + 0
-        return f"{lost:.3g} nats, explained effect {effect:.3f}, on {self.n_pairs:,} pairs"
+        # A divergence below 1e-6 nats is rounding error. Adding 0 turns -0 into 0.
+        nats, effect = round(self.divergence, 6) + 0, round(self.explained_effect, 3) + 0
+        return f"{nats:.3g} nats, explained effect {effect:.3f}, on {self.n_pairs:,} pairs"
 
 
 class FaithfulnessRuns:
-    """Runs circuits on the pairs of a search, and on held-out pairs if there are any.
+    """Runs of circuits on the pairs of a search, and on held-out pairs if there are any.
 
-    All pairs are first run with everything patched, so that pairs that cannot be measured are
-    refused before the search instead of after it.
+    First, all pairs are run with everything patched, so that pairs that cannot be measured are
+    refused before the search, not after it.
 
     Args:
-        runs: the pairs of the search, the site of its circuits, and the patch.
-        metric: metric whose explained effect is measured.
+        runs: runs of the pairs of the search.
+        metric: metric for the explained effect.
         held_out: pairs that the search does not use, if any.
     """
 
@@ -76,15 +76,15 @@ class FaithfulnessRuns:
         for batch, run in runs:
             clean, circuit = run.clean_logits, run.logits(mask)
             logits = circuit, clean, runs.everything_patched(run)
-            lost = divergence(circuit, clean)
+            nats = divergence(circuit, clean)
             if isinstance(self._metric, str):
-                values = [-divergence(some, clean) for some in logits]
+                values = [-divergence(each, clean) for each in logits]
             else:
-                values = [measure(self._metric, some, batch) for some in logits]
-            measured.append(torch.stack([lost, *values]).cpu().double())
-        lost, *values = torch.cat(measured, dim=1)
+                values = [measure(self._metric, each, batch) for each in logits]
+            measured.append(torch.stack([nats, *values]).cpu().double())
+        nats, *values = torch.cat(measured, dim=1)
         try:
             effect = explained_effect(*values).item()
         except NoEffectError:
             effect = math.nan
-        return Faithfulness(lost.mean().item(), effect, len(lost))
+        return Faithfulness(nats.mean().item(), effect, len(nats))

@@ -1,4 +1,4 @@
-"""How every head of a model behaves, and which kinds of heads that makes: data, without a model."""
+"""How every head of a model behaves, and the kinds of heads that follow from it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of head: those that score at least `least`, or at most if that is negative."""
+    """A kind of head: heads whose score is at least a threshold, or at most a negative one.
+
+    Args:
+        by: behaviour that is scored.
+        least: the threshold.
+        label: short label of such heads.
+    """
 
     by: str
     least: float
     label: str
 
     def score(self, scores: Mapping[str, Tensor]) -> Float[Tensor, "layer head"]:
-        """The score as a multiple of what is needed: at least 1 for heads of the kind."""
+        """The score as a multiple of the threshold: at least 1 for heads of this kind."""
         return scores[self.by] / self.least
 
 
@@ -42,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "copying": Kind("copying", 0.5, "+"),
     "negative copying": Kind("copying", -0.5, "\N{MINUS SIGN}"),
 }
-"""The kinds of heads: by which behaviour, from which score on, and their short labels."""
+"""All kinds of heads, by name."""
 _ON_TASK = ("mover", "negative mover", "suppression", "inhibition")
 _BY_ATTENTION = ("previous token", "duplicate token", "induction", "sink")
 
@@ -50,11 +56,11 @@ _BY_ATTENTION = ("previous token", "duplicate token", "induction", "sink")
 @checked
 @dataclass(frozen=True, eq=False)
 class HeadBehaviour(Result):
-    """How much each head behaves in each way, from `head_behaviour`.
+    """The scores of every head for each behaviour, from `head_behaviour`.
 
     Args:
-        scores: by behaviour: "previous token", "duplicate token", "induction" and "sink", shares of
-            attention; "copying", -1..1; and if prompt pairs were given, "mover" and "suppression",
+        scores: scores by behaviour: "previous token", "duplicate token", "induction" and "sink",
+            shares of attention; "copying", -1..1; and with prompt pairs, "mover" and "suppression",
             shares of the logit difference, and "inhibition", a share of the movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
@@ -68,7 +74,7 @@ class HeadBehaviour(Result):
         """The scores of one behaviour.
 
         Raises:
-            ValueError: it was not measured.
+            ValueError: the behaviour was not measured.
         """
         if behaviour not in self.scores:
             raise ValueError(f"expected one of {list(self.scores)}; got {behaviour!r}")
@@ -80,7 +86,7 @@ class HeadBehaviour(Result):
         return HeadGrid(*next(iter(self.scores.values())).shape)
 
     def top(self, behaviour: str, size: AtLeastOne = 5) -> list[tuple[int, int]]:
-        """The heads (layer, head) with the highest scores of a behaviour, best first.
+        """The heads (layer, head) with the highest scores of a behaviour, highest first.
 
         Raises:
             ValueError: the behaviour was not measured.
@@ -91,54 +97,55 @@ class HeadBehaviour(Result):
 
     @property
     def heads(self) -> dict[str, list[tuple[int, int]]]:
-        """The heads (layer, head) of each kind, best first; thresholds are those of `KINDS`.
+        """The heads (layer, head) of each kind in `KINDS`, highest scores first.
 
         A head may be of several kinds, or of none.
         """
-        found = {}
+        by_kind = {}
         for name, kind in self._kinds.items():
             score = kind.score(self.scores)
-            places = [(layer, head) for layer, head in (score >= 1).nonzero().tolist()]
-            found[name] = sorted(places, key=lambda place: -score[place].item())
-        return found
+            heads = [(layer, head) for layer, head in (score >= 1).nonzero().tolist()]
+            by_kind[name] = sorted(heads, key=lambda head: -score[head].item())
+        return by_kind
 
     @property
     def main(self) -> dict[str, str]:
-        """The kind of each head that has one: on the task, or else by attention, or else copying.
+        """The main kind of each head that is of any kind, by name of the head.
 
-        Of several, it is the one whose threshold a head exceeds by the largest factor.
+        Kinds of behaviour on the task come first, then kinds of attention, then copying. Among
+        several, the main one is the kind whose threshold the score exceeds by the largest factor.
         """
-        found = dict[str, str]()
+        main = dict[str, str]()
         for group in (_ON_TASK, _BY_ATTENTION, ("copying", "negative copying")):
             kinds = {name: kind for name, kind in self._kinds.items() if name in group}
             if not kinds:
                 continue
             best = torch.stack([kind.score(self.scores) for kind in kinds.values()]).max(dim=0)
             for layer, head in (best.values >= 1).nonzero().tolist():
-                found.setdefault(f"a{layer}.h{head}", list(kinds)[best.indices[layer, head]])
-        return found
+                main.setdefault(f"a{layer}.h{head}", list(kinds)[best.indices[layer, head]])
+        return main
 
     @property
     def labels(self) -> dict[str, str]:
         """Short labels of heads, such as "ind+"; sinks that do not copy have none.
 
-        Plus: it copies what it attends to; minus: it lowers the logit of that.
+        Plus: the head copies what it attends to. Minus: it lowers the logit of what it attends to.
         """
         main = self.main
         labels = {head: KINDS[kind].label for head, kind in main.items()}
         for name in ("copying", "negative copying"):
             for layer, head in self.heads.get(name, []):
-                where, sign = f"a{layer}.h{head}", KINDS[name].label
-                if main[where] in _BY_ATTENTION:
-                    labels[where] += sign
-        return {head: label for head, label in labels.items() if label}
+                node = f"a{layer}.h{head}"
+                if main[node] in _BY_ATTENTION:
+                    labels[node] += KINDS[name].label
+        return {node: label for node, label in labels.items() if label}
 
     @property
     def _kinds(self) -> dict[str, Kind]:
         return {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per head: its kind, if it has one, and its scores."""
+        """One row per head: its main kind, if any, and its scores."""
         import pandas as pd
 
         heads, main = self.grid.columns(self.grid.places), self.main
@@ -147,7 +154,7 @@ class HeadBehaviour(Result):
         return pd.DataFrame({**heads, "kind": kinds, **scores})
 
     def _summary(self) -> pd.DataFrame:
-        """The five best heads of every behaviour."""
+        """The five heads with the highest scores for every behaviour."""
         import pandas as pd
 
         return pd.DataFrame(

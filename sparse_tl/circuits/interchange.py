@@ -1,8 +1,8 @@
-"""Exchange scores and circuits with other tools: the graph JSON of EAP-IG, and MIB's submissions.
+"""Exchange of scores and circuits with other tools: EAP-IG's graph JSON, and submissions to MIB.
 
-Both give every query head edges of its own into k and v. The edges of a key-value head are written
-as one for each head of its group: all kept or none, with equal shares of the score. Read back, they
-are one edge again.
+In both formats, every query head has its own edges into k and v. An edge into a key-value head is
+written as one edge for each head of its group, all kept or none, each with an equal share of the
+score. Reading joins them again.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from sparse_tl.graph import CircuitGraph
 
 _SIZES = {"n_layers": int, "n_heads": int, "parallel_attn_mlp": bool}
 _MAX_HEADS = 1024
-"""As 7B models have: a file may leave out edges, but not make a graph that fills the memory."""
+"""As many as 7B models have. A file that lists few edges cannot ask for a graph of any size."""
 _IMPORTANCES = "importances.json"
 _CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
 
 @checked
 def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str, Any]:
-    """The JSON of EAP-IG's ``Graph.to_json``; scores keep their sign.
+    """Scores and circuit as the JSON of EAP-IG's ``Graph.to_json``; scores keep their sign.
 
     Args:
         scores: scores of every edge.
@@ -41,7 +41,8 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str
         d_model: residual stream width of the model, required by EAP-IG's loader.
 
     Raises:
-        ValueError: the model has no MLPs, which the format lacks, or the scores are of other edges.
+        ValueError: the model has no MLPs, which the format requires, or the scores are of other
+            edges than the circuit.
     """
     if scores.site != circuit.graph:
         raise ValueError(f"expected scores of {circuit.graph!r}, as the circuit; got {scores!r}")
@@ -59,7 +60,7 @@ def from_eap_ig(
         graph: the model's graph; required for grouped-query attention, which the JSON omits.
 
     Raises:
-        ValueError: a key is missing, the graph lacks an edge or has other sizes than `graph`, or
+        ValueError: a key is missing, an edge does not exist, the sizes are not those of `graph`, or
             heads that share a key-value head keep different edges.
     """
     missing = {"cfg", "edges"} - content.keys()
@@ -69,53 +70,53 @@ def from_eap_ig(
     for name, kind in _SIZES.items():
         if not isinstance(cfg, Mapping) or type(cfg.get(name)) is not kind:
             raise ValueError(f"expected {name} in the cfg of an EAP-IG graph; got {str(cfg)[:200]}")
-    # Before all edges of such a graph are named: every head has one to the logits.
+    # Check this before naming all edges of such a graph. Every head has an edge to the logits.
     n_heads = cfg["n_layers"] * cfg["n_heads"]
     if not isinstance(edges, Mapping) or n_heads > max(_MAX_HEADS, len(edges)):
         raise ValueError(
             f"expected the edges of an EAP-IG graph by name, all of them for {n_heads:,} heads; "
             f"got {len(edges) if isinstance(edges, Mapping) else edges!r:.200}"
         )
-    own = CircuitGraph(
+    ungrouped = CircuitGraph(
         cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
     )
-    graph = own if graph is None else graph
-    if _ungrouped(graph) != own:
-        raise ValueError(f"expected the edges of {graph!r}; got those of {own!r}")
-    known = {name: place for place, name in enumerate(own.names(own.places))}
-    places, values, kept = list[int](), list[float](), list[bool]()
+    graph = ungrouped if graph is None else graph
+    if _ungrouped(graph) != ungrouped:
+        raise ValueError(f"expected the edges of {graph!r}; got those of {ungrouped!r}")
+    numbers = {name: number for number, name in enumerate(ungrouped.names(ungrouped.places))}
+    listed, values, kept = list[int](), list[float](), list[bool]()
     for name, edge in edges.items():
-        if name not in known:
-            own.index(name)  # says why
+        if name not in numbers:
+            ungrouped.index(name)  # raises, and says why
         if not isinstance(edge, Mapping) or type(edge.get("in_graph")) is not bool:
             raise ValueError(f"expected true or false as in_graph of {name}; got {edge!r}")
         if type(edge.get("score", 0.0)) not in (int, float):
             raise ValueError(f"expected a number as score of {name}; got {edge!r}")
-        places.append(known[name])
+        listed.append(numbers[name])
         values.append(edge.get("score", 0.0))
         kept.append(edge["in_graph"])
-    rows, columns = own.places[places].T
-    scores = torch.zeros(own.exists.shape, dtype=torch.float64)
+    rows, columns = ungrouped.places[listed].T
+    scores = torch.zeros(ungrouped.exists.shape, dtype=torch.float64)
     scores[rows, columns] = torch.tensor(values, dtype=torch.float64)
-    mask = torch.zeros_like(own.exists)
+    mask = torch.zeros_like(ungrouped.exists)
     mask[rows, columns] = torch.tensor(kept, dtype=torch.bool)
-    column_of, _ = _columns(graph, own)
+    column_of, _ = _columns(graph, ungrouped)
     grouped = torch.zeros(graph.exists.shape, dtype=torch.float64).index_add(1, column_of, scores)
-    inside = torch.zeros(graph.exists.shape).index_add(1, column_of, mask.float()) > 0
-    if not torch.equal(inside[:, column_of], mask):
+    grouped_mask = torch.zeros(graph.exists.shape).index_add(1, column_of, mask.float()) > 0
+    if not torch.equal(grouped_mask[:, column_of], mask):
         raise ValueError("expected the same edges for all heads that share a key-value head")
-    return Scores(graph, grouped, "imported"), Circuit(graph, inside)
+    return Scores(graph, grouped, "imported"), Circuit(graph, grouped_mask)
 
 
 @checked
 def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtLeastOne) -> Path:
-    """Write one folder of a submission to MIB's circuit localization track.
+    """Write a folder of a submission to MIB's circuit localization track, and return its path.
 
-    Scores become ``importances.json``, from which MIB cuts circuits of its sizes; circuits become
+    Scores become ``importances.json``, from which MIB takes circuits of its sizes. Circuits become
     one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
     counts them. Edges on no path from the input to the logits are left out: they have no effect
-    under corrupted patches, which MIB evaluates with. MIB's sign is opposite to `Scores`: a
-    positive importance helps. Of several ranks, only the first writes.
+    under corrupted patches, with which MIB evaluates. The sign is the opposite of that of `Scores`:
+    a positive importance helps. With several ranks, only the first one writes.
 
     Args:
         found: scores of circuit edges, or nine circuits, smallest first.
@@ -150,10 +151,10 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
 
 @checked
 def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | list[Circuit]:
-    """Read a folder of a submission to MIB, with the sign of `Scores`.
+    """Scores or circuits from a folder of a submission to MIB, with the sign of `Scores`.
 
     Args:
-        folder: folder as `save_mib` writes it. Only JSON is read: ``.pt`` files are pickles.
+        folder: folder as written by `save_mib`. Only JSON is read, since ``.pt`` files are pickles.
         graph: the model's graph, required for grouped-query attention.
 
     Returns:
@@ -165,36 +166,36 @@ def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | 
     paths = sorted(Path(folder).glob("*.json"))
     if not paths:
         raise ValueError(f"expected importances or circuits as JSON in {folder}; there are none")
-    found = []
+    loaded = []
     for path in paths:
         try:
-            found.append(from_eap_ig(read_json(path), graph))
+            loaded.append(from_eap_ig(read_json(path), graph))
         except (TypeError, ValueError) as error:
             raise ValueError(f"expected the JSON of an EAP-IG graph in {path}; {error}") from error
-    if len(found) > 1:
-        return sorted((circuit for _, circuit in found), key=len)
-    scores, _ = found[0]
+    if len(loaded) > 1:
+        return sorted((circuit for _, circuit in loaded), key=len)
+    scores, _ = loaded[0]
     return replace(scores, values=-scores.values)
 
 
 def _content(
     circuit: Circuit, values: Float[Tensor, "source destination"] | None, d_model: int
 ) -> dict[str, Any]:
-    """The JSON of a circuit, with a score of every edge if there are values."""
+    """The JSON of a circuit, with the score of every edge if values are given."""
     graph = circuit.graph
     if not graph.has_mlps:
         raise ValueError(f"expected a model with MLPs, which the format requires; got {graph!r}")
-    own = _ungrouped(graph)
-    column_of, share = _columns(graph, own)
+    ungrouped = _ungrouped(graph)
+    column_of, share = _columns(graph, ungrouped)
     rows, columns = (circuit.mask.any(dim=axis).nonzero()[:, 0].tolist() for axis in (1, 0))
-    inside = {graph.sources[row] for row in rows}
+    in_graph = {graph.sources[row] for row in rows}
     for column in columns:
-        inside.update(graph.readers_of(graph.destinations[column]))
-    kept = circuit.mask.cpu()[:, column_of][own.exists].tolist()
-    named = zip(own.names(own.places), kept, strict=True)
-    edges: dict[str, dict[str, Any]] = {name: {"in_graph": keeps} for name, keeps in named}
+        in_graph.update(graph.readers_of(graph.destinations[column]))
+    kept = circuit.mask.cpu()[:, column_of][ungrouped.exists].tolist()
+    named = zip(ungrouped.names(ungrouped.places), kept, strict=True)
+    edges: dict[str, dict[str, Any]] = {name: {"in_graph": is_kept} for name, is_kept in named}
     if values is not None:
-        shared = (values.cpu().double()[:, column_of] * share)[own.exists].tolist()
+        shared = (values.cpu().double()[:, column_of] * share)[ungrouped.exists].tolist()
         for edge, value in zip(edges.values(), shared, strict=True):
             edge["score"] = value
     cfg = {
@@ -203,36 +204,37 @@ def _content(
         "parallel_attn_mlp": graph.parallel,
         "d_model": d_model,
     }
-    nodes = {str(node): {"in_graph": node in inside} for node in graph.nodes}
+    nodes = {str(node): {"in_graph": node in in_graph} for node in graph.nodes}
     return {"cfg": cfg, "nodes": nodes, "edges": edges}
 
 
 def _check_size(circuit: Circuit, fraction: float) -> None:
-    own = _ungrouped(circuit.graph)
-    column_of, _ = _columns(circuit.graph, own)
-    size, most = int(circuit.mask.cpu()[:, column_of].count_nonzero()), int(fraction * own.n_edges)
+    ungrouped = _ungrouped(circuit.graph)
+    column_of, _ = _columns(circuit.graph, ungrouped)
+    size = int(circuit.mask.cpu()[:, column_of].count_nonzero())
+    most = int(fraction * ungrouped.n_edges)
     if size > most:
         raise ValueError(
             f"expected a circuit of at most {most:,} edges of query heads, {fraction:.1%} of all "
-            f"{own.n_edges:,}; got {size:,} edges"
+            f"{ungrouped.n_edges:,}; got {size:,} edges"
         )
 
 
 def _ungrouped(graph: CircuitGraph) -> CircuitGraph:
-    """The graph in which every query head has edges of its own into k and v."""
+    """The graph in which every query head has its own edges into k and v."""
     return replace(graph, n_kv_heads=graph.n_heads, coupled=False)
 
 
 def _columns(
-    graph: CircuitGraph, own: CircuitGraph
+    graph: CircuitGraph, ungrouped: CircuitGraph
 ) -> tuple[Int[Tensor, " column"], Float[Tensor, " column"]]:
-    """The column of `graph` for each of `own`, and the share of its score: 1 / (number of them)."""
+    """For each column of `ungrouped`, the column of `graph`, and the share of its score."""
     size = graph.n_heads // graph.n_kv_heads
-    found = list[int]()
-    for heads in graph.groups:
-        columns = torch.arange(heads.columns.start, heads.columns.stop)
-        n_own = heads.rows.stop - heads.rows.start
-        found += columns[:n_own].tolist() + columns[n_own:].repeat_interleave(size).tolist()
-    column_of = torch.tensor([*found, len(graph.destinations) - 1])
-    assert len(column_of) == len(own.destinations)
+    matched = list[int]()
+    for group in graph.groups:
+        columns = torch.arange(group.columns.start, group.columns.stop)
+        n_nodes = group.rows.stop - group.rows.start
+        matched += columns[:n_nodes].tolist() + columns[n_nodes:].repeat_interleave(size).tolist()
+    column_of = torch.tensor([*matched, len(graph.destinations) - 1])
+    assert len(column_of) == len(ungrouped.destinations)
     return column_of, 1 / column_of.bincount()[column_of]

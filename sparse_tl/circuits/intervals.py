@@ -1,8 +1,8 @@
-"""Bootstrap intervals of the explained effect: how far it depends on which pairs were drawn.
+"""Bootstrap draws of the explained effect: how much it depends on the choice of pairs.
 
 1. Draw as many pairs as there are, with replacement; each draw is a row of weights over pairs.
-2. The explained effect of a draw is the ratio of two weighted means, so no model is run again.
-3. The ends of the interval are percentiles of the draws.
+2. The explained effect of a draw is a ratio of two weighted means, so no model is run again.
+3. The ends of an interval are percentiles over draws.
 """
 
 from __future__ import annotations
@@ -11,42 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.metrics import explained_effect
-
-
-def effect_interval(
-    circuit: Float[Tensor, "*circuit pair"],
-    clean: Float[Tensor, " pair"],
-    corrupted: Float[Tensor, " pair"],
-    *,
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
-) -> tuple[Float[Tensor, "*circuit"], Float[Tensor, "*circuit"]]:
-    """Bootstrap interval of `explained_effect` over pairs: lower and upper ends.
-
-    Args:
-        circuit: metric of every pair under a circuit, or under several.
-        clean: metric of the whole model.
-        corrupted: metric with everything patched.
-        level: share of draws inside the interval, between 0 and 1.
-        resamples: number of draws, at least 1.
-        seed: random seed.
-
-    Raises:
-        NoEffectError: the metric is the same with everything patched.
-        ValueError: an argument is out of range.
-    """
-    at = torch.tensor(interval_ends(level), dtype=clean.dtype)
-    effect = explained_effect(circuit, clean, corrupted)
-    drawn = effect_draws(circuit, clean, corrupted, resamples=resamples, seed=seed)
-    low, high = drawn.quantile(at, dim=0) if len(drawn) else (effect, effect)
-    # With few pairs, a percentile interval may exclude the mean; widen it to include the mean.
-    return torch.minimum(low, effect), torch.maximum(high, effect)
-
 
 def interval_ends(level: float) -> tuple[float, float]:
-    """The shares of draws below the ends of an interval that holds a share `level` of them.
+    """The percentiles, as shares, at the ends of an interval with a share `level` of the draws.
 
     Raises:
         ValueError: the level is not between 0 and 1.
@@ -59,15 +26,22 @@ def interval_ends(level: float) -> tuple[float, float]:
 def effect_draws(
     circuit: Float[Tensor, "*circuit pair"],
     clean: Float[Tensor, " pair"],
-    corrupted: Float[Tensor, " pair"],
+    none: Float[Tensor, " pair"],
     *,
     resamples: int = 1000,
     seed: int = 0,
 ) -> Float[Tensor, " draw *circuit"]:
-    """The explained effect of pairs drawn with replacement, once per draw.
+    """The explained effect on pairs drawn with replacement, for each draw.
 
-    Draws in which the corruption has no effect, or the opposite one, have no ratio and are left
-    out.
+    Draws in which the patch has no effect, or the opposite effect, have no meaningful ratio and are
+    left out.
+
+    Args:
+        circuit: metric of every pair under a circuit, or under several.
+        clean: metric of the whole model.
+        none: metric with everything patched.
+        resamples: number of draws, at least 1.
+        seed: random seed.
 
     Raises:
         ValueError: `resamples` is less than 1.
@@ -76,11 +50,10 @@ def effect_draws(
         raise ValueError(f"expected at least 1 draw as resamples; got {resamples}")
     generator = torch.Generator().manual_seed(seed)
     n_pairs = len(clean)
-    drawn = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
+    pairs = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
     weights = torch.zeros(resamples, n_pairs, dtype=clean.dtype)
-    weights.scatter_add_(1, drawn, torch.ones_like(weights))
-    whole = clean - corrupted
-    of_draws = weights @ whole
-    usable = of_draws.sign() == whole.mean().sign()
-    kept = torch.tensordot(weights[usable], circuit - corrupted, dims=([1], [-1]))
-    return kept / of_draws[usable].view(-1, *[1] * (kept.ndim - 1))
+    weights.scatter_add_(1, pairs, torch.ones_like(weights))
+    total = weights @ (clean - none)
+    usable = total.sign() == (clean - none).mean().sign()
+    explained = torch.tensordot(weights[usable], circuit - none, dims=([1], [-1]))
+    return explained / total[usable].view(-1, *[1] * (explained.ndim - 1))

@@ -2,9 +2,9 @@
 
     attribution[component] = norm_share(what it writes) . (W_U[answer] - W_U[wrong])
 
-at the position that is read. With the scale of the final norm held fixed, logits before a soft cap
-are linear in the final residual stream. Input, heads, MLPs and biases therefore add up to the logit
-difference. What a component does through later components is not counted.
+at the position that is read. With the scale of the final norm held fixed, the logits (before a soft
+cap) are linear in the final residual stream, so input, heads, MLPs and biases add up to the logit
+difference. What a component does through later components does not count.
 
 Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
 """
@@ -51,7 +51,7 @@ class LogitAttribution(Result):
 
     Args:
         components: "input"; heads ("a0.h1"), MLPs ("m0") and attention biases ("a0.b") by layer;
-            and "bias", that of the final norm and the unembedding.
+            and "bias", the biases of the final norm and the unembedding.
         values: logits that each component adds, per prompt pair; positive: towards the answer.
         n_heads: number of heads of a layer.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
@@ -68,7 +68,7 @@ class LogitAttribution(Result):
         return self.values.sum(dim=0)
 
     def __getitem__(self, component: str) -> float:
-        """The mean over pairs of one component.
+        """The logits that one component adds, mean over pairs.
 
         Raises:
             ValueError: the model lacks the component.
@@ -81,7 +81,7 @@ class LogitAttribution(Result):
         return self.values[self.components.index(component)].mean().item()
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per component: its mean and its standard deviation over pairs, in logits."""
+        """One row per component: mean and standard deviation over pairs, in logits."""
         import pandas as pd
 
         spread = self.values.std(dim=1, correction=0).tolist()
@@ -90,8 +90,7 @@ class LogitAttribution(Result):
 
     def _summary(self) -> pd.DataFrame:
         """The components with the largest attributions."""
-        found = self.to_pandas()
-        return found.sort_values("logits", key=abs, ascending=False).head(20)
+        return self.to_pandas().sort_values("logits", key=abs, ascending=False).head(20)
 
     def __repr__(self) -> str:
         means = self.values.mean(dim=1)
@@ -109,11 +108,11 @@ class LogitAttribution(Result):
 def attribute_logits(
     model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
 ) -> LogitAttribution:
-    """Direct logit attribution of the clean prompts' logit difference, answers minus wrong.
+    """Direct logit attribution of the logit difference, answers minus wrong, on clean prompts.
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; without wrong answers, only the answers' logit is attributed.
+        pairs: prompt pairs; without wrong answers, the logit of the answers is attributed.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
@@ -125,29 +124,31 @@ def attribute_logits(
     runs = PairRuns(model, CircuitEdges(), pairs, "zero", batch_size, shared=True)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
-    found: list[Tensor] = []
+    by_batch: list[Tensor] = []
     with tracked("attributing logits", len(runs), progress) as step:
         for batch, run in runs:
             kept, final = record(adapter, batch.clean, names)
-            read = {name: kept[name][run.read][:, None] for name in names}
-            written = source_outputs(adapter, read)
-            constant = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
-            constant = constant[:, None].expand(-1, len(batch), -1)
-            parts = torch.cat([written[:, :, 0], constant.to(written)])
+            at_read = {name: kept[name][run.read][:, None] for name in names}
+            written = source_outputs(adapter, at_read)
+            b_O = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
+            b_O = b_O[:, None].expand(-1, len(batch), -1)
+            parts = torch.cat([written[:, :, 0], b_O.to(written)])
             _check_sum(adapter, parts, final[run.read])
-            values, rest = towards_answers(adapter, batch, parts, final[run.read])
-            added = torch.cat([values, rest[None]])
+            values, bias = towards_answers(adapter, batch, parts, final[run.read])
+            added = torch.cat([values, bias[None]])
             check_numbers(adapter, added)
-            found.append(added.cpu())
+            by_batch.append(added.cpu())
             step()
-    values = torch.cat(ranks.in_order(found), dim=1)
-    order = {name: place for place, name in enumerate([*sources, *biases, "bias"])}
-    last = f".h{graph.n_heads - 1}"
+    values = torch.cat(ranks.in_order(by_batch), dim=1)
+    row_of = {name: row for row, name in enumerate([*sources, *biases, "bias"])}
+    last_head = f".h{graph.n_heads - 1}"
     components = []
     for name in sources:
-        components += [name, f"{name.removesuffix(last)}.b"] if name.endswith(last) else [name]
+        components.append(name)
+        if name.endswith(last_head):
+            components.append(f"{name.removesuffix(last_head)}.b")
     components.append("bias")
-    values = values[[order[name] for name in components]]
+    values = values[[row_of[name] for name in components]]
     return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
 
 
@@ -156,15 +157,15 @@ def _check_sum(
     parts: Float[Tensor, "part pair d_model"],
     residual: Float[Tensor, "pair d_model"],
 ) -> None:
-    """Check that parts add up to the residual stream, and that no hook may edit what follows."""
-    off = float((parts.sum(dim=0) - residual).abs().max())
+    """Check that parts add up to the residual stream, and that no hook can edit what follows."""
+    error = float((parts.sum(dim=0) - residual).abs().max())
     ends = [getattr(adapter.model, "ln_final", None), adapter.model.unembed]
-    after = [part for end in ends if end is not None for part in end.modules()]
-    if off > tolerance(residual.dtype) * float(residual.abs().max()) or any(map(hooked, after)):
+    after = [module for end in ends if end is not None for module in end.modules()]
+    if error > tolerance(residual.dtype) * float(residual.abs().max()) or any(map(hooked, after)):
         raise ValueError(
-            "expected components that add up to the logit difference; a hook on "
-            f"{adapter.name!r} adds something else (up to {off:.3g} in the residual stream), or "
-            "may edit the final normalisation or the unembedding: remove it first"
+            f"expected components that add up to the logit difference; a hook on {adapter.name!r} "
+            f"adds something else (up to {error:.3g} in the residual stream), or can edit the "
+            "final normalisation or the unembedding. Remove it first."
         )
 
 
@@ -174,29 +175,34 @@ def towards_answers(
     parts: Float[Tensor, "part pair d_model"],
     residual: Float[Tensor, "pair d_model"],
 ) -> tuple[Float[Tensor, "part pair"], Float[Tensor, " pair"]]:
-    """The logit difference that each part of the residual stream adds, and that of the biases."""
+    """The logit difference that each part of the residual stream adds, and that of the biases.
+
+    Args:
+        adapter: adapter of the model.
+        batch: the pairs.
+        parts: parts of the residual stream where it is read.
+        residual: the whole residual stream there, which sets the scale of the final norm.
+    """
     weight, bias = adapter.unembedding()
     norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
-    directions, constant = zip(
-        *(_mean(weight, bias, tokens) for tokens in (batch.answers, batch.wrong)), strict=True
+    (right, right_bias), (wrong, wrong_bias) = (
+        _mean_unembedding(weight, bias, tokens) for tokens in (batch.answers, batch.wrong)
     )
-    direction = directions[0] - directions[1]
+    direction, of_biases = right - wrong, right_bias - wrong_bias
     shares = norm.share(parts.double(), residual.double())
-    values = (shares * direction).sum(dim=-1)
-    rest = constant[0] - constant[1]
     if norm.bias is not None:
-        rest = rest + direction @ norm.bias.double()
-    return values, rest
+        of_biases = of_biases + direction @ norm.bias.double()
+    return (shares * direction).sum(dim=-1), of_biases
 
 
-def _mean(
+def _mean_unembedding(
     weight: Float[Tensor, "d_model vocab"],
     bias: Float[Tensor, " vocab"],
     tokens: Int[Tensor, "pair token"],
 ) -> tuple[Float[Tensor, "pair d_model"], Float[Tensor, " pair"]]:
-    """The mean unembedding of each row's tokens; 0 for a row without."""
-    given = (tokens != NO_TOKEN).double()
-    given = given / given.sum(dim=1, keepdim=True).clamp(min=1)
+    """The mean weights and biases of each row's tokens; 0 for a row without tokens."""
+    shares = (tokens != NO_TOKEN).double()
+    shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
     tokens = tokens.clamp(min=0)
-    direction = torch.einsum("pt,ptd->pd", given, weight.T[tokens].double())
-    return direction, (given * bias[tokens].double()).sum(dim=1)
+    direction = torch.einsum("pt,ptd->pd", shares, weight.T[tokens].double())
+    return direction, (shares * bias[tokens].double()).sum(dim=1)

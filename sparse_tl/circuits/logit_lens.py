@@ -1,9 +1,8 @@
-"""The logit lens: what the model would predict if it ended at a layer.
+"""The logit lens: what the model would predict if it ended before a layer.
 
     logits[layer, pos] = unembed(norm(residual stream that enters the layer))
 
-with the final norm and unembedding of the model itself; after the last layer, these are its own
-logits.
+with the model's final norm and unembedding; after the last layer, these are the model's logits.
 
 Reference: nostalgebraist, "interpreting GPT: the logit lens", 2020.
 """
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
 class LogitLens(Result):
     """Predictions of one prompt by layer and position, from `logit_lens`.
 
-    The last row is the residual stream after the last layer: the model's own prediction.
+    Each row is a residual stream; the last row, after the last layer, is the model's prediction.
 
     Args:
         tokens: text of each position.
-        answer: token whose probability is tracked, as text.
-        probability: probability of the answer at each position.
-        top: most likely token, as text.
-        top_probability: its probability.
+        answer: text of the token whose probability is tracked.
+        probability: probability of the answer as the next token.
+        top: text of the most likely next token.
+        top_probability: probability of that token.
     """
 
     tokens: Sequence[str]
@@ -59,11 +58,11 @@ class LogitLens(Result):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Name of each row: the layer that reads this residual stream, and "final"."""
+        """The name of each row: the layer that reads the residual stream, or "final"."""
         return (*map(str, range(len(self.top) - 1)), "final")
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per layer and position: token, top token and both probabilities."""
+        """One row per layer and position: token, top token, and both probabilities."""
         import pandas as pd
 
         n_positions = len(self.tokens)
@@ -79,10 +78,10 @@ class LogitLens(Result):
         )
 
     def _summary(self) -> pd.DataFrame:
-        """The top tokens as a table of layers, last layer first, and positions."""
+        """The top tokens by layer, the last layer first, and position."""
         import pandas as pd
 
-        columns = [f"{place} {token!r}" for place, token in enumerate(self.tokens)]
+        columns = [f"{position} {token!r}" for position, token in enumerate(self.tokens)]
         rows = [[name, *row] for name, row in zip(self.rows, self.top, strict=True)]
         return pd.DataFrame(rows[::-1], columns=["layer", *columns])
 
@@ -100,13 +99,13 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = Non
     Args:
         model: dense or sparse model; left unchanged.
         prompt: text or tokens.
-        answer: token to track, as text or number; by default what the model predicts after the
-            prompt. As texts, prompt and answer are read as one: a space at the end of the prompt
-            belongs to the answer where the tokenizer reads it so.
+        answer: token to track, as text or number; by default the model's prediction after the
+            prompt. If prompt and answer are both texts, they are tokenised as one, so that a space
+            at the end of the prompt can become part of the answer's token.
 
     Raises:
-        ValueError: the model cannot run the prompt, or the answer is not one token, or part of one
-            that begins in the prompt.
+        ValueError: the model cannot run the prompt, or the answer is not exactly one token after
+            the prompt.
     """
     adapter, tokens = adapt(model), prompt_tokens(model, prompt)
     if isinstance(answer, str) and isinstance(prompt, str):
@@ -114,30 +113,30 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = Non
     names = adapter.layer_points("hook_resid_pre")
     kept, final = record(adapter, tokens[None].to(adapter.device), names)
     streams = [*(kept[name] for name in names), final]
-    own = adapter.logits(final)[0, -1]
-    check_numbers(adapter, own)
-    tracked = int(own.argmax()) if answer is None else output_number(model, answer)
-    probability, best, likeliest = [], [], []
-    starts = [tokens[: place + 1] for place in range(len(tokens))]
-    for stream in streams:  # one at a time: there may be 250,000 tokens in the vocabulary
-        found = adapter.logits(stream)[0].float().softmax(dim=-1)
-        probability.append(found[:, tracked].cpu())
-        likeliest.append(found.max(dim=-1).values.cpu())
-        likely = zip(found.argmax(dim=-1).tolist(), starts, strict=True)
-        best.append([output_text(model, token, before) for token, before in likely])
+    logits = adapter.logits(final)[0, -1]
+    check_numbers(adapter, logits)
+    tracked = int(logits.argmax()) if answer is None else output_number(model, answer)
+    probability, top, top_probability = [], [], []
+    prefixes = [tokens[: position + 1] for position in range(len(tokens))]
+    for stream in streams:  # one at a time: a vocabulary can have 250,000 tokens
+        probabilities = adapter.logits(stream)[0].float().softmax(dim=-1)
+        probability.append(probabilities[:, tracked].cpu())
+        top_probability.append(probabilities.max(dim=-1).values.cpu())
+        best = zip(probabilities.argmax(dim=-1).tolist(), prefixes, strict=True)
+        top.append([output_text(model, token, prefix) for token, prefix in best])
     return LogitLens(
         token_texts(model, tokens),
         output_text(model, tracked, tokens),
         torch.stack(probability),
-        best,
-        torch.stack(likeliest),
+        top,
+        torch.stack(top_probability),
     )
 
 
 def _read_answer(
     model: HookedModel, prompt: str, tokens: Int[Tensor, " pos"], answer: str
 ) -> tuple[Int[Tensor, " read"], int]:
-    """The tokens of a prompt, and the token by which a text continues it."""
+    """The tokens of a prompt, and the token with which the answer continues it."""
     encode = Encoder(model.tokenizer)
     check_known(model.tokenizer, answer)
     before, token = continued(encode, prompt, answer)

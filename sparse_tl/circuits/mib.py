@@ -1,4 +1,4 @@
-"""CPR and CMD, the scores of MIB's circuit localization track, at its circuit sizes.
+"""CPR and CMD, the two measures of MIB's circuit localization track.
 
 Source: Mueller et al., *MIB: A Mechanistic Interpretability Benchmark*, arXiv 2504.13151, and
 ``evaluate_area_under_curve`` in its code (github.com/hannamw/MIB-circuit-track).
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Shares of all circuit edges that MIB's circuits keep at most."""
+"""Maximum shares of all circuit edges that MIB's circuits keep."""
 
 
 @dataclass(frozen=True, eq=False)
 class MIBEvaluation(Result):
-    """Circuits of MIB's sizes, cut from one set of scores by two rankings.
+    """Evaluations of circuits of MIB's sizes, by two rankings of the same scores.
 
-    With f(k) the faithfulness (`Evaluation.effect`) of the circuit that keeps a fraction k of the
-    edges, and integrals from 0.001 to 1 by trapezoids between `MIB_FRACTIONS`:
+    With the faithfulness f(k) (`Evaluation.effect`) of the circuit that keeps a fraction k of the
+    edges, integrated from 0.001 to 1 by trapezoids between `MIB_FRACTIONS`:
 
     - ``CPR = integral f(k) dk``, with edges ranked by how much they help; larger is better.
     - ``CMD = integral |1 - f(k)| dk``, with edges ranked by absolute score; 0 is best.
 
-    Edges without effect (`Circuit.connected`) do not count among ``sizes``; k is the fraction
-    before they are dropped. MIB's code also drops edges without a path from the input where
-    sources are patched by zeros or means; these edges have an effect there, and are kept here.
+    ``sizes`` do not count edges without effect (`Circuit.connected`); k does. Under zero and mean
+    patches, MIB's code also drops edges without a path from the input. Such edges have an effect
+    there, and are kept here.
 
     Args:
-        signed: the circuits that keep the edges that help most.
-        absolute: the circuits that keep the edges with the largest absolute scores.
+        signed: evaluation of the circuits whose edges help most.
+        absolute: evaluation of the circuits whose edges have the largest absolute scores.
     """
 
     signed: Evaluation
@@ -51,7 +51,7 @@ class MIBEvaluation(Result):
 
     @property
     def cpr(self) -> float:
-        """MIB's circuit performance ratio, at most 0.999 unless a circuit outdoes the model.
+        """MIB's circuit performance ratio; above 0.999 only if some circuit outdoes the model.
 
         Raises:
             NoEffectError: the metric is the same with everything patched.
@@ -64,15 +64,15 @@ class MIBEvaluation(Result):
         return _area((1 - self.absolute.effect).abs())
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per fraction, under both rankings: edges that count, and faithfulness with its
-        95 % interval over pairs."""
+        """One row per fraction: size, faithfulness and its 95 % interval, for both rankings."""
         import pandas as pd
 
         columns: dict[str, Any] = {"fraction": MIB_FRACTIONS}
         for name in ("signed", "absolute"):
-            found: Evaluation = getattr(self, name)
-            low, high = found.interval()
-            columns |= {f"{name}_size": found.sizes, f"{name}_faithfulness": found.effect}
+            evaluation: Evaluation = getattr(self, name)
+            low, high = evaluation.interval()
+            columns |= {f"{name}_size": evaluation.sizes}
+            columns |= {f"{name}_faithfulness": evaluation.effect}
             columns |= {f"{name}_low": low, f"{name}_high": high}
         return pd.DataFrame(columns)
 
@@ -86,12 +86,12 @@ def evaluate_mib(
 ) -> MIBEvaluation:
     """CPR and CMD of scores of circuit edges.
 
-    With grouped-query attention, MIB counts an edge into k and v for every query head, this package
-    one for every key-value head: fractions are then of fewer edges.
+    With grouped-query attention, MIB counts one edge into k and one into v per query head, while
+    this package counts one per key-value head, so a fraction is of fewer edges.
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs, ideally other than those that the scores come from.
+        pairs: prompt pairs, ideally not the ones that were scored.
         metric: metric function with one value per pair; MIB's is `logit_difference`.
         scores: scores of the circuit edges.
         **options: further arguments of `evaluate`.
@@ -101,12 +101,12 @@ def evaluate_mib(
     """
     n_edges = scores.top(0).graph.n_edges
     patch = options.get("patch", "corrupted")
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     for signed in (True, False):
-        tops = [scores.top(int(share * n_edges), signed=signed) for share in MIB_FRACTIONS]
-        circuits = [circuit.connected(patch=patch) for circuit in tops]
-        found.append(evaluate(model, pairs, metric, circuits, **options))
-    return MIBEvaluation(*found)
+        top = [scores.top(int(share * n_edges), signed=signed) for share in MIB_FRACTIONS]
+        circuits = [circuit.connected(patch=patch) for circuit in top]
+        evaluations.append(evaluate(model, pairs, metric, circuits, **options))
+    return MIBEvaluation(*evaluations)
 
 
 def _area(heights: torch.Tensor) -> float:

@@ -1,16 +1,16 @@
-"""The neurons of one MLP, ranked by their direct effect on what reads the MLP.
+"""The neurons of one MLP, ranked by their direct effect through the readers of the MLP.
 
-    effect[n] = m(readers read the MLP with neuron n's part patched) - m(clean)
+    effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
 
-A neuron's part is its activation times its output direction (`sparse_tl.lens.neurons`). Readers are
-reached by circuit edges, as in `patch_exactly`, of which this is a refinement. Steps:
+The output of a neuron is its activation times its output direction (`sparse_tl.lens.neurons`).
+Patches act on circuit edges, as in `patch_exactly`. Steps:
 
-1. First order, for all neurons at once, from one backward pass per batch:
-   ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. All scores
-   add up to the "eap" scores of the edges, less what a gate on the MLP, or a norm after it, makes
-   of its bias, which belongs to no neuron.
-2. The neurons of largest ``|score|`` are patched exactly, many in one forward pass.
-3. For these: the tokens at which they act, and the logits that their directions change.
+1. Score all neurons to first order, with one backward pass per batch:
+   ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores
+   add up to the "eap" scores of the edges, except for the bias of the MLP, which belongs to no
+   neuron and changes if the MLP has a gate or is followed by a norm.
+2. Patch the neurons with the largest ``|score|`` exactly, many in one forward pass.
+3. For these neurons, list the tokens at which they act and the logits that they change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
 
 LISTED = 5
-"""Number of tokens that are listed of each kind."""
+"""Number of tokens in each list."""
 
 
 @checked
@@ -66,9 +66,9 @@ def neuron_effects(
     rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> NeuronEffects:
-    """Direct effects of an MLP's neurons: of patching one neuron's output, for some readers alone.
+    """The direct effects of an MLP's neurons: of patching one neuron's output for chosen readers.
 
-    All neurons are ranked to first order, and the first `n` are patched exactly.
+    All neurons are scored to first order; the `n` strongest are patched exactly.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -76,16 +76,16 @@ def neuron_effects(
         metric: metric function with one value per pair.
         mlp: the MLP, such as "m5".
         readers: destinations that read the patched neuron, such as "m7", "a9.h3<v>" or "logits"; or
-            a circuit of circuit edges, with or without positions, for those that read the MLP in
-            it. All by default.
+            a circuit of circuit edges, with or without positions, in which case they are those that
+            read the MLP in the circuit. All readers by default.
         n: number of neurons to patch exactly.
         batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times neurons in one forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the model has no such MLP, or one that is not the sum of its neurons; a reader
-            does not exist or reads nothing of the MLP, the pairs lack the circuit's positions, or
+        ValueError: the model has no such MLP, or the MLP is not the sum of its neurons; a reader
+            does not exist or does not read the MLP, the pairs lack the positions of the circuit, or
             the metric is not one finite number per pair.
         NoEffectError: patching everything changes the metric of no pair.
     """
@@ -117,7 +117,7 @@ def neuron_effects(
 
 @dataclass(frozen=True)
 class _Source:
-    """An MLP, and which destinations read its neurons."""
+    """An MLP, and the destinations that read its neurons."""
 
     adapter: Adapter
     mlp: Node
@@ -128,7 +128,7 @@ class _Source:
 
     @autograd(False)
     def run(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Tensor, Tensor]:
-        """Each neuron's activation, and the multiple of its direction that it writes."""
+        """Each neuron's activation, and the coefficient of the direction that it writes."""
         block = f"blocks.{self.mlp.layer}"
         names = [f"{block}.mlp.hook_post", f"{block}.hook_mlp_out"]
         kept, _ = record(self.adapter, tokens, names)
@@ -159,50 +159,50 @@ def _source(
     elif isinstance(readers, Circuit):
         circuit = readers
     else:
-        each = [readers] if isinstance(readers, str) else readers
-        circuit = Circuit.of(graph, [f"{node}->{reader}" for reader in each])
-    site, kept = circuit.site, torch.zeros_like(circuit.mask, device="cpu")
-    if (site.graph if isinstance(site, PositionedGraph) else site) != graph:
+        names = [readers] if isinstance(readers, str) else readers
+        circuit = Circuit.of(graph, [f"{node}->{name}" for name in names])
+    grid, edges = circuit.site, torch.zeros_like(circuit.mask, device="cpu")
+    if (grid.graph if isinstance(grid, PositionedGraph) else grid) != graph:
         raise ValueError(f"expected a circuit of the model's own {graph!r}; got {circuit!r}")
-    kept[..., row, :] = circuit.mask[..., row, :]
-    if not bool(kept.any()):
-        raise ValueError(f"expected readers of {node}; none in {readers!r}")
-    positions = positions_of(site, pairs) if isinstance(site, PositionedGraph) else None
-    names = [name.partition("->")[2] for name in site.names(kept.nonzero())]
+    edges[..., row, :] = circuit.mask[..., row, :]
+    if not bool(edges.any()):
+        raise ValueError(f"expected readers of {node}; got none in {readers!r}")
+    positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    names = [name.partition("->")[2] for name in grid.names(edges.nonzero())]
     directions = neuron_directions(adapter, node.layer).detach()
-    return _Source(adapter, node, kept[..., row, :], tuple(names), positions, directions)
+    return _Source(adapter, node, edges[..., row, :], tuple(names), positions, directions)
 
 
 @dataclass(frozen=True)
 class _Peaks:
-    """For each pair and neuron, the token with the largest ``|score|``."""
+    """For each pair and neuron, the token with the largest ``|score|``, and the values there."""
 
     score: Float[Tensor, "pair neuron"]
-    place: Int[Tensor, "pair neuron"]
+    position: Int[Tensor, "pair neuron"]
     clean: Float[Tensor, "pair neuron"]
     corrupted: Float[Tensor, "pair neuron"]
 
     def at(self, model: HookedModel, pairs: PromptPairs, neuron: int) -> tuple[DrivingToken, ...]:
-        """The tokens at which a neuron acts most."""
+        """The tokens at which a neuron acts most, over all pairs."""
         scores = self.score[:, neuron]
         order = scores.abs().argsort(descending=True, stable=True)[:LISTED]
-        found = list[DrivingToken]()
+        tokens = list[DrivingToken]()
         for pair in order[scores[order] != 0].tolist():
-            place, end = int(self.place[pair, neuron]), int(pairs.positions[pair])
-            text = text_around(model, pairs.clean[pair, : end + 1], place)
+            position, end = int(self.position[pair, neuron]), int(pairs.positions[pair])
+            texts = text_around(model, pairs.clean[pair, : end + 1], position)
             values = (
                 each[pair, neuron].item() for each in (self.clean, self.corrupted, self.score)
             )
-            found.append(DrivingToken(pair, place, *text, *values))
-        return tuple(found)
+            tokens.append(DrivingToken(pair, position, *texts, *values))
+        return tuple(tokens)
 
 
 def _rank(
     source: _Source, runs: PairRuns, metric: Metric, progress: bool
 ) -> tuple[Float[Tensor, " neuron"], _Peaks]:
-    """The first-order score of every neuron, and where it comes from."""
+    """The first-order score of every neuron, and the tokens that it comes from."""
     plan = Passes(metric, "eap", 1, runs)
-    total, found = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
+    total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
     with tracked("ranking neurons", len(runs), progress) as step:
         for index, batch in enumerate(runs.batches):
             clean, corrupted = source.run(batch.clean), source.run(batch.corrupted)
@@ -212,15 +212,16 @@ def _rank(
             slope = back.summed(source.at(batch)) @ source.directions.T
             scores = (corrupted[1] - clean[1]) * slope
             total += scores.sum(dim=(0, 1)).cpu().double()
-            size, place = scores.abs().max(dim=1)
-            # Where nothing changes, the last token stands for the pair.
-            place = place.where(size > 0, batch.positions[:, None])[:, None]
-            peaks = (scores, clean[0], corrupted[0])
-            score, *activations = (each.gather(1, place)[:, 0].cpu() for each in peaks)
-            found.append([score, place[:, 0].cpu(), *activations])
+            size, position = scores.abs().max(dim=1)
+            # Without any change, take the position that is read.
+            position = position.where(size > 0, batch.positions[:, None])[:, None]
+            values = (scores, clean[0], corrupted[0])
+            score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
+            by_batch.append([score, position[:, 0].cpu(), *activations])
             step()
     plan.check_effect()
-    return total / sum(map(len, runs.batches)), _Peaks(*map(torch.cat, zip(*found, strict=True)))
+    peaks = _Peaks(*map(torch.cat, zip(*by_batch, strict=True)))
+    return total / sum(map(len, runs.batches)), peaks
 
 
 @autograd(False)
@@ -228,24 +229,24 @@ def _patch(
     source: _Source,
     runs: PairRuns,
     metric: Metric,
-    neurons: Int[Tensor, " some"],
+    neurons: Int[Tensor, " chosen"],
     rows: int,
     progress: bool,
-) -> Float[Tensor, " some"]:
-    """The exact effects of some neurons."""
+) -> Float[Tensor, " chosen"]:
+    """The exact effects of the chosen neurons."""
     adapter, layer = source.adapter, source.mlp.layer
     row, effects = adapter.graph.source_index(source.mlp), torch.zeros(len(neurons)).double()
     with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
         for batch in runs.batches:
-            moved = source.run(batch.clean)[1] - source.run(batch.corrupted)[1]
-            patch = NeuronPatch(adapter, layer, moved, source.directions)
+            change = source.run(batch.clean)[1] - source.run(batch.corrupted)[1]
+            patch = NeuronPatch(adapter, layer, change, source.directions)
             site = EdgesOfNeurons(batch.spans if source.positions else None, layer)
             run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
             clean = measure(metric, run.start_from(None), batch)
             changes = list[Tensor]()
-            for some in neurons.split(max(1, rows // len(batch))):
-                patch.neurons = some
-                gates = torch.ones(len(some), *site.shape(adapter))
+            for patched in neurons.split(max(1, rows // len(batch))):
+                patch.neurons = patched
+                gates = torch.ones(len(patched), *site.shape(adapter))
                 gates[..., row, :] = (~source.reads).to(gates)
                 for logits in run.logits(gates):
                     changes.append((measure(metric, logits, batch) - clean).sum().cpu())
@@ -255,17 +256,19 @@ def _patch(
 
 
 @autograd(False)
-def _added_logits(source: _Source, neurons: Int[Tensor, " some"]) -> Float[Tensor, "some vocab"]:
+def _added_logits(
+    source: _Source, neurons: Int[Tensor, " chosen"]
+) -> Float[Tensor, "chosen vocab"]:
     """What the directions of neurons add to the logits, up to the scale of the final norm."""
     weight, _ = source.adapter.unembedding()
     norm = source.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
-    shown = norm.centred(source.directions[neurons.to(weight.device)])
-    shown = shown if norm.weight is None else shown * norm.weight
-    return (shown @ weight).cpu().double()
+    directions = norm.centred(source.directions[neurons.to(weight.device)])
+    directions = directions if norm.weight is None else directions * norm.weight
+    return (directions @ weight).cpu().double()
 
 
-def _largest(model: HookedModel, values: Float[Tensor, "some vocab"]) -> list[tuple[str, ...]]:
-    """The outputs of the largest values of each row, as text."""
-    alone = torch.zeros(0, dtype=torch.long)
+def _largest(model: HookedModel, values: Float[Tensor, "chosen vocab"]) -> list[tuple[str, ...]]:
+    """The texts of the outputs with the largest values in each row."""
+    no_tokens = torch.zeros(0, dtype=torch.long)
     best = values.topk(min(LISTED, values.shape[1])).indices.tolist()
-    return [tuple(output_text(model, output, alone) for output in row) for row in best]
+    return [tuple(output_text(model, output, no_tokens) for output in row) for row in best]

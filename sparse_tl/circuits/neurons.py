@@ -1,4 +1,4 @@
-"""The direct effects of an MLP's neurons, as `neuron_effects` finds them."""
+"""The result of `neuron_effects`: the direct effects of an MLP's neurons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _SHOWN = 24
-"""Characters of a prompt that a table shows before a token."""
+"""Maximum number of characters that a table shows before a token."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class DrivingToken:
         position: column of the token.
         before: text of the prompt before the token.
         token: text of the token.
-        after: text from there to the prompt's last token.
-        clean: activation of the neuron there.
-        corrupted: the same in the corrupted prompt.
-        score: first-order effect on this pair of patching the neuron there, in units of the metric.
+        after: text of the prompt after the token.
+        clean: activation of the neuron at the token.
+        corrupted: activation at that position of the corrupted prompt.
+        score: first-order effect of patching the neuron there, on this pair, in units of the
+            metric.
     """
 
     pair: int
@@ -43,7 +44,7 @@ class DrivingToken:
     score: float
 
     def __str__(self) -> str:
-        """The token in brackets after a little of the text before it."""
+        """The token in brackets, after the end of the text before it."""
         start = "\N{HORIZONTAL ELLIPSIS}" if len(self.before) > _SHOWN else ""
         return f"{start}{self.before[-_SHOWN:]}[{self.token}]"
 
@@ -56,13 +57,14 @@ class NeuronEffects(Result):
         mlp: name of the MLP.
         readers: names of the destinations that read the patched neurons.
         n_pairs: number of prompt pairs.
-        effect: exact change of the metric, mean over pairs; NaN where only the score is known.
-        score: the same to first order.
-        clean: mean activation at the token of each pair with the largest ``|score|``.
-        corrupted: the same in the corrupted prompts.
-        tokens: where each neuron that is patched exactly acts most, by name of the neuron.
-        promotes: tokens whose logits its output raises most, at the sign of its clean activation.
-        suppresses: tokens whose logits its output lowers most.
+        effect: exact change of the metric, mean over pairs; NaN for neurons that were only scored.
+        score: first-order estimate of the effect, mean over pairs.
+        clean: activation at the token with the largest ``|score|`` of a pair, mean over pairs.
+        corrupted: activation there in the corrupted prompts, mean over pairs.
+        tokens: tokens at which each exactly patched neuron acts most, by name of the neuron.
+        promotes: tokens whose logits the output of the neuron raises most, given the sign of its
+            clean activation.
+        suppresses: tokens whose logits it lowers most.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -79,23 +81,22 @@ class NeuronEffects(Result):
     prompt_start: str | None = None
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per neuron: those patched exactly by ``|effect|``, then others by ``|score|``.
+        """One row per neuron: first those patched exactly, by ``|effect|``, then by ``|score|``.
 
-        Activations are those of the fields `clean` and `corrupted`; lists of tokens are empty
-        where the effect is NaN.
+        Lists of tokens are empty where the effect is NaN.
         """
         import pandas as pd
 
         by_score = self.score.abs().argsort(descending=True, stable=True)
-        known = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
-        order = by_score[known.argsort(descending=True, stable=True)]
+        by_effect = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
+        order = by_score[by_effect.argsort(descending=True, stable=True)]
         names = [f"{self.mlp}.n{neuron}" for neuron in order.tolist()]
         columns = ("effect", "score", "clean", "corrupted")
         table = pd.DataFrame({"neuron": names})
         table = table.assign(**{name: getattr(self, name)[order].tolist() for name in columns})
-        tokens = {name: [*map(str, found)] for name, found in self.tokens.items()}
-        listed = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
-        for column, by_name in listed.items():
+        tokens = {name: [*map(str, listed)] for name, listed in self.tokens.items()}
+        lists = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
+        for column, by_name in lists.items():
             table[column] = [", ".join(map(repr, dict.fromkeys(by_name.get(n, ())))) for n in names]
         return table
 

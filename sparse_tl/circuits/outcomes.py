@@ -1,4 +1,4 @@
-"""Results of circuit searches: the circuit found, the search history, and a search half way."""
+"""Results of circuit searches, and the state of an unfinished search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ON_PATHS = 0.9
-"""Pruning warns if a smaller share of the edges that it kept has an effect."""
+"""Minimum share of the kept edges that must have an effect, below which pruning warns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +38,12 @@ class _Search(Result):
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
 
-    def _found(self) -> str:
-        """The circuit and its faithfulness, in words."""
+    def _description(self) -> str:
+        """The circuit and its faithfulness as text."""
         dropped = self.n_kept - len(self.circuit)
-        without = f", {self.n_kept:,} with those without effect" if dropped else ""
-        others = f"; held out: {self.held_out}" if self.held_out else ""
-        return f"{self.circuit!r}{without}; {self.searched}{others}"
+        kept = f", {self.n_kept:,} with those without effect" if dropped else ""
+        held_out = f"; held out: {self.held_out}" if self.held_out else ""
+        return f"{self.circuit!r}{kept}; {self.searched}{held_out}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,16 +51,16 @@ class Acdc(_Search):
     """Result of ACDC.
 
     Args:
-        circuit: parts that are kept; edges without effect (off every path) are dropped.
-        n_kept: number of parts that were kept, before edges without effect were dropped.
+        circuit: parts that are kept, without edges that have no effect (that are on no path).
+        n_kept: number of parts that the search kept, including edges without effect.
         searched: faithfulness of the circuit on the pairs of the search.
-        held_out: its faithfulness on held-out pairs, if there are any.
+        held_out: faithfulness of the circuit on held-out pairs, if there are any.
         history: one row per test: the part, the change of the metric, whether the part was kept.
         threshold: threshold of the last pass.
         value: metric under the circuit, or divergence in nats.
-        tested: number of parts whose patch was measured.
-        forward_equivalents: cost of the tests in forward passes (layers run over layers of the
-            model); the unembedding of one position is not counted.
+        tested: number of parts that were tested.
+        forward_equivalents: cost of the tests in forward passes: layers run, divided by the layers
+            of the model. The unembedding of one position is not counted.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -72,7 +72,7 @@ class Acdc(_Search):
 
     def __repr__(self) -> str:
         return (
-            f"Acdc({self._found()}; threshold {self.threshold:.3g}; {self.tested:,} tests at "
+            f"Acdc({self._description()}; threshold {self.threshold:.3g}; {self.tested:,} tests at "
             f"the cost of {self.forward_equivalents:,.1f} forward passes)"
         )
 
@@ -82,16 +82,16 @@ class Pruning(_Search):
     """Result of learned edge pruning.
 
     Args:
-        circuit: the edges that are most likely open; edges without effect (off every path) are
-            dropped.
-        n_kept: number of edges that were kept, before edges without effect were dropped.
+        circuit: edges that are most likely open, without edges that have no effect (that are on no
+            path).
+        n_kept: number of edges that the search kept, including edges without effect.
         searched: faithfulness of the circuit on the pairs of the search.
-        held_out: its faithfulness on held-out pairs, if there are any.
+        held_out: faithfulness of the circuit on held-out pairs, if there are any.
         history: one row per step: divergence in nats under sampled gates, expected number of open
             gates, noise.
-        ranked: faithfulness, on the pairs of the search, of as many of the best edges by the scores
-            that the search started from; without any, by EAP-IG.
-        scores: minus the probability that each edge's gate is open, under the noise of the start.
+        ranked: faithfulness, on the pairs of the search, of the `n_kept` best edges by the initial
+            scores, or by EAP-IG if none were given.
+        scores: minus the probability that each edge's gate is open, at the initial noise.
     """
 
     ranked: Faithfulness
@@ -100,42 +100,42 @@ class Pruning(_Search):
     def notes(self) -> list[str]:
         """Caveats about the circuit, as sentences; empty if there are none.
 
-        Reports that less than `ON_PATHS` of the edges that were kept have an effect, and that the
-        best edges by attribution preserve more.
+        There is a caveat if less than `ON_PATHS` of the kept edges have an effect, and if the best
+        edges by attribution preserve more of the predictions.
         """
-        said = []
+        notes = []
         if len(self.circuit) < ON_PATHS * self.n_kept:
-            said.append(
+            notes.append(
                 f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an "
-                "effect; the others are on no path and were dropped. Try more steps, or another "
+                "effect; the others are on no path and were dropped. Try more steps or another "
                 "size."
             )
         if self.ranked.divergence < self.searched.divergence - 1e-6:
-            said.append(
+            notes.append(
                 f"The circuit diverges by {self.searched.divergence:.3g} nats; the {self.n_kept:,} "
                 f"best edges by attribution diverge by {round(self.ranked.divergence, 6) + 0:.3g}. "
-                "Take those, start=scores, more steps, or find_circuit."
+                "Use those edges, start=scores, more steps, or find_circuit."
             )
-        return said
+        return notes
 
     def __repr__(self) -> str:
-        return f"Pruning({self._found()}; {len(self.history):,} steps)"
+        return f"Pruning({self._description()}; {len(self.history):,} steps)"
 
 
 @dataclass
 class SearchState(Resumable):
-    """The state of a search by ACDC, as stored in a checkpoint.
+    """The state of an ACDC search, as stored in a checkpoint.
 
     Args:
         mask: parts that are left.
-        threshold: how far one part may move the metric.
-        begun: parts that were left when this pass over all parts began.
+        threshold: change of the metric from which a part is kept.
+        begun: parts that were left at the start of this pass over all parts.
         position: index of the next part to test.
-        ahead: number of parts that are tested together, at most.
-        last_kept: whether the part that was tested last was kept.
+        ahead: maximum number of parts to test in one forward pass.
+        last_kept: whether the part tested last was kept.
         value: metric under the mask.
-        tested: number of parts tested.
-        layers_run: number of layers run for the tests.
+        tested: number of parts tested so far.
+        layers_run: number of layers run by the tests so far.
         history: name of the part, change of the metric, and whether the part was kept.
     """
 

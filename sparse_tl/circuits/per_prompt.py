@@ -1,14 +1,14 @@
-"""How many circuit edges a single prompt needs, compared with all prompts of a task together.
+"""How many circuit edges a single prompt needs, as opposed to all prompts of a task together.
 
-A circuit that serves many prompts contains the edges of each of them. Here every prompt pair gets
-its own scores and circuits: the best-scored edges for that pair, evaluated on that pair,
+A circuit for many prompts contains the edges that each of them needs. Here every prompt pair has
+circuits of its own, of the edges that score best on that pair, evaluated on that pair:
 
     e(C) = (m(C) - m(none)) / (m(clean) - m(none)).
 
-The pair's size is where e reaches a level and stays there, as in `EffectCurve.size_at`.
+The size of a pair is the size from which e is at or above a level, as in `EffectCurve.size_at`.
 
-1. Score the edges per pair, in the same passes that a mean over pairs takes.
-2. For each pair, run its circuits of growing size as one stack of gates in one forward pass.
+1. Score the edges for each pair, in the same passes as for a mean over pairs.
+2. For each pair, run its circuits of all sizes as one stack of gates.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class CircuitSizes(Result):
     """How many circuit edges each prompt pair needs on its own.
 
     Args:
-        sizes: size for each pair, in general fractional; infinite if the level is not reached, NaN
-            if the corruption does not change the pair's metric.
-        level: explained effect that is to be reached.
+        sizes: size for each pair, usually fractional; infinite if the level is not reached, NaN if
+            the patch does not change the metric of the pair.
+        level: explained effect to reach.
         total: number of circuit edges in the model.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
@@ -60,15 +60,17 @@ class CircuitSizes(Result):
 
     @property
     def median(self) -> float | None:
-        """Median size over the pairs with an effect to explain; ``None`` if there is none, or if
-        half of them miss the level: such pairs count as larger than all others."""
-        found = self.sizes[~self.sizes.isnan()]
-        middle = found.quantile(0.5, interpolation="midpoint").item() if len(found) else math.inf
-        return middle if math.isfinite(middle) else None
+        """Median size over the pairs with an effect to explain; ``None`` if it is not reached.
+
+        Pairs that do not reach the level count as larger than all others.
+        """
+        sizes = self.sizes[~self.sizes.isnan()]
+        median = sizes.quantile(0.5, interpolation="midpoint").item() if len(sizes) else math.inf
+        return median if math.isfinite(median) else None
 
     @property
     def not_reached(self) -> int:
-        """Number of pairs that reach the level with no measured circuit."""
+        """Number of pairs that do not reach the level with any measured circuit."""
         return int(self.sizes.isinf().sum())
 
     @property
@@ -87,10 +89,10 @@ class CircuitSizes(Result):
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        middle = "none" if self.median is None else f"{self.median:,.1f}"
+        median = "none" if self.median is None else f"{self.median:,.1f}"
         return (
             f"CircuitSizes({len(self.sizes)} pairs, {self.level} of the effect of each: median "
-            f"{middle} of {self.total:,} circuit edges; {self.not_reached} not reached, "
+            f"{median} of {self.total:,} circuit edges; {self.not_reached} not reached, "
             f"{self.no_effect} without an effect)"
         )
 
@@ -110,10 +112,11 @@ def circuit_sizes_per_prompt(
     batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> CircuitSizes:
-    """How many circuit edges each prompt pair needs, scored on that pair alone.
+    """The number of circuit edges that each prompt pair needs, scored on that pair alone.
 
-    Equal to `attribute_circuit_edges` and `evaluate_circuit_edges` on each pair alone for the
-    patches "corrupted" and "zero"; patches "mean" and "resample" average or draw over all pairs.
+    With the patches "corrupted" and "zero", this equals `attribute_circuit_edges` and
+    `evaluate_circuit_edges` on each pair alone. "mean" averages over all pairs, and "resample"
+    draws from all pairs.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -123,7 +126,7 @@ def circuit_sizes_per_prompt(
         method: attribution method, as in `attribute_circuit_edges`.
         steps: number of interpolation steps.
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
-        patch: patch at everything outside a circuit, as in `PairRuns`.
+        patch: patch of everything outside a circuit, as in `PairRuns`.
         batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
         progress: whether to show a progress bar.
 
@@ -136,20 +139,20 @@ def circuit_sizes_per_prompt(
         model, pairs, metric, by_pair=True, batch_size=batch_size, **options
     )
     graph = scores.site
-    asked = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
-    if not asked:
+    top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
+    if not top_sizes:
         raise ValueError("expected at least one size; got none")
-    found = []
+    needed = []
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
     with autograd(False), tracked("circuits of single prompts", len(pairs), progress) as step:
         for values, (pair, run) in zip(scores.values, runs, strict=True):
-            own = Scores(graph, values, scores.method)
-            joined = (own.top(size).connected(patch=patch) for size in asked)
-            circuits = {len(circuit): circuit.mask for circuit in joined}
-            found.append(_size(circuits, pair, run, metric, level, batch_size))
+            of_pair = Scores(graph, values, scores.method)
+            connected = (of_pair.top(size).connected(patch=patch) for size in top_sizes)
+            circuits = {len(circuit): circuit.mask for circuit in connected}
+            needed.append(_size(circuits, pair, run, metric, level, batch_size))
             step()
-    needed = torch.tensor(found, dtype=torch.float64)
-    return CircuitSizes(needed, level, graph.n_parts, pairs.start)
+    needed_sizes = torch.tensor(needed, dtype=torch.float64)
+    return CircuitSizes(needed_sizes, level, graph.n_parts, pairs.start)
 
 
 def _size(
@@ -160,10 +163,10 @@ def _size(
     level: float,
     rows: int,
 ) -> float:
-    """The size at which circuits, keyed by it, reach the level; `rows` of them in one pass."""
+    """The size from which circuits, keyed by size, reach the level; `rows` circuits per pass."""
     clean = measure(metric, run.clean_logits, pair).cpu().double()
     masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
-    logits = torch.cat([run.logits(some) for some in masks.split(rows)])
+    logits = torch.cat([run.logits(stack) for stack in masks.split(rows)])
     none, *values = [measure(metric, row, pair).cpu().double() for row in logits]
     try:
         effect = explained_effect(torch.stack(values), clean, none).tolist()

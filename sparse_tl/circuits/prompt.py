@@ -1,4 +1,4 @@
-"""A prompt as the tokens of a model, the texts of tokens and outputs, and outputs by text."""
+"""Prompts as tokens of a model, and the texts of its tokens and outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         if model.tokenizer is None:
             raise ValueError(
                 f"expected the tokens of the prompt, since the model has no tokenizer; got the "
-                f"text {prompt!r}; the texts of the columns can be given as labels="
+                f"text {prompt!r}; texts of the columns can be given as labels="
             )
         if not prompt:
             raise ValueError("expected a prompt; got an empty text")
@@ -43,32 +43,33 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 
 def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """The text of each token, as in figures; its number if the model has no tokenizer."""
+    """The text of each token, as figures show it; its number if the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
     return token_text.token_texts(model.tokenizer, tokens.tolist())
 
 
 def text_around(
-    model: HookedModel, tokens: Int[Tensor, " pos"], place: int
+    model: HookedModel, tokens: Int[Tensor, " pos"], position: int
 ) -> tuple[str, str, str]:
-    """The text of a prompt in three parts: before a token, the token, and after it."""
+    """The text of a prompt before a token, of the token, and after it."""
     numbers = tokens.tolist()
-    before, token, after = numbers[:place], numbers[place], numbers[place + 1 :]
+    before, token, after = numbers[:position], numbers[position], numbers[position + 1 :]
     if model.tokenizer is None:
         return "".join(f"{n} " for n in before), str(token), "".join(f" {n}" for n in after)
-    read, decode = len(model.tokenizer.decode(numbers[: place + 1])), model.tokenizer.decode
+    decode = model.tokenizer.decode
+    end = len(decode(numbers[: position + 1]))
     text = token_text.added_text(model.tokenizer, before, token)
-    return decode(before), text, decode(numbers)[read:]
+    return decode(before), text, decode(numbers)[end:]
 
 
 def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
-    """The text of a model output: a token, or the index if outputs are not tokens.
+    """The text of a model output: that of its token, or its number if outputs are not tokens.
 
     Args:
         model: dense or sparse model.
         output: number of the output.
-        before: tokens that it follows; it may complete a character that they begin.
+        before: tokens before the output, since it may complete a character that they begin.
     """
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
@@ -81,7 +82,7 @@ def output_number(model: HookedModel, answer: Token) -> int:
 
     Args:
         model: dense or sparse model.
-        answer: its number, or the text of a token, with the space that it begins with.
+        answer: number of the output, or text of its token, including a leading space.
 
     Raises:
         ValueError: the text is not one token, or the model has no such output.

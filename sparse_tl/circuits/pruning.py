@@ -1,17 +1,17 @@
-"""Learned edge pruning: train gates on all circuit edges jointly at a given expected size.
+"""Learned edge pruning: train a gate on every circuit edge, at a given expected number of edges.
 
-1. Every step samples hard-concrete gates and lowers ``KL(clean || circuit)``. One number is added
-   to all logits so that the expected number of open gates is exactly the step's target, and the
-   gradient is that at constant expected size.
-2. The target goes from the initial size to the requested one, linearly in the log odds of the share
-   of open gates.
-3. Then noise and learning rate fall linearly towards 0, so that every gate becomes 0 or 1: the last
-   steps run the circuit that is returned, or nearly so.
-4. The edges that are most likely open are kept, those without effect are dropped, and the circuit
+1. Each step samples hard-concrete gates and lowers ``KL(clean || circuit)``. A number added to all
+   logits makes the expected number of open gates equal to the target of the step; the gradient is
+   taken at this constant expected number.
+2. The target moves from the initial to the requested number of edges, linearly in the log odds of
+   the share of open gates.
+3. Then noise and learning rate fall linearly towards 0, so that every gate becomes 0 or 1 and the
+   last steps run almost exactly the circuit that is returned.
+4. The edges that are most likely open are kept, edges without effect are dropped, and the circuit
    is run.
 
-The search can start from scores: logits then fall with the logarithm of an edge's rank, from
-``initial_logit`` at the requested size to its negative at the last edge.
+The search can start from scores. The initial logits then fall with the logarithm of an edge's rank,
+from ``initial_logit`` at the requested number of edges to its negative at the last edge.
 
 Reference: Bhaskar et al., arXiv 2406.16778; from attribution scores: Mondorf et al.,
 arXiv 2510.06811. Both reach the target with a Lagrange multiplier instead.
@@ -42,7 +42,7 @@ from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
 
 REACHED_AT = 0.6
-"""Share of the run after which the target is the requested size, and noise begins to fall."""
+"""Share of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
 
 
@@ -64,20 +64,20 @@ def prune_circuit_edges(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruning:
-    """Train a gate on every circuit edge, with fewer and fewer open, down to the requested number.
+    """The circuit found by training a gate on every circuit edge, with fewer and fewer gates open.
 
-    The result says how faithful the circuit is, from a run of it as returned. Warns if less than
-    nine tenths of the edges that were kept have an effect, or if attribution's best edges preserve
-    more; see `Pruning`.
+    The faithfulness in the result is that of the returned circuit, measured by running it. Warns if
+    less than nine tenths of the kept edges have an effect, or if the best edges by attribution
+    preserve more; see `Pruning`.
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; the circuit must preserve the clean predictions.
+        pairs: prompt pairs, on whose clean prompts the circuit preserves the predictions.
         size: number of circuit edges to keep.
-        start: scores to start from, ranked by absolute value; by default all gates start equal.
+        start: initial scores, ranked by absolute value; by default, all gates start equal.
         steps: number of optimizer steps, one batch each.
         learning_rate: initial learning rate of Adam on the gate logits.
-        initial_logit: initial logit of every gate, or of the scores' edge of rank `size`.
+        initial_logit: initial logit of every gate, or, with scores, of the edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
         patch: patch at closed edges, as in `PairRuns`.
         batch_size: prompt pairs per step.
@@ -99,7 +99,9 @@ def prune_circuit_edges(
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     runs.check_effect("kl")
     report = FaithfulnessRuns(runs, metric, held_out)
-    ranked, _ = report.of((start or _attributed(runs, pairs)).top(size).connected(patch=patch).mask)
+    ranked, _ = report.of(
+        (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch).mask
+    )
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full(exists.shape, initial_logit, dtype=torch.float64)
     if start is not None:
@@ -119,48 +121,48 @@ def prune_circuit_edges(
             shifted = _shifted(logits, expected, noise).requires_grad_()
             gates = torch.zeros(exists.shape, device=device, dtype=logits.dtype)
             gates = gates.masked_scatter(exists, GATE.sample(shifted / noise, generator))
-            lost = divergence(run.logits(gates), run.clean_logits).mean()
-            if not bool(lost.isfinite()):
+            loss = divergence(run.logits(gates), run.clean_logits).mean()
+            if not bool(loss.isfinite()):
                 raise ValueError(
-                    f"expected a finite divergence; at step {done + 1} it is {lost.item()}. "
+                    f"expected a finite divergence; at step {done + 1} it is {loss.item()}. "
                     "Logits or gates are NaN or infinite: a smaller learning rate may help."
                 )
-            (slope,) = torch.autograd.grad(lost, shifted)
-            logits.grad = _at_constant_size(slope, shifted.detach() / noise)
+            (gradient,) = torch.autograd.grad(loss, shifted)
+            logits.grad = _at_constant_size(gradient, shifted.detach() / noise)
             optimizer.param_groups[0]["lr"] = learning_rate * noise
             optimizer.step()
             rows.append(
                 {
                     "step": done + 1,
-                    "divergence": lost.item(),
+                    "divergence": loss.item(),
                     "expected": expected,
                     "noise": noise,
                 }
             )
             step()
-    # As for all scores, negative means helpful. Ranked by logits because probabilities saturate.
+    # As in all scores, negative means helpful. Rank by logits, since probabilities saturate.
     learned = torch.zeros(exists.shape, dtype=torch.float64)
     learned[graph.exists] = -logits.cpu().double()
     kept = Scores(graph, learned, "pruning").top(size, signed=True)
     learned[graph.exists] = -GATE.open_probability(_shifted(logits, size, 1.0)).cpu().double()
     circuit = kept.connected(patch=patch)
-    searched, others = report.of(circuit.mask)
-    found = Pruning(
+    searched, on_held_out = report.of(circuit.mask)
+    pruning = Pruning(
         circuit=circuit,
         n_kept=len(kept),
         searched=searched,
-        held_out=others,
+        held_out=on_held_out,
         ranked=ranked,
         history=pd.DataFrame(rows),
         scores=Scores(graph, learned, "pruning", pairs.start),
     )
-    for note in found.notes():
+    for note in pruning.notes():
         warnings.warn(note, stacklevel=2)
-    return found
+    return pruning
 
 
-def _attributed(runs: PairRuns, pairs: PromptPairs) -> Scores:
-    """EAP-IG scores by the log probability of what the model predicts."""
+def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
+    """EAP-IG scores for the log-probability of the model's predictions."""
     predicted = torch.cat([run.clean_logits.argmax(dim=-1) for _, run in runs])[:, None]
     return attribute_circuit_edges(
         runs.model,
@@ -173,7 +175,7 @@ def _attributed(runs: PairRuns, pairs: PromptPairs) -> Scores:
 
 
 def _expected_share(first: float, last: float, progress: float) -> float:
-    """The expected share of open gates after this share of the run."""
+    """The target share of open gates at a point of the run; `progress` is from 0 to 1."""
     start, end = (math.log(share / (1 - share)) for share in (_inside(first), _inside(last)))
     return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))
 
@@ -186,9 +188,9 @@ def _inside(share: float) -> float:
 def _shifted(
     logits: Float[Tensor, " gate"], expected: float, noise: float
 ) -> Float[Tensor, " gate"]:
-    """Logits, shifted by one number to give the expected number of open gates under the noise."""
+    """Logits, shifted by one number to make the expected number of open gates a given one."""
     values = logits.double() / noise
-    reach = values.abs().max() + 40  # all gates are open, or shut, to the last digit
+    reach = values.abs().max() + 40  # opens, or shuts, every gate in double precision
     low, high = -reach, reach
     for _ in range(60):
         shift = (low + high) / 2
@@ -198,16 +200,16 @@ def _shifted(
 
 
 def _at_constant_size(
-    slope: Float[Tensor, " gate"], logits: Float[Tensor, " gate"]
+    gradient: Float[Tensor, " gate"], logits: Float[Tensor, " gate"]
 ) -> Float[Tensor, " gate"]:
-    """The gradient by logits at constant expected size, from the gradient by shifted logits.
+    """The gradient with respect to logits at constant expected size, from that to shifted logits.
 
-    With ``w = d size / d logit``, changing a logit by d changes the shift of all by
+    With ``w = d size / d logit``, a change d of one logit changes the shift of all logits by
     ``-d w / sum w``.
     """
-    opened = GATE.open_probability(logits)
-    weight = opened * (1 - opened)
-    return slope - slope.sum() * weight / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
+    probability = GATE.open_probability(logits)
+    w = probability * (1 - probability)
+    return gradient - gradient.sum() * w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
 
 
 def _initial_logits(
@@ -218,14 +220,14 @@ def _initial_logits(
     values = scores.mean()[exists].abs()
     ranks = torch.empty_like(values)
     ranks[values.argsort(descending=True)] = torch.arange(1, len(values) + 1).to(values)
-    half = max(math.log(len(values) / size) / 2, 0.5)  # 0 where all edges are asked for
+    half = max(math.log(len(values) / size) / 2, 0.5)  # the logarithm is 0 if all edges are kept
     logits = torch.zeros(exists.shape, dtype=torch.float64)
     logits[exists] = initial_logit * (1 + (math.log(size) - ranks.log()) / half)
     return logits
 
 
 def _order(n_batches: int, steps: int, seed: int) -> list[int]:
-    """The batch of each step: all batches in shuffled order, repeatedly."""
+    """The index of each step's batch: all batches in random order, over and over."""
     generator = torch.Generator().manual_seed(seed)
     rounds = math.ceil(steps / n_batches)
     return [

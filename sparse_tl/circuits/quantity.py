@@ -1,7 +1,7 @@
-"""The quantity whose changes are the effects of parts: a metric of the predictions of one prompt.
+"""The quantity whose changes are the effects of parts on a single prompt.
 
-Any metric of prompt pairs will do. A prompt has no answers of its own: unless they are given, they
-are what the model predicts and its runner-up.
+It is a metric of prompt pairs. A single prompt has no answers; unless they are given, the answer is
+the token that the model predicts, and the wrong answer its runner-up.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, log_probability
 
 Answers = Token | Sequence[Token]
-"""A token for all targets, or one for each."""
+"""One token for all targets, or one token per target."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A metric, and the tokens that it judges.
+    """A metric, with the answers that it is computed for.
 
     Args:
         metric: metric function.
-        answer: the right answers; by default what the model predicts.
-        wrong: the wrong answers; by default the likeliest other token, also where this one is the
-            answer itself.
+        answer: the right answers; by default, the model's predictions.
+        wrong: the wrong answers; by default, and where one equals the answer, the most likely token
+            other than the answer.
     """
 
     metric: Metric = log_probability
@@ -44,7 +44,7 @@ class Quantity:
         read_at: Sequence[int],
         logits: Float[Tensor, "target vocab"],
     ) -> PromptPairs:
-        """The prompt with its answers, once for every target; nothing is corrupted.
+        """The prompt as one pair per target, with its answers; the corrupted prompt is the same.
 
         Args:
             model: dense or sparse model.
@@ -53,14 +53,14 @@ class Quantity:
             logits: the model's logits there.
 
         Raises:
-            ValueError: an answer is not one output of the model, or their number is not that of
-                the targets.
+            ValueError: an answer is not one output of the model, or there is not one answer per
+                target.
         """
         logits = logits.detach().cpu()
         answers = _numbers(model, self.answer, "answer", logits.argmax(dim=-1))
-        others = logits.scatter(-1, answers[:, None], -torch.inf).argmax(dim=-1)
-        wrong = _numbers(model, self.wrong, "wrong", others)
-        wrong = torch.where(wrong == answers, others, wrong)
+        runners_up = logits.scatter(-1, answers[:, None], -torch.inf).argmax(dim=-1)
+        wrong = _numbers(model, self.wrong, "wrong", runners_up)
+        wrong = torch.where(wrong == answers, runners_up, wrong)
         prompts = tokens.expand(len(answers), -1)
         positions = torch.tensor(list(read_at))
         return PromptPairs(prompts, prompts, answers[:, None], wrong[:, None], positions)
@@ -71,14 +71,14 @@ def _numbers(
 ) -> Int[Tensor, " target"]:
     if given is None:
         return default
-    each = [given] * len(default) if isinstance(given, Token) else given
-    if len(each) != len(default):
+    tokens = [given] * len(default) if isinstance(given, Token) else given
+    if len(tokens) != len(default):
         raise ValueError(
             f"expected one token as {name}=, or one for each of {len(default)} positions; got "
-            f"{len(each)}"
+            f"{len(tokens)}"
         )
-    return torch.tensor([output_number(model, token) for token in each])
+    return torch.tensor([output_number(model, token) for token in tokens])
 
 
 LOG_PROBABILITY = Quantity()
-"""Of what the model predicts."""
+"""The log-probability of the model's prediction."""

@@ -1,16 +1,16 @@
-"""Exact effects of parts on a prediction: run the model once without each of its parts.
+"""Exact effects of parts on a prediction: one run of the model without each part.
 
-    effect[target, part] = m(without the part) - m(with it)
+    effect[target, part] = m(without the part) - m(with the part)
 
 for a metric m of the predictions, such as the log-probability of the token that the full model
-predicts; below 0 the part helps.
+predicts. Below 0, the part helps.
 
 1. Run the prompt unchanged.
-2. Repeat the prompt, one row per part. Each row runs with only its own part's gate at 0: a head
-   writes 0 at ``hook_z``, an attention edge's pattern is 0. A pass holds as many rows as memory
-   allows, plus one unmodified row that checks whether rows run as single prompts do.
-3. Read the metric and the answers' probabilities in each row, minus those of the last row, and the
-   token that the row predicts.
+2. Run copies of the prompt as rows of a batch, each with the gate of one part at 0: a head writes 0
+   at ``hook_z``, or the pattern of an attention edge is 0. A pass has as many rows as fit, and one
+   unmodified row, which shows whether rows run as single prompts do.
+3. Read the metric and the probabilities of the answers in each row, minus those of the unmodified
+   row, and the tokens that the row predicts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AttentionEdge = tuple[int, int, int, int]
 """Layer, head, query and key."""
 
 MOST_NUMBERS = 2**24
-"""Maximum number of activations per layer, over all rows of a pass."""
+"""Maximum number of activations of a layer in a pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class RemovalEffects:
 
     Args:
         tokens: answer of each target.
-        effects: change of the metric per part; negative: the part helps.
-        probabilities: change of the answer's probability per part.
-        predictions: the token that is predicted without the part.
+        effects: change of the metric; negative: the part helps.
+        probabilities: change of the answer's probability.
+        predictions: token that is predicted without the part.
     """
 
     tokens: Int[Tensor, " target"]
@@ -56,14 +56,14 @@ class RemovalEffects:
 
 
 class LeaveOneOut:
-    """A prompt to run without one part at a time.
+    """Runs of a prompt without one part at a time.
 
-    The whole model runs once per site, when the first part there is asked for. The model's hooks
-    and weights have to stay as they are until the last one.
+    The whole model runs once per site, when a part of that site is first removed. Hooks and weights
+    of the model must not change between the first and the last call.
 
     Args:
         model: dense or sparse model; hooks already on it stay active.
-        pairs: the prompt with its answers, once for every target.
+        pairs: the prompt with its answers, once per target.
         metric: metric function.
     """
 
@@ -73,7 +73,7 @@ class LeaveOneOut:
         tokens, read_at = self.pairs.clean[0], pairs.positions.tolist()
         read = torch.zeros(1, len(tokens), dtype=torch.bool, device=self.adapter.device)
         read[0, read_at] = True
-        # Indices among the logits that are read.
+        # The index of each target among the logits that are read.
         self._columns = [int(read[0, :column].sum()) for column in read_at]
         sites = Heads(), AttentionEdges()
         self._runs = {type(site): GatedRun(model, site, tokens[None], read) for site in sites}
@@ -91,31 +91,31 @@ class LeaveOneOut:
             ValueError: a user's hook treats the rows of a batch differently.
         """
         n_targets, device = len(self.pairs), self.adapter.device
-        found = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
+        changes = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
         predictions = [torch.zeros(0, n_targets, dtype=torch.long, device=device)]
         for kind, parts in ((Heads, heads), (AttentionEdges, groups)):
             run = self._runs[kind]
             for start in range(0, len(parts), self._most_rows):
-                alone = self._whole(kind)
+                whole = self._whole(kind)
                 gates = _leave_one_out(
                     self.adapter, run.site, parts[start : start + self._most_rows]
                 )
                 logits = run.logits(gates)[:, self._columns]
-                _check_rows(logits[-1].double(), alone)
+                _check_rows(logits[-1].double(), whole)
                 scores = torch.stack([self._scores(row.double()) for row in logits])
-                found.append(scores[:-1] - scores[-1])  # same pass: 0 without influence
+                changes.append(scores[:-1] - scores[-1])  # in the same pass: no effect is exactly 0
                 predictions.append(logits[:-1].argmax(dim=-1))
-        effects, probabilities = torch.cat(found).permute(1, 2, 0).cpu()
-        after = torch.cat(predictions).T.cpu()
-        return RemovalEffects(self.pairs.answers[:, 0].cpu(), effects, probabilities, after)
+        effects, probabilities = torch.cat(changes).permute(1, 2, 0).cpu()
+        predicted = torch.cat(predictions).T.cpu()
+        return RemovalEffects(self.pairs.answers[:, 0].cpu(), effects, probabilities, predicted)
 
     def _scores(self, logits: Float[Tensor, "target vocab"]) -> Float[Tensor, "two target"]:
-        """The metric and the answers' probabilities."""
+        """The metric, and the probabilities of the answers."""
         probabilities = log_probability(logits, self.pairs).exp()
         return torch.stack([measure(self.metric, logits, self.pairs), probabilities])
 
     def _whole(self, kind: type) -> Float[Tensor, "target vocab"]:
-        """Logits of the whole model; passes at this site start at the first layer that differs."""
+        """Logits of the whole model, from which later passes at this site start."""
         if kind not in self._wholes:
             logits = self._runs[kind].start_from(None)
             self._wholes[kind] = logits[self._columns].double()
@@ -125,22 +125,23 @@ class LeaveOneOut:
 def _leave_one_out(
     adapter: Adapter, site: Site, parts: Sequence[Sequence[Any]]
 ) -> Tensor | ClosedAttentionEdges:
-    """A stack of gates: each entry closes one part, the last entry none."""
+    """A stack of gates, of which each entry closes one part, and the last entry none."""
     if isinstance(site, AttentionEdges):
         rows = [row for row, group in enumerate(parts) for _ in group]
         edges = torch.tensor([tuple(edge) for group in parts for edge in group]).view(-1, 4)
         return ClosedAttentionEdges(edges, torch.tensor(rows, dtype=torch.long), len(parts) + 1)
-    rows, places = torch.arange(len(parts)), torch.tensor(parts)
+    rows, heads = torch.arange(len(parts)), torch.tensor(parts)
     gates = torch.ones(len(parts) + 1, adapter.n_layers, adapter.n_heads)
-    gates[rows, places[:, 0], places[:, 1]] = 0
+    gates[rows, heads[:, 0], heads[:, 1]] = 0
     return gates
 
 
 def _check_rows(row: Tensor, whole: Tensor) -> None:
     """Check that a row with nothing removed matches the prompt run on its own."""
-    off = float((row - whole).abs().max())
-    if off > 0.02 * (1 + float(whole.abs().max())):
+    difference = float((row - whole).abs().max())
+    if difference > 0.02 * (1 + float(whole.abs().max())):
         raise ValueError(
-            f"expected every row of a batch to run as a prompt alone does; got logits that differ "
-            f"by {off:.3g}: take your own hooks off this model, or let them treat all rows alike"
+            f"expected every row of a batch to run as the prompt does alone; got logits that "
+            f"differ by {difference:.3g}. Remove your own hooks from this model, or make them "
+            "treat all rows alike."
         )

@@ -1,9 +1,8 @@
-"""How far attribution scores can be trusted: compare a sample of them with exact patching.
+"""How far attribution scores can be trusted: a sample of them, compared with exact patching.
 
-Attribution is right to first order. Methods differ in where they fail, by model and by task: EAP at
-strong edges, EAP-IG at weak ones. So the sample has two halves, and agreement is given for each:
-the strongest parts by |score|, from which a circuit begins, and parts drawn at random from all
-others.
+Attribution is exact to first order only. Where it fails depends on method, model and task: EAP
+tends to fail at strong edges, EAP-IG at weak ones. So the sample has two halves, whose agreement is
+reported separately: the strongest parts by |score|, which a circuit consists of, and random others.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Drawn = Literal["strongest", "random"]
-"""How a part came into the sample."""
+"""How a part was chosen for the sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreCheck(Result):
-    """Scores of a sample of parts beside their exact effects, both means over prompt pairs.
+    """Scores and exact effects of a sample of parts, as means over prompt pairs.
 
     Args:
         method: name of the attribution method.
-        noun: what the parts are, such as "circuit edges".
+        noun: kind of the parts, such as "circuit edges".
         n_pairs: number of prompt pairs.
         parts: names of the parts.
-        drawn: how each came into the sample.
+        drawn: how each part was chosen.
         score: scores, in units of the metric.
-        exact: exact changes of the metric when the part alone is patched.
+        exact: exact change of the metric when the part alone is patched.
     """
 
     method: str
@@ -57,7 +56,7 @@ class ScoreCheck(Result):
     exact: Float[Tensor, " part"]
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per part, the largest misses first: score, exact effect, and the difference."""
+        """One row per part, largest miss first: score, exact effect, and the miss (difference)."""
         import pandas as pd
 
         columns = {"part": self.parts, "drawn": self.drawn}
@@ -67,37 +66,37 @@ class ScoreCheck(Result):
         return table.loc[order].reset_index(drop=True)
 
     def agreement(self) -> pd.DataFrame:
-        """How well scores agree with exact effects, one row for each half of the sample.
+        """One row for each half of the sample: how well scores agree with exact effects.
 
-        The correlation of the values (``pearson``) and of their ranks (``spearman``), and the share
-        of parts whose score has the sign of the exact effect (``sign``), of those that have an
-        effect. NaN where all values are equal, or no part has an effect.
+        Columns are the correlation of the values (``pearson``) and of their ranks (``spearman``),
+        and, among the parts that have an effect, the share whose score has the same sign
+        (``sign``). NaN if all values are equal, or no part has an effect.
         """
         import pandas as pd
 
         table, rows = self.to_pandas(), {}
         for drawn in get_args(Drawn):
-            both = table.loc[table["drawn"] == drawn, ["score", "exact"]]
-            if both.empty:
+            half = table.loc[table["drawn"] == drawn, ["score", "exact"]]
+            if half.empty:
                 continue
-            with_effect = both[both["exact"] != 0]
-            same = (with_effect["score"] * with_effect["exact"] > 0).mean()
-            by = {name: both.corr(name).iloc[0, 1] for name in ("pearson", "spearman")}
-            rows[drawn] = {"parts": len(both), **by, "sign": same}
+            with_effect = half[half["exact"] != 0]
+            same_sign = (with_effect["score"] * with_effect["exact"] > 0).mean()
+            correlations = {name: half.corr(name).iloc[0, 1] for name in ("pearson", "spearman")}
+            rows[drawn] = {"parts": len(half), **correlations, "sign": same_sign}
         return pd.DataFrame.from_dict(rows, orient="index")
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas().head(10)
 
     def __repr__(self) -> str:
-        found = [
+        halves = [
             f"of the {row.parts:.0f} {name} r {row.pearson:.2f}, rank correlation "
             f"{row.spearman:.2f}, sign {row.sign:.0%}"
             for name, row in self.agreement().iterrows()
         ]
         return (
             f"ScoreCheck({self.noun} by {self.method} against exact patching on {self.n_pairs:,} "
-            f"pairs: {'; '.join(found)})"
+            f"pairs: {'; '.join(halves)})"
         )
 
 
@@ -114,42 +113,42 @@ def check_scores(
     seed: Seed = 0,
     progress: bool = True,
 ) -> ScoreCheck:
-    """Patch a sample of the scored parts exactly, and compare.
+    """The scores of a sample of parts, compared with exact patching of these parts.
 
     Args:
         model: model that was scored.
-        pairs: prompt pairs that it was scored on, or as many of them as there is time for.
-        metric: metric that was scored.
-        scores: scores of circuit edges, at positions or not, or of heads.
-        n: number of strongest parts, and of parts drawn at random from the others.
-        patch: patch that was scored.
+        pairs: prompt pairs that were scored, or as many of them as there is time for.
+        metric: metric of the scores.
+        scores: scores of circuit edges, by position or not, or of heads.
+        n: number of parts in each half of the sample: the strongest, and random others.
+        patch: patch of the scores.
         batch_size: prompt pairs per forward pass.
-        seed: random seed of the draw.
+        seed: random seed for the sample.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the scores are of attention edges, or of another model; or as in
+        ValueError: the scores are of attention edges or of another model, or as in
             `patch_exactly`.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    site, positions = scores.site, None
-    if isinstance(site, PositionedGraph):
-        positions = "tokens" if site.of_tokens else "spans"
-    elif not isinstance(site, CircuitGraph | HeadGrid):
+    grid, positions = scores.site, None
+    if isinstance(grid, PositionedGraph):
+        positions = "tokens" if grid.of_tokens else "spans"
+    elif not isinstance(grid, CircuitGraph | HeadGrid):
         raise ValueError(f"expected scores of circuit edges or heads; got {scores!r}")
     order = scores.order()
     strongest, others = order[:n], order[n:]
     generator = torch.Generator().manual_seed(seed)
-    chosen = others[torch.randperm(len(others), generator=generator)[:n]]
-    names = site.names(torch.cat([strongest, chosen]))
+    drawn = others[torch.randperm(len(others), generator=generator)[:n]]
+    names = grid.names(torch.cat([strongest, drawn]))
     options: dict[str, Any] = {"patch": patch, "positions": positions, "batch_size": batch_size}
     exact = patch_exactly(model, pairs, metric, names, **options, progress=progress)
     return ScoreCheck(
         scores.method,
-        site.noun,
+        grid.noun,
         len(pairs),
         tuple(names),
-        ("strongest",) * len(strongest) + ("random",) * len(chosen),
+        ("strongest",) * len(strongest) + ("random",) * len(drawn),
         torch.tensor([scores[name] for name in names], dtype=torch.float64),
         torch.tensor(exact.to_numpy()),
     )

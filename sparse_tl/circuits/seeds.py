@@ -1,7 +1,7 @@
-"""Explained effect across seeds: curves of models trained from several seeds, and multipliers.
+"""Explained effect over training seeds: curves and multipliers of several models.
 
-Seeds are summarised by medians. The median curve has the median effect of the seeds at each size.
-Sizes and multipliers are computed per seed, then reported as median and range. Seeds that do not
+Results are summarised by medians over seeds. The median curve has the median effect at each size.
+Sizes and multipliers are computed per seed, then reported as median and range; seeds that do not
 reach the level are counted and listed.
 """
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeedCurves(Result):
-    """The explained effect in one model on one task, for several training seeds.
+    """The explained effect of one model on one task, for several training seeds.
 
     Args:
         seeds: training seeds, all different.
         curves: one curve per seed, all with the same name.
 
     Raises:
-        ValueError: there is no seed, a seed appears twice, curves differ in name or number, or
-            they have no size in common.
+        ValueError: there is no seed, a seed appears twice, there is not one curve per seed, the
+            curves differ in name, or their ranges of sizes do not overlap.
     """
 
     seeds: Sequence[int]
@@ -61,30 +61,30 @@ class SeedCurves(Result):
 
     @cached_property
     def median(self) -> EffectCurve:
-        """The median effect of the seeds at each size, with their range as the interval.
+        """The median effect over seeds at each size, with the range over seeds as the interval.
 
-        Sizes are all seeds' sizes within the range measured for every seed; seeds without a
-        measurement at a size are interpolated (`EffectCurve.effect_at`). With a single seed, this
-        is that seed's own curve and interval.
+        It has all sizes that were measured for some seed within the range measured for every seed,
+        interpolated where a seed has no measurement (`EffectCurve.effect_at`). A single seed keeps
+        its curve and interval.
         """
         if len(self.curves) == 1:
             return self.curves[0]
         effects = [[curve.effect_at(size) for curve in self.curves] for size in self._common]
-        medians = [statistics.median(some) for some in effects]
-        return EffectCurve(
-            self.name, self._common, medians, [min(e) for e in effects], [max(e) for e in effects]
+        medians, low, high = (
+            [summary(at_size) for at_size in effects] for summary in (statistics.median, min, max)
         )
+        return EffectCurve(self.name, self._common, medians, low, high)
 
     @property
     def _common(self) -> list[int]:
-        """Every measured size within the measured range of all seeds."""
+        """All measured sizes within the range that was measured for every seed."""
         low = max(curve.sizes[0] for curve in self.curves)
         high = min(curve.sizes[-1] for curve in self.curves)
         sizes = {size for curve in self.curves for size in curve.sizes}
         return sorted(size for size in sizes if low <= size <= high)
 
     def sizes_at(self, level: float = 0.9) -> tuple[float | None, ...]:
-        """`EffectCurve.size_at` of every seed; ``None`` where one does not reach the level."""
+        """`EffectCurve.size_at` of every seed; ``None`` for a seed that misses the level."""
         return tuple(curve.size_at(level) for curve in self.curves)
 
     def size_at(self, level: float = 0.9) -> float | None:
@@ -94,7 +94,7 @@ class SeedCurves(Result):
             level: explained effect, above 0 and at most 1.
 
         Returns:
-            Number of parts; a seed that does not reach the level counts as larger than all others.
+            Number of parts, where seeds that miss the level count as larger than all others;
             ``None`` if the median falls on such a seed.
 
         Raises:
@@ -117,7 +117,7 @@ class SeedCurves(Result):
 
 @dataclass(frozen=True)
 class SeedMultipliers(Result):
-    """How many times more parts the dense model needs, per seed.
+    """How many times as many parts the dense model needs, for each seed.
 
     Args:
         seeds: training seeds, in the order of the values.
@@ -136,7 +136,7 @@ class SeedMultipliers(Result):
 
     @property
     def median(self) -> float | None:
-        """Median over the seeds with a multiplier; ``None`` if none has one: see `missing`."""
+        """Median over the seeds with a multiplier, if any; `missing` lists the others."""
         return statistics.median(self.found) if self.found else None
 
     @property
@@ -158,17 +158,17 @@ class SeedMultipliers(Result):
         return pd.DataFrame({"seed": self.seeds, "multiplier": values})
 
     def words(self) -> tuple[str, ...]:
-        """Text for figures: "23.6x (18 to 31)", and "1 of 3 seeds: not reached" if applicable."""
-        said = []
+        """Texts for figures, such as "23.6x (18 to 31)" and "1 of 3 seeds: not reached"."""
+        texts = []
         if self.median is not None and self.range is not None:
-            # 9.96 shows as 10, not as 10.0 beside a median of 14.2.
+            # 9.96 becomes 10, not 10.0.
             low, high = (format(end, ",.0f" if end >= 9.95 else ".1f") for end in self.range)
-            among = f" ({low} to {high})" if len(self.found) > 1 else ""
-            said.append(f"{self.median:,.1f}x{among}")
+            between = f" ({low} to {high})" if len(self.found) > 1 else ""
+            texts.append(f"{self.median:,.1f}x{between}")
         if self.missing:
             of = f"{len(self.missing)} of {len(self.seeds)} seeds: " if len(self.seeds) > 1 else ""
-            said.append(f"{of}not reached")
-        return tuple(said)
+            texts.append(f"{of}not reached")
+        return tuple(texts)
 
     def __str__(self) -> str:
         return "; ".join(self.words())
@@ -176,7 +176,7 @@ class SeedMultipliers(Result):
 
 @checked
 def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) -> SeedMultipliers:
-    """`multiplier` of each seed's dense and sparse model.
+    """The `multiplier` of each seed's dense and sparse model.
 
     Args:
         dense: curves of the dense models.
@@ -198,6 +198,6 @@ def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) 
 
 
 def median_size(sizes: Sequence[float | None]) -> float | None:
-    """The median of sizes; sizes that were not reached (None) count as larger than all others."""
-    middle = statistics.median(math.inf if size is None else size for size in sizes)
-    return middle if math.isfinite(middle) else None
+    """The median of sizes; those not reached (None) count as larger than all others."""
+    median = statistics.median(math.inf if size is None else size for size in sizes)
+    return median if math.isfinite(median) else None

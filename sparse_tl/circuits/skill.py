@@ -1,14 +1,14 @@
 """How well a model does a task, and whether it does it at all.
 
 *Accuracy* is the share of clean prompts whose most likely next token is a right answer. *Choice* is
-the share in which a right answer is likelier than every wrong one, and *chance* what choosing at
-random among right and wrong answers would give. A model does a task if
+the share in which a right answer is more likely than every wrong one, and *chance* is what a random
+choice among right and wrong answers would give. A model does a task if
 
-1. its choice is above chance by more than two standard errors of a choice at random, and by at
-   least `MARGIN`; and
-2. corrupting the prompts lowers the metric, on average by more than two standard errors, and by at
-   least `MARGIN` of what it is. This tells models that prefer right answers whatever the prompt
-   says: one that always answers 99 makes every choice of Greater-Than right.
+1. its choice is above chance by more than two standard errors of a random choice, and by at least
+   `MARGIN`; and
+2. corrupting the prompts lowers the mean metric by more than two standard errors, and by at least a
+   share `MARGIN` of it. This excludes models that prefer right answers whatever the prompt says: a
+   model that always answers 99 makes every choice of Greater-Than right.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 
 MARGIN = 0.1
-"""The least difference that counts, however many prompts there are."""
+"""Minimum difference that counts, however many prompts there are."""
 STANDARD_ERRORS = 2
-"""Number of standard errors that count as a difference."""
+"""Minimum difference that counts, in standard errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +42,10 @@ class Skill(Result):
 
     Args:
         accuracy: share of clean prompts whose most likely next token is a right answer.
-        right: whether each clean prompt's likeliest answer, of the right and wrong ones, is right.
+        right: whether the most likely of all right and wrong answers is right, per clean prompt.
         chance: mean share of right answers among all answers.
-        clean: the metric of each clean prompt.
-        corrupted: the metric of each corrupted prompt.
+        clean: metric of each clean prompt.
+        corrupted: metric of each corrupted prompt.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -58,12 +58,12 @@ class Skill(Result):
 
     @property
     def choice(self) -> float:
-        """Share of prompts, 0 to 1, in which a right answer is likelier than every wrong one."""
+        """The share of prompts, 0 to 1, in which a right answer beats every wrong one."""
         return self.right.double().mean().item()
 
     @property
     def needed(self) -> float:
-        """The choice that a model needs, to do the task."""
+        """The choice that a model must exceed to do the task."""
         error = math.sqrt(self.chance * (1 - self.chance) / len(self.right))
         return self.chance + max(MARGIN, STANDARD_ERRORS * error)
 
@@ -72,17 +72,18 @@ class Skill(Result):
         """Why the model does not do the task, as a sentence; empty if it does."""
         if self.choice <= self.needed:
             return (
-                f"the model does not do this task: of {len(self.right)} prompts it prefers a right "
-                f"answer to the wrong ones in {self.choice:.1%}, where chance is {self.chance:.1%} "
-                f"and more than {self.needed:.1%} is needed, so there is no circuit to find"
+                "the model does not do this task: it prefers a right answer to the wrong ones in "
+                f"{self.choice:.1%} of {len(self.right)} prompts, where chance is "
+                f"{self.chance:.1%} and more than {self.needed:.1%} is needed, so there is no "
+                "circuit to find"
             )
         change, metric = self.clean - self.corrupted, self.clean.mean().item()
         error = change.std().item() / math.sqrt(len(change))
         least = max(MARGIN * abs(metric), STANDARD_ERRORS * error)
         if not change.mean().item() > least:
             return (
-                f"the model does not do this task: corrupting its {len(self.right)} prompts has to "
-                f"lower the metric by more than {least:.4g}, and changes it from {metric:.4g} to "
+                f"the model does not do this task: corrupting its {len(self.right)} prompts must "
+                f"lower the metric by more than {least:.4g}, but changes it from {metric:.4g} to "
                 f"{self.corrupted.mean().item():.4g}, so there is no circuit to find"
             )
         return ""
@@ -108,7 +109,7 @@ class Skill(Result):
 def measure_skill(
     model: HookedModel, pairs: PromptPairs, metric: Metric, *, batch_size: AtLeastOne = 32
 ) -> Skill:
-    """How well a model does a task: two forward passes per batch.
+    """How well a model does a task, from two forward passes per batch.
 
     Args:
         model: dense or sparse model.
@@ -120,23 +121,23 @@ def measure_skill(
         ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
     """
     check_wrong(pairs)
-    given = [(tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong)]
+    n_right, n_wrong = ((tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong))
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
-    found = [
+    on_clean = [
         (is_right(logits, batch).cpu(), chooses_right(logits, batch).cpu(), values.cpu().double())
         for batch, logits in clean_logits(model, pairs, batch_size)
         for values in [measure(metric, logits, batch)]
     ]
-    without = [
+    on_corrupted = [
         measure(metric, logits, batch).cpu().double()
         for batch, logits in clean_logits(model, swapped, batch_size)
     ]
-    top, right, clean = map(torch.cat, zip(*ranks.in_order(found), strict=True))
+    top, right, clean = map(torch.cat, zip(*ranks.in_order(on_clean), strict=True))
     return Skill(
         top.double().mean().item(),
         right,
-        (given[0] / sum(given)).double().mean().item(),
+        (n_right / (n_right + n_wrong)).double().mean().item(),
         clean,
-        torch.cat(ranks.in_order(without)),
+        torch.cat(ranks.in_order(on_corrupted)),
         pairs.start,
     )

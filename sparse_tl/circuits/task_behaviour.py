@@ -1,19 +1,20 @@
-"""What each head does on a task whose prompts contain the answers: who moves them, and who steers.
+"""Which heads move the answers, and which steer these heads, on prompts that contain the answers.
 
-With A and v the attention from the last position and the values, and d the unembedding of answers
-minus that of wrong ones,
+With the attention A from the last position, the values v, and the unembedding d of the answers
+minus that of the wrong answers,
 
     mover       = sum over j, x_j an answer, of A_j norm_share(W_O v_j) . d / logit difference
     suppression = the same over j, x_j a wrong answer
     inhibition  = (z_clean - z_corrupted) . d a / d z,   z at the last position
 
-where ``a`` is the movers' attention to answers minus that to wrong ones, averaged over heads with
-weights proportional to positive mover scores. Scores are averaged over pairs; for shares of the
-logit difference, so is that, first.
+where ``a`` is the movers' attention to answers minus that to wrong answers, averaged over heads
+with weights proportional to positive mover scores. Scores are means over pairs; mover and
+suppression scores are divided by the mean logit difference.
 
-1. Run the clean prompts, and split what each head writes by the tokens that it attends to.
-2. Weigh heads by what they move.
-3. Differentiate the movers' attention with respect to all outputs of heads: attribution patching.
+1. Run the clean prompts, and split what each head writes by the token that it attends to.
+2. Weight heads by their mover scores.
+3. Differentiate the movers' attention with respect to the outputs of all heads, as in attribution
+   patching.
 
 Reference: Wang et al., arXiv 2211.00593 (name movers, S-inhibition); McDougall et al., arXiv
 2310.04625 (copy suppression).
@@ -45,25 +46,25 @@ def task_behaviour(
         step: called after each batch.
 
     Raises:
-        ValueError: no prompt contains its answer, or the model does not prefer the answers, as a
-            rule, or cannot run the prompts.
+        ValueError: no prompt contains its answer, the model does not prefer the answers on average,
+            or it cannot run the prompts.
     """
     check_pairs(adapter, pairs)
-    if not _places(pairs)[0].any():
+    if not _answer_positions(pairs)[0].any():
         raise ValueError(
             "expected pairs whose clean prompts contain the answer, to see which heads move it; no "
             "prompt does"
         )
     batches = [batch.to(adapter.device) for batch in pairs.split(batch_size)]
     moved, difference = map(
-        torch.cat, zip(*(_moved(adapter, some) for some in batches), strict=True)
+        torch.cat, zip(*(_moved(adapter, batch) for batch in batches), strict=True)
     )
     total = difference.mean()
     if not total > 0:
         raise ValueError(
             "expected pairs in which the model prefers the answers to the wrong answers, since "
-            f"scores are shares of that; its logits differ by {total.item():.4g} on average. "
-            "measure_skill says whether a model does a task"
+            f"scores are shares of this difference; it is {total.item():.4g} on average. "
+            "measure_skill says whether a model does a task."
         )
     mover, suppression = moved.mean(dim=0) / total
     weights = mover.clamp(min=0)
@@ -81,26 +82,26 @@ def heads_values(
 ) -> Iterator[
     tuple[int, Float[Tensor, "row head query key"], Float[Tensor, "row key head d_head"]]
 ]:
-    """Each layer with its attention pattern, and the values that its heads average with that.
+    """Each layer, its attention pattern, and the values of each head.
 
     Args:
         adapter: adapter of the model.
-        kept: what was recorded at ``hook_pattern``, ``hook_v`` and ``hook_z``.
+        kept: activations recorded at ``hook_pattern``, ``hook_v`` and ``hook_z``.
 
     Raises:
-        ValueError: heads write something else than averages of values.
+        ValueError: the output of heads is not the average of values, weighted by the pattern.
     """
     for layer in range(adapter.n_layers):
         pattern, values, z = (
             kept[f"blocks.{layer}.attn.hook_{at}"] for at in ("pattern", "v", "z")
         )
         values = values.repeat_interleave(adapter.n_heads // values.shape[2], dim=2)
-        off = (torch.einsum("bhqk,bkhd->bqhd", pattern.to(values), values) - z).abs().max()
-        if not off <= tolerance(values.dtype) * values.abs().max():
+        error = (torch.einsum("bhqk,bkhd->bqhd", pattern.to(values), values) - z).abs().max()
+        if not error <= tolerance(values.dtype) * values.abs().max():
             raise ValueError(
-                f"expected heads that write averages of values, weighted by their attention; those "
-                f"of layer {layer} of {adapter.name!r} write something else (off by {off:.3g}), so "
-                "what they write cannot be told apart by the tokens that they attend to"
+                "expected heads that write averages of values, weighted by their attention; those "
+                f"of layer {layer} of {adapter.name!r} write something else (off by {error:.3g}), "
+                "so what they write cannot be split by the tokens that they attend to"
             )
         yield layer, pattern, values
 
@@ -108,7 +109,7 @@ def heads_values(
 def _moved(
     adapter: Adapter, batch: PromptPairs
 ) -> tuple[Float[Tensor, "pair two layer head"], Float[Tensor, " pair"]]:
-    """Logits that heads add by attending to answers, and to wrong ones; the logit difference."""
+    """Logits that heads add by attending to right and to wrong answers; the logit difference."""
     names = [
         name for at in ("pattern", "v", "z") for name in adapter.layer_points(f"attn.hook_{at}")
     ]
@@ -122,31 +123,31 @@ def _moved(
             kept[name][rows, ends].double()
             for name in (f"blocks.{layer}.attn.hook_z", adapter.heads_point(layer))
         )
-        # Where a norm follows attention, heads write from z over a scale.
+        # If a norm follows attention, what heads write is z divided by a scale.
         factor = (written * z).sum(dim=(1, 2)) / z.square().sum(dim=(1, 2)).clamp(min=1e-30)
         attention = pattern[rows, :, ends].double()
         parts = [
-            torch.einsum("pk,phk,pkhd,p->phd", at.double(), attention, values.double(), factor)
-            for at in _places(batch)
+            torch.einsum("pk,phk,pkhd,p->phd", mask.double(), attention, values.double(), factor)
+            for mask in _answer_positions(batch)
         ]
         shares = adapter.heads_written(layer, torch.stack(parts, dim=1))
         added, _ = towards_answers(adapter, batch, shares.permute(0, 2, 1, 3).flatten(0, 1), final)
         moved.append(added.unflatten(0, (-1, 2)))
-    own, constant = towards_answers(adapter, batch, final[None], final)
-    return torch.stack(moved).permute(3, 2, 0, 1).cpu(), (own[0] + constant).cpu()
+    of_stream, of_biases = towards_answers(adapter, batch, final[None], final)
+    return torch.stack(moved).permute(3, 2, 0, 1).cpu(), (of_stream[0] + of_biases).cpu()
 
 
 def _lost(
     adapter: Adapter, batch: PromptPairs, weights: Float[Tensor, "layer head"]
 ) -> Float[Tensor, "pair layer head"]:
-    """What patching each head's output at the last position would take from `_preference`."""
+    """What `_preference` would lose by patching each head at the last position, to first order."""
     outputs, patterns = (adapter.layer_points(f"attn.hook_{at}") for at in ("z", "pattern"))
     corrupted, _ = record(adapter, batch.corrupted, outputs)
     clean, _ = record(adapter, batch.clean, [*outputs, *patterns], differentiable=True)
     with autograd(True):
         preferred = _preference(batch, [clean[name] for name in patterns], weights)
-        seen = [clean[name] for name in outputs]
-        gradients = torch.autograd.grad(preferred, seen, allow_unused=True, materialize_grads=True)
+        z = [clean[name] for name in outputs]
+        gradients = torch.autograd.grad(preferred, z, allow_unused=True, materialize_grads=True)
     rows, lost = torch.arange(len(batch), device=preferred.device), list[Tensor]()
     for name, gradient in zip(outputs, gradients, strict=True):
         change = clean[name].detach() - corrupted[name]
@@ -157,16 +158,18 @@ def _lost(
 def _preference(
     batch: PromptPairs, patterns: list[Tensor], weights: Float[Tensor, "layer head"]
 ) -> Float[Tensor, ""]:
-    """The movers' attention to answers minus that to wrong ones, summed over pairs."""
+    """The movers' attention to answers minus that to wrong answers, summed over pairs."""
     rows = torch.arange(len(batch), device=patterns[0].device)
-    answers, wrong = _places(batch)
+    answers, wrong = _answer_positions(batch)
     attention = torch.stack([pattern[rows, :, batch.positions] for pattern in patterns])
     sign = answers.to(attention) - wrong.to(attention)
     return torch.einsum("lphk,pk,lh->", attention, sign, weights.to(attention))
 
 
-def _places(batch: PromptPairs) -> tuple[Bool[Tensor, "pair pos"], Bool[Tensor, "pair pos"]]:
-    """Where the clean prompts have answers, and where wrong answers."""
+def _answer_positions(
+    batch: PromptPairs,
+) -> tuple[Bool[Tensor, "pair pos"], Bool[Tensor, "pair pos"]]:
+    """The positions of answers in the clean prompts, and those of wrong answers."""
     answers, wrong = (
         (batch.clean[:, :, None] == tokens[:, None]).any(dim=-1)
         for tokens in (batch.answers, batch.wrong)

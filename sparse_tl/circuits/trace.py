@@ -1,4 +1,4 @@
-"""Trace attention through one prompt: the weight, gate and effect of every edge."""
+"""The attention edges of one prompt, with the weight, the gate and the effect of each."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
-"""Maximum number of open edges for which figures compute exact effects unasked."""
+"""Maximum number of open edges for which figures compute all exact effects."""
 EFFECT_SECONDS = 3.0
-"""How long figures compute exact effects, if they show them and more edges are open."""
+"""Time in which figures that show effects compute exact ones, if more edges are open."""
 
 
 @checked
@@ -57,38 +57,38 @@ def trace_attention(
 ) -> AttentionGraph:
     """The attention edges of a prompt, and the tokens that they predict.
 
-    The effect of an edge is the change of a metric when the edge is removed: by default, of the
-    log-probability of the predicted token. `metrics.logit_difference` is the logit of `answer`
-    minus that of `wrong`. `metrics.answer_logit` also moves with what all logits share, which
-    changes no prediction.
+    The effect of an edge is the change of a metric when the edge is removed. By default, the metric
+    is the log-probability of the predicted token. `metrics.logit_difference` is the logit of
+    `answer` minus that of `wrong`. `metrics.answer_logit` also changes with a number added to all
+    logits, which changes no prediction.
 
-    Predictions are read one column to the left of the predicted position. They are read at the
-    position itself if it holds the tokenizer's mask token or attention is bidirectional. A causal
-    model is run up to the last column that is read.
+    A prediction is read one column to the left of the predicted position, or at the position itself
+    if that holds the tokenizer's mask token or attention is bidirectional. A causal model runs up
+    to the last column that is read.
 
     Args:
         model: a dense model or a SparseTransformer.
         prompt: text or tokens.
-        positions: columns to predict; by default every mask token, or else the token after the
-            prompt. Negative ones count from the last one that is predicted by default, which is -1.
-        attribution: also estimate effects to first order, ``-attention * d metric / d attention``;
-            positions share backward passes.
-        max_effects: compute exact effects if at most this many edges are open; one run of the
-            prompt per edge.
-        seconds: if more are open, about how long to compute exact effects, of the edges with the
-            largest estimates first. Effects of the others are NaN, and the graph has the estimates.
+        positions: columns to predict; by default, all mask tokens, or the token after the prompt if
+            there are none. -1 is the last position that is predicted by default.
+        attribution: whether to estimate effects to first order as well,
+            ``-attention * d metric / d attention``; positions share backward passes.
+        max_effects: maximum number of open edges for which to compute all exact effects, with one
+            run of the prompt per edge.
+        seconds: approximate time in which to compute exact effects if more edges are open, of those
+            with the largest estimates first. Other effects are NaN; the graph then has estimates.
         metric: metric function.
-        answer: the answer of each position, as text or number, or one for all of them; by default
-            what the model predicts there.
-        wrong: the wrong answer, likewise; by default the model's runner-up, the likeliest token
-            other than the answer, also where the one that is given is the answer.
+        answer: answer at each position, or one for all of them, as text or number; by default, the
+            model's prediction.
+        wrong: wrong answer, likewise; by default, and where it equals the answer, the most likely
+            token other than the answer.
         labels: text of each column; by default the tokenizer's, or token ids if the model has no
             tokenizer.
 
     Raises:
-        ValueError: the prompt is empty, exceeds the model's context, or has text unknown to the
-            tokenizer; the number of labels is wrong; a position cannot be predicted; an answer is
-            not one token.
+        ValueError: the prompt is empty, exceeds the model's context, or has text that the tokenizer
+            does not know; the number of labels is wrong; a position cannot be predicted; or an
+            answer is not one token.
     """
     tokens = prompt_tokens(model, prompt)
     texts = token_texts(model, tokens) if labels is None else labels
@@ -98,13 +98,13 @@ def trace_attention(
     targets = _targets(model, tokens, positions, masked)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
-    # Every mask token that is run has a prediction, whether or not it is asked for.
+    # Every mask token that is run has a prediction, even if it is not a target.
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     read = tokens[:n_read]
     quantity = Quantity(metric, answer, wrong)
     run = _run(model, read, targets, quantity, attribution or seconds > 0)
     attention, shares, possible, gates, mlps, logits, pairs, estimates = run
-    predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
+    predicted = {column: int(logits[at].argmax()) for column, at in read_at.items()}
     known = [i < n_read and i not in masked for i in range(n_columns)]
     inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
     outputs = [
@@ -136,9 +136,9 @@ def trace_attention(
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
-    """All columns that a model predicts: mask tokens, or else the token after every other.
+    """All columns that a model predicts: its mask tokens, or the column after every token.
 
-    A bidirectional model without mask tokens has a prediction at every column.
+    Without mask tokens, a bidirectional model predicts every column.
     """
     tokens = prompt_tokens(model, prompt)
     masked = _masked(model, tokens)
@@ -149,7 +149,7 @@ def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
 
 
 def predicted_column(model: HookedModel, prompt: Prompt, position: int) -> int:
-    """The column of a position; negative ones count from the last of `predicted_columns`."""
+    """The column of a position; -1 is the last of `predicted_columns`."""
     return position if position >= 0 else position + predicted_columns(model, prompt)[-1] + 1
 
 
@@ -178,7 +178,7 @@ def _targets(
 ) -> list[tuple[int, int]]:
     """The predicted columns, each with the column where its prediction is read."""
     n, causal = len(tokens), adapt(model).causal
-    own = masked if causal else range(n)
+    read_in_place = masked if causal else range(n)
     if positions is None:
         positions = masked
         if not positions and not causal:
@@ -190,14 +190,14 @@ def _targets(
     first, last = (1, n) if causal else (0, n - 1)
     columns = [predicted_column(model, tokens, position) for position in positions]
     for position, column in zip(positions, columns, strict=True):
-        if column not in own and not (causal and 1 <= column <= n):
+        if column not in read_in_place and not (causal and 1 <= column <= n):
             raise ValueError(
                 f"expected positions in {first}..{last}, the columns that can be predicted; got "
                 f"{position}"
             )
     if not columns:
         raise ValueError("expected at least one position to predict; got none")
-    return [(column, column if column in own else column - 1) for column in columns]
+    return [(column, column if column in read_in_place else column - 1) for column in columns]
 
 
 def _run(
@@ -207,8 +207,8 @@ def _run(
     quantity: Quantity,
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, PromptPairs, Tensor | None]:
-    """Attention and what it carries, possible and open edges, open MLPs, logits, the prompt with
-    its answers, and attributions, on the CPU."""
+    """One pass: attention, what it carries, possible edges, open edges and MLPs, logits, the prompt
+    with its answers, and first-order estimates, on the CPU."""
     kept: dict[str, Tensor] = {}
     nudges: list[Tensor] = []
     masks: dict[int, AttentionMask] = {}
@@ -217,8 +217,8 @@ def _run(
         kept[name] = value.detach()
 
     def nudge(pattern: Float[Tensor, "one head query key"]) -> Tensor:
-        # A zero tensor that requires grad collects d logit / d pattern through all later layers,
-        # even if the model's own weights are frozen.
+        # A zero tensor that requires grad collects the gradient by the pattern, even if the weights
+        # of the model are frozen.
         nudges.append(torch.zeros_like(pattern, requires_grad=True))
         return pattern + nudges[-1]
 
@@ -246,21 +246,21 @@ def _run(
         outputs = measure(quantity.metric, read, pairs.to(read.device))
         estimates = (-attention * _gradients(outputs, nudges)).cpu()
     logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
-    gates = possible if gates is None else gates.cpu()  # a dense model's are all open
+    gates = possible if gates is None else gates.cpu()  # in a dense model, all are open
     return attention.cpu(), shares, possible, gates, mlps, logits, pairs, estimates
 
 
 def _gradients(
     outputs: Float[Tensor, " target"], inputs: Sequence[Float[Tensor, "one head query key"]]
 ) -> Float[Tensor, "target layer head query key"]:
-    """The derivative of every output by every input; a backward pass serves several outputs."""
-    found = []
+    """The derivative of every output with respect to every input, several outputs per pass."""
+    by_output = []
     for rows in torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device).split(16):
         gradients = torch.autograd.grad(
             outputs, list(inputs), rows, retain_graph=True, is_grads_batched=True
         )
-        found.append(torch.cat(gradients, dim=1))
-    return torch.cat(found)
+        by_output.append(torch.cat(gradients, dim=1))
+    return torch.cat(by_output)
 
 
 def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -274,7 +274,7 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor | None, 
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
-    """Pad with columns that the model does not read; they have no edges."""
+    """Add columns that the model does not read, without edges."""
     return _pad(_pad(edges, n_columns).mT, n_columns).mT
 
 

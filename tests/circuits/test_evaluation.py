@@ -20,7 +20,7 @@ from sparse_tl.circuits import (
     evaluate_heads,
     log_sizes,
 )
-from sparse_tl.circuits.intervals import effect_draws, effect_interval
+from sparse_tl.circuits.intervals import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
@@ -277,9 +277,11 @@ def test_intervals_leave_out_draws_without_an_effect() -> None:
 
 def test_an_interval_holds_the_ratios_of_all_draws_of_two_pairs() -> None:
     """Of two pairs there are three draws: one twice, the other twice, or both."""
+    from sparse_tl.circuits import Evaluation
+
     clean = torch.tensor([3.0, 1.0]).double()
     values = torch.tensor([1.5, 0.9], dtype=torch.float64)  # 0.5 and 0.9 of the effect
-    low, high = effect_interval(values, clean, 0 * clean)
+    low, high = Evaluation((1,), 2, values[None], clean, 0 * clean).interval()
     assert (low.item(), high.item()) == pytest.approx((0.5, 0.9))
     drawn = effect_draws(values, clean, 0 * clean, resamples=2000)
     shares = [(drawn - ratio).abs().lt(1e-9).double().mean().item() for ratio in (0.5, 0.6, 0.9)]

@@ -315,7 +315,7 @@ def test_what_cannot_be_scored(build_tiny: Build) -> None:
     outside.clean[outside.clean == 12] = 11
     with pytest.raises(ValueError, match="clean prompts contain the answer, .* no prompt does"):
         measured(model, outside)
-    with pytest.raises(ValueError, match="prefers the answers .* its logits differ by -"):
+    with pytest.raises(ValueError, match="prefers the answers .* it is -"):
         measured(model, turned)
 
 

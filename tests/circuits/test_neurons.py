@@ -303,7 +303,7 @@ def test_what_is_asked_wrongly_is_refused(build_tiny: Build, pairs: PromptPairs)
         ("a0.h1", None, "expected an MLP such as \"m5\"; got 'a0.h1'"),
         ("m9", None, "it has no m9"),
         ("m1", ["m1"], "m1 is too late"),
-        ("m1", [], "expected readers of m1; none in"),
+        ("m1", [], "expected readers of m1; got none in"),
         ("m1", "a0.h1<q>", "m1 is too late for m1->a0.h1<q>"),
         ("m1", ["a2.h0"], "has no a2.h0"),
         ("m1", Circuit.of(adapt(model).graph, ["m0->m1"]), "expected readers of m1"),

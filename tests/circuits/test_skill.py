@@ -74,7 +74,7 @@ def test_a_choice_is_two_standard_errors_above_chance_and_a_tenth() -> None:
 
 def test_the_corruption_lowers_the_metric_by_two_standard_errors_and_a_tenth() -> None:
     # The change of 64 pairs has a standard error of 0.126: 0.2, a tenth of 2, is less than two.
-    assert "has to lower the metric by more than 0.252" in _skill(64, 64, change=0.25).lack
+    assert "must lower the metric by more than 0.252" in _skill(64, 64, change=0.25).lack
     assert not _skill(64, 64, change=0.26).lack
     assert "by more than 0.2," in _skill(400, 400, change=0.19).lack
     assert not _skill(400, 400, change=0.21).lack
