@@ -1,4 +1,4 @@
-"""Causal head gating: which heads help, are irrelevant or harm, and what ablating them does."""
+"""Causal head gating: which heads help, do not matter or harm, and what ablating them does."""
 
 from sparse_tl.head_roles.ablation import (
     AblationCurve as AblationCurve,

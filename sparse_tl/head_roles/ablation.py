@@ -1,15 +1,13 @@
 """Effect of ablating the heads of a role on the likelihood of the targets.
 
 1. Order the heads of each seed by their score for the role.
-2. At step k, *retained* sets the gates of the first k heads to 1, *ablated* to 0; all other gates
-   keep the fitted G+.
-3. Delta log P(k) = log P(target | ablated) - log P(target | retained), averaged over prompts.
+2. At step k, set the gates of the first k heads to 1 (*retained*) or to 0 (*ablated*); all other
+   gates keep the fitted G+.
+3. Average Delta log P(k) = log P(target | ablated) - log P(target | retained) over prompts.
 
-It is measured at k = 0, 1, 2, 3, 4, 6, 8, ..., two to a doubling, and where a seed's heads of the
-role end.
-
-The curve falls for facilitation, is flat for irrelevance and rises for interference, up to the
-number of heads with that role. A random order of all heads is the control.
+k is 0, 1, 2, 3, 4, 6, 8, ..., two values per doubling, and the number of heads in the role for each
+seed. Up to that number, the curve falls for facilitation, is flat for irrelevance and rises for
+interference. A random order of all heads is the control.
 
 Reference: arXiv 2505.13737.
 """
@@ -39,16 +37,16 @@ Order = Literal[Role, "random"]
 
 @dataclass(frozen=True, eq=False)
 class AblationCurve(Result):
-    """Delta log-probability of the target against the number of ablated heads.
+    """Delta log-probability of the target, by number of ablated heads.
 
     Only seeds that fitted are included.
 
     Args:
         by: role whose score orders the heads, or "random".
         counts: numbers of ablated heads, increasing from 0.
-        values: nats per target response, for each of these numbers.
+        values: nats per target response, for each number of heads.
         in_role: number of heads in the role, by seed; all heads for a random order.
-        control: values for a random order of all heads; None if not requested.
+        control: `values` for a random order of all heads; None if not requested.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -97,28 +95,28 @@ def ablation_curve(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> AblationCurve:
-    """Ablate an increasing number of heads, in the order of their score for a role.
+    """The effect of ablating more and more heads, in the order of their score for a role.
 
     Args:
         model: model that the roles were fitted on; left unchanged.
-        roles: fitted gates.
+        roles: fitted gates, with the scores.
         dataset: held-out prompts and targets.
         by: role whose score orders the heads, or "random".
-        max_heads: maximum number of heads to ablate, capped at the model's number of heads.
+        max_heads: maximum number of heads to ablate.
         control: whether to measure a random order as well.
         seed: random seed for random orders.
-        checkpoint: folder for a checkpoint; a measurement interrupted there is resumed.
+        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it.
         progress: whether to show a progress bar.
 
     Raises:
         ValueError: the role is unknown, the gates belong to another model, no seed fitted, or the
             prompts do not fit the model.
     """
-    adapter, found = adapt(model), tuple(roles.removed.shape)
-    if found != (adapter.n_layers, adapter.n_heads):
+    adapter, (n_layers, n_heads) = adapt(model), roles.removed.shape
+    if (n_layers, n_heads) != (adapter.n_layers, adapter.n_heads):
         raise ValueError(
             f"expected roles of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
-            f"those of {found[0]} layers of {found[1]}"
+            f"those of {n_layers} layers of {n_heads}"
         )
     roles.check_fitted()
     check_fits(model, dataset)
@@ -128,34 +126,35 @@ def ablation_curve(
     if by != "random":
         orders[by] = roles.ranking(by)
         in_role = roles.members(by).sum(dim=(1, 2)).tolist()
-    wanted = [by, "random"] if control and by != "random" else [by]
+    measured = [by, "random"] if control and by != "random" else [by]
     counts = ablated_counts(min(max_heads, roles.removed.numel()), in_role)
     gates = [
         _settings(baseline, order, counts[1:])
-        for name in wanted
+        for name in measured
         for baseline, order in zip(baselines, orders[name], strict=True)
     ]
-    found = target_log_probabilities(
+    log_probabilities = target_log_probabilities(
         *(model, dataset.rows, torch.cat(gates)),
         checkpoint=checkpoint,
         title=f"ablation by {by}",
         progress=progress,
     )
-    retained, ablated = found.mean(dim=1).view(len(wanted), len(baselines), 2, -1).unbind(2)
-    # With nothing ablated, nothing changes.
-    values = dict(zip(wanted, nn.functional.pad(ablated - retained, (1, 0)), strict=True))
+    shape = len(measured), len(baselines), 2, -1
+    retained, ablated = log_probabilities.mean(dim=1).view(shape).unbind(2)
+    changes = nn.functional.pad(ablated - retained, (1, 0))  # 0 where no head is ablated
+    values = dict(zip(measured, changes, strict=True))
     return AblationCurve(
         by,  # type: ignore[arg-type]
         counts,
         values[by].clone(),
         tuple(in_role),
-        values["random"].clone() if len(wanted) > 1 else None,
+        values["random"].clone() if len(measured) > 1 else None,
         dataset.start,
     )
 
 
 def ablated_counts(last: int, in_role: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of heads to ablate: 0 to `last`, two to a doubling, and those in the role."""
+    """Numbers of heads to ablate: 0 to `last`, two per doubling, and those in the role."""
     spaced = {round(2 ** (step / 2)) for step in range(2 * last.bit_length())}
     return tuple(sorted(count for count in {0, last, *spaced, *in_role} if count <= last))
 
@@ -163,13 +162,13 @@ def ablated_counts(last: int, in_role: Sequence[int]) -> tuple[int, ...]:
 def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, int]]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     order = torch.randperm(roles.removed.numel(), generator=generator)
-    return [divmod(place, roles.removed.shape[1]) for place in order.tolist()]
+    return [divmod(index, roles.removed.shape[1]) for index in order.tolist()]
 
 
 def _settings(
     baseline: Float[Tensor, "layer head"], order: Sequence[tuple[int, int]], counts: Sequence[int]
 ) -> Float[Tensor, "setting layer head"]:
-    """The baseline with the first heads of an order set to 1, by their number, then set to 0."""
+    """The baseline with the first heads of an order set to 1, for each count, then set to 0."""
     retained = baseline.repeat(len(counts), 1, 1)
     ablated = retained.clone()
     for row, count in enumerate(counts):

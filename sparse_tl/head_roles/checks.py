@@ -1,9 +1,9 @@
-"""Checks before gates are fitted: the model can read the prompts, and stacking is safe.
+"""Checks before gates are fitted: that the model can read the prompts, and that stacking is safe.
 
-Many gate matrices are fitted and measured at a time: each batch holds the prompts once per matrix,
-without columns that cannot matter. This gives the model's own losses unless something acts on the
-batch as a whole, such as a user's hook for one batch size or one column. So two prompts are first
-run both ways.
+Many gate matrices are fitted or measured together: a batch contains the prompts once per matrix,
+without columns that cannot matter. The losses are those of the model unless something depends on
+the batch as a whole, such as a user's hook that is written for one batch size or one column. So two
+prompts are run both ways first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.scopes import autograd
 
 TOLERANCE = 0.01
-"""Relative difference of losses between both ways of running prompts, far above rounding."""
+"""Maximum relative difference between the losses of both ways, far above rounding."""
 
 
 def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
@@ -35,15 +35,15 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
         lengths = mask.sum(dim=1)
         longest = int(lengths.argmax())
         raise ValueError(
-            f"expected prompts that end, with their targets, within the model's context of "
-            f"{context} tokens; row {longest} has {int(lengths[longest]) + 1} tokens, "
-            f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
+            f"expected prompts that fit, with their targets, into the model's context of {context} "
+            f"tokens; row {longest} has {int(lengths[longest]) + 1} tokens, including "
+            f"{int(rows.loss_mask[longest].sum())} of its target. Shorten it or leave it out."
         )
     check_rows(adapter, rows)
     if not adapter.causal and not mask.all():
         raise ValueError(
             "expected prompts of one length for a model with bidirectional attention, which "
-            "attends to padding; got padded ones. Fit each length by itself."
+            "attends to padding; got padded prompts. Fit each length separately."
         )
     _check_stacks(model, dataset)
 
@@ -57,8 +57,8 @@ def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
         batch = batch.trimmed(causal=True)
     ones = torch.ones(2, adapter.n_layers, adapter.n_heads)
     cause = (
-        "Is there a hook of your own on it that is meant for one batch size or position? Take it "
-        "off, or write it so that it treats every row and every column alike."
+        "Does a hook of your own assume one batch size or position? Remove it, or make it treat "
+        "all rows and columns alike."
     )
     try:
         final = adapter.final(batch.tokens, **batch.model_kwargs)
@@ -67,14 +67,13 @@ def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
         stacked = target_losses(model, batch, ones)[1]
     except RuntimeError as error:
         raise ValueError(
-            f"expected a model that prompts can pass several times in one batch; got {error}. "
-            + cause
+            f"expected a model that can run copies of prompts in one batch; got {error}. " + cause
         ) from error
     wrong = (alone - stacked).abs() > TOLERANCE * (1 + alone.abs())
     if wrong.any():
-        place = int(wrong.int().argmax())
+        first = int(wrong.int().argmax())
         raise ValueError(
-            f"expected prompts that pass several times in one batch to have the losses that they "
-            f"have alone; target token {place} has {alone[place]:.4f} nats alone and "
-            f"{stacked[place]:.4f} in a stack. " + cause
+            "expected copies of prompts in one batch to have the losses of the prompts alone; "
+            f"target token {first} has {alone[first]:.4f} nats alone and {stacked[first]:.4f} in a "
+            "batch of copies. " + cause
         )

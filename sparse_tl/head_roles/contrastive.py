@@ -31,7 +31,7 @@ from sparse_tl.results import Result
 
 @dataclass(frozen=True, eq=False)
 class ContrastiveGates(Result):
-    """Gates under which some targets stay likely and others do not.
+    """Gates under which some targets stay likely and others become unlikely.
 
     Args:
         seeds: random seeds of the initial gates.
@@ -82,11 +82,11 @@ def fit_contrastive_head_gates(
     progress: bool = True,
     **settings: Any,
 ) -> ContrastiveGates:
-    """Fit gates that keep one sub-task and suppress another, to find the heads that separate them.
+    """Gates fitted to keep one sub-task and suppress another, which show the heads that differ.
 
     Minimises ``-logP_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(theta,
-    -4, 4))`` from uniform gates, with the mean log-probability of a target token in nats: the
-    forgotten targets need be at most 5 nats less likely than the retained ones.
+    -4, 4))`` from uniformly random gates, with mean log-probabilities of target tokens in nats.
+    Making the forgotten targets more than 5 nats less likely than the retained ones gains nothing.
 
     Args:
         model: dense or sparse model; its weights are not changed.
@@ -96,35 +96,38 @@ def fit_contrastive_head_gates(
             of heads that neither sub-task needs stay near their initial values. Above 0, a fit can
             converge to gates under which both sub-tasks are likely.
         seeds: as in `fit_head_gates`.
-        held_out: share of both datasets to report on.
-        checkpoint: folder for checkpoints; a fit interrupted there is resumed.
+        held_out: share of each dataset to report on.
+        checkpoint: folder for checkpoints; an interrupted fit is resumed from it.
         progress: whether to show a progress bar.
         **settings: further fields of `GateFitting`.
 
     Raises:
-        ValueError: prompts do not fit the model, or settings are out of range; raised at the start.
+        ValueError: prompts do not fit the model, or settings are out of range; before the fit.
 
     Reference: arXiv 2505.13737, contrastive causal head gating.
     """
     fitting = GateFitting(lambda_=lambda_, **settings)
     if fitting.accumulate != 1:
-        raise ValueError("expected accumulate=1: the contrast is between means of whole batches")
+        raise ValueError(
+            "expected accumulate=1, since the objective compares means of whole batches; got "
+            f"{fitting.accumulate}"
+        )
     chosen = chosen_seeds(seeds)
-    (kept, kept_held_out), (lost, lost_held_out) = (
+    (retained, retained_held_out), (forgotten, forgotten_held_out) = (
         checked_parts(model, dataset, held_out, fitting.seed) for dataset in (retain, forget)
     )
     gated = GatedHeads(model, first_gates(model, chosen))
-    stream = fitting.stream(lost.rows)
+    stream = fitting.stream(forgotten.rows)
     trajectory = fit_stage(
         Contrast(gated, fitting.lambda_, fitting.record_every, stream),
-        fitting.stream(kept.rows),
+        fitting.stream(retained.rows),
         fitting,
         rates=SECOND_RATES,
         settings={
             "stage": "contrast",
             "seeds": list(chosen),
-            "retain": kept.rows.digest(),
-            "forget": lost.rows.digest(),
+            "retain": retained.rows.digest(),
+            "forget": forgotten.rows.digest(),
         },
         checkpoint=checkpoint,
         title="contrastive head gates",
@@ -132,10 +135,9 @@ def fit_contrastive_head_gates(
     )
     gates = trajectory[:, -1].sigmoid()
     stack = torch.cat([gates, torch.ones_like(gates[:1])])
-    retained, forgotten = (
+    losses = [
         -target_log_probabilities(model, part.rows, stack).sum(dim=1) / part.n_targets
-        for part in (kept_held_out, lost_held_out)
-    )
-    dense = retained[-1].item(), forgotten[-1].item()
-    losses = retained[:-1].clone(), forgotten[:-1].clone()
-    return ContrastiveGates(chosen, fitting.lambda_, gates, *losses, *dense, retain.start)
+        for part in (retained_held_out, forgotten_held_out)
+    ]
+    gated, dense = [loss[:-1].clone() for loss in losses], [loss[-1].item() for loss in losses]
+    return ContrastiveGates(chosen, fitting.lambda_, gates, *gated, *dense, retain.start)

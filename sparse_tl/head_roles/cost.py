@@ -1,4 +1,4 @@
-"""What fitting and measuring head roles will cost, from one timed pass of each kind."""
+"""The estimated cost of fitting and measuring head roles, from one timed pass of each kind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sparse_tl.progress import clock
 
 @dataclass(frozen=True)
 class RolesCost:
-    """The passes of a fit, of the measurement of removed heads, and of all ablation curves.
+    """The cost of a fit, of the measurement of removed heads, and of all ablation curves.
 
     Args:
-        updates: optimizer steps of the three stages.
-        per_update: prompts per step, counted once per seed; each goes forwards and backwards.
-        forward: prompts that only go forwards, counted once per gate matrix.
-        seconds: estimated duration of everything.
+        updates: number of optimizer steps of the three stages.
+        per_update: forward and backward passes of a prompt per step, over all seeds.
+        forward: further forward passes of a prompt, over all gate matrices.
+        seconds: estimated total time.
     """
 
     updates: int
@@ -34,8 +34,8 @@ class RolesCost:
     def __str__(self) -> str:
         return (
             f"{self.updates:,} updates of {self.per_update:,} prompts forwards and backwards, "
-            f"{self.forward:,} prompts forwards; about {clock(self.seconds)} in all, by one timed "
-            "pass of each kind"
+            f"{self.forward:,} prompts forwards; about {clock(self.seconds)} in all, estimated "
+            "from one timed pass of each kind"
         )
 
 
@@ -48,14 +48,14 @@ def roles_cost(
     seeds: int,
     max_heads: int,
 ) -> RolesCost:
-    """What `fit_head_gates` and an `ablation_curve` of every role, one with a control, will cost.
+    """The cost of `fit_head_gates` and of an `ablation_curve` of every role, one with a control.
 
     Args:
         model: dense or sparse model; left unchanged.
         dataset: prompts to fit on.
         held_out: prompts to measure on.
         fitting: settings of the fit.
-        seeds: number of gate matrices that are fitted together.
+        seeds: number of seeds.
         max_heads: maximum number of heads to ablate.
     """
     n_heads = adapt(model).n_layers * adapt(model).n_heads
@@ -73,7 +73,7 @@ def roles_cost(
     started = time.perf_counter()
     target_log_probabilities(model, held_out.rows, gates[:1])
     forward = time.perf_counter() - started
-    # G0, G+ and G-, all heads, every head alone, every role from two starts.
+    # G0, G+ and G-; the model; the model without each head; each role removed from two starts.
     matrices = 3 * seeds + 1 + n_heads + 2 * len(ROLES) * seeds
     n_points = len(ablated_counts(min(max_heads, n_heads), ())) - 1
     curves = 2 * n_points * seeds * (len(ROLES) + 1)
@@ -82,6 +82,6 @@ def roles_cost(
         updates,
         seeds * len(stream.batch(0)),
         (matrices + curves) * len(held_out),
-        # Without a head, layers before it need not run: half of them on average.
+        # Layers before a removed head need not run: on average, half of them.
         updates * update + (matrices - n_heads / 2 + curves) * forward,
     )

@@ -1,6 +1,6 @@
-"""Causal head gating: fit gates three times, unpenalised, pushed open, and pushed shut.
+"""Causal head gating: fit head gates without a penalty, then pushed open and pushed shut.
 
-Each seed is one matrix of a stack; all are fitted on the same batches, in the same passes.
+Each seed is a matrix of a stack; all seeds are fitted on the same batches, in the same passes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Initial and final learning rates of G0, and of G+ and G-."""
 
 MOST_SEEDS = 10_000
-"""Gates of all seeds are in memory together."""
+"""Maximum number of seeds, all of whose gates are in memory together."""
 SeedCount = Annotated[int, Ge(1), Le(MOST_SEEDS)]
 Seeds = SupportsIndex | Iterable[SupportsIndex]
 
@@ -64,7 +64,7 @@ class GateFitting:
 
     @property
     def recorded_at(self) -> tuple[int, ...]:
-        """Number of updates before each recorded gate, from 0 to all."""
+        """The number of updates before each record of the gates, from 0 to all."""
         return (*range(0, self.updates, self.record_every), self.updates)
 
     def stream(self, rows: TokenBatch) -> ShuffledStream:
@@ -84,33 +84,33 @@ def fit_head_gates(
     progress: bool = True,
     **settings: Any,
 ) -> HeadRoles:
-    """Fit one gate per head under three penalties and classify the heads by their gates.
+    """The roles of all heads, from one gate per head that is fitted under three penalties.
 
-    G0 minimises the mean NLL of the targets; G+ and G- start from it and add a penalty that pushes
+    G0 minimises the mean NLL of the targets. G+ and G- start from G0, with a penalty that pushes
     gates open (lambda > 0) or shut (lambda < 0). Facilitation is G-, interference 1 - G+, and
-    irrelevance G+ (1 - G-). Warns about seeds that did not fit, and about "irrelevant" heads whose
-    removal matters; see `HeadRoles`.
+    irrelevance G+ (1 - G-). Warns of seeds that did not fit, and of irrelevant heads whose removal
+    matters; see `HeadRoles`.
 
     Args:
         model: dense or sparse model; its weights are not changed.
         dataset: prompts and their targets.
-        seeds: random seeds of the initial gates: a number of seeds, from 0, or the seeds
-            themselves. Each seed's result is independent of the others.
+        seeds: random seeds of the initial gates, or their number, counted from 0. The result of a
+            seed does not depend on the other seeds.
         held_out: share of the dataset to report on, or separate prompts.
-        checkpoint: folder for checkpoints; a fit interrupted there is resumed.
+        checkpoint: folder for checkpoints; an interrupted fit is resumed from it.
         progress: whether to show a progress bar.
         **settings: fields of `GateFitting`; a negative ``lambda_`` swaps G+ and G-.
 
     Raises:
-        ValueError: prompts do not fit the model, or settings are out of range; raised at the start.
+        ValueError: prompts do not fit the model, or settings are out of range; before the fit.
         KeyboardInterrupt: after Ctrl-C, once the state is saved.
 
-    Reference: arXiv 2505.13737. Means replace the paper's sums, so that ``lambda_`` means the same
-    for every model, batch and target.
+    Reference: arXiv 2505.13737. Means replace the sums of the paper, so that ``lambda_`` has the
+    same meaning for every model, batch and target.
     """
     fitting = GateFitting(**settings)
     if fitting.lambda_ == 0:
-        raise ValueError("expected a lambda_ other than 0: without a penalty G+ and G- are G0")
+        raise ValueError("expected a lambda_ other than 0: without a penalty, G+ and G- equal G0")
     chosen = chosen_seeds(seeds)
     training, reported = checked_parts(model, dataset, held_out, fitting.seed)
     theta = first_gates(model, chosen)
@@ -150,9 +150,9 @@ def fit_head_gates(
 
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:
-    """Logits of uniform random gates; each seed's gates are independent of the other seeds."""
+    """Logits of uniformly random gates; those of a seed do not depend on the other seeds."""
     adapter = adapt(model)
-    drawn = [
+    gates = [
         torch.rand(
             adapter.n_layers,
             adapter.n_heads,
@@ -161,7 +161,7 @@ def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed
         )
         for seed in seeds
     ]
-    return torch.stack(drawn).logit(eps=1e-6).to(adapter.device, adapter.gate_dtype)
+    return torch.stack(gates).logit(eps=1e-6).to(adapter.device, adapter.gate_dtype)
 
 
 def fit_stage(
@@ -175,10 +175,10 @@ def fit_stage(
     title: str,
     progress: bool,
 ) -> Float[Tensor, "seed record layer head"]:
-    """Run one stage; return the gates' logits at `GateFitting.recorded_at`, final gates last.
+    """The logits of the gates at `GateFitting.recorded_at`, final gates last, after one stage.
 
-    The objective holds the initial gates; the learning rate decays from the first of the rates to
-    the second. Other arguments are those of `train`.
+    The objective has the initial gates. The learning rate decays from the first of `rates` to the
+    second. Other arguments are those of `train`.
     """
     theta, (first, last) = objective.gated.theta, rates
     train(
@@ -194,7 +194,7 @@ def fit_stage(
             decay=1.0,
             schedule="linear",
             betas=(0.9, 0.999),
-            clip=None,  # a norm over all seeds would couple them
+            clip=None,  # the norm of all gradients together would couple the seeds
             accumulate=fitting.accumulate,
             seed=fitting.seed,
             evaluate_every=fitting.updates,
@@ -211,20 +211,18 @@ def fit_stage(
 
 
 def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
-    """The list of seeds, from their number or the seeds themselves.
+    """The seeds, given as such or by their number.
 
     Raises:
         ValueError: there is no seed, a seed appears twice, or there are too many.
     """
     try:
-        every: Iterable[SupportsIndex] = range(index(seeds))  # type: ignore[arg-type]
+        listed: Iterable[SupportsIndex] = range(index(seeds))  # type: ignore[arg-type]
     except TypeError:
-        every = iter(seeds)  # type: ignore[arg-type]
-    chosen = tuple(map(index, islice(every, MOST_SEEDS + 1)))
+        listed = iter(seeds)  # type: ignore[arg-type]
+    chosen = tuple(map(index, islice(listed, MOST_SEEDS + 1)))
     if not chosen or len(set(chosen)) < len(chosen) or len(chosen) > MOST_SEEDS:
-        raise ValueError(
-            f"expected at least one seed and at most {MOST_SEEDS:,}, each once; got {shown(seeds)}"
-        )
+        raise ValueError(f"expected 1 to {MOST_SEEDS:,} seeds, all different; got {shown(seeds)}")
     return chosen
 
 

@@ -1,8 +1,8 @@
-"""Measure fitted gates on held-out prompts, all in one stack of gate matrices.
+"""Fitted gates, measured on held-out prompts in one stack of gate matrices.
 
-The cost of removing a head is measured as well, because gates do not show it. Where a normalisation
-undoes scale, a gate of 0.2 can be as good as one of 1, and even an essential head can end with a
-small gate when pushed shut.
+The cost of removing heads is measured as well, because gates do not show it: where a normalisation
+cancels scale, a gate of 0.2 can be as good as a gate of 1, so that even an essential head can end
+with a small gate when pushed shut.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def measured_roles(
     checkpoint: Path | None = None,
     progress: bool = False,
 ) -> HeadRoles:
-    """Head roles from fitted gates, with their losses and removal costs on held-out prompts.
+    """Head roles from fitted gates, with losses and costs of removal on held-out prompts.
 
-    Checkpoint and progress bar are those of `target_log_probabilities`.
+    `checkpoint` and `progress` are those of `target_log_probabilities`.
     """
     gates = trajectories[:, :, -1]
     _, g_plus, g_minus = gates
     n_stages, n_seeds, n_layers, n_heads = gates.shape
-    every_head = torch.ones(1, n_layers, n_heads, dtype=gates.dtype)
-    alone = every_head.repeat(n_layers * n_heads, 1, 1)
-    alone.flatten(1).fill_diagonal_(0)
+    all_heads = torch.ones(1, n_layers, n_heads, dtype=gates.dtype)
+    without_head = all_heads.repeat(n_layers * n_heads, 1, 1)
+    without_head.flatten(1).fill_diagonal_(0)
     scores = role_scores(g_plus, g_minus).values()
     others = torch.stack([score < THRESHOLD for score in scores]).to(gates.dtype)
-    together = torch.stack([others, others * g_plus])
-    sizes = [n_stages * n_seeds, 1, len(alone), together[..., 0, 0].numel()]
-    stack = torch.cat([gates.flatten(0, 1), every_head, alone, together.flatten(0, 2)])
+    without_role = torch.stack([others, others * g_plus])
+    sizes = [n_stages * n_seeds, 1, len(without_head), without_role[..., 0, 0].numel()]
+    stack = torch.cat([gates.flatten(0, 1), all_heads, without_head, without_role.flatten(0, 2)])
     log_probabilities = target_log_probabilities(
         *(model, rows, stack),
         checkpoint=checkpoint,
@@ -68,27 +68,27 @@ def measured_roles(
         dense_loss=dense_loss,
         fitted=has_fitted(by_row[1] - by_row[0].view(n_stages, n_seeds, -1)[1:], n_labels, lambda_),
         removed=losses[2].view(n_layers, n_heads) - dense_loss,
-        removed_together=losses[3].view(together.shape[:3]) - before,
+        removed_together=losses[3].view(without_role.shape[:3]) - before,
     )
 
 
 def has_fitted(
     excess: Float[Tensor, "stage seed row"], n_labels: int, lambda_: float
 ) -> Bool[Tensor, " seed"]:
-    """Whether G+ and G- are as good as minimisers of their objectives must be.
+    """Whether G+ and G- of each seed are as good as minimisers of their objectives must be.
 
-    The model without gates is among the settings that a fit can choose. It beats every setting
-    whose loss exceeds its own by more than the penalty can compensate, and the penalty
-    ``-lambda mean(clamp(theta, -4, 4))`` ranges over ``8 |lambda|`` nats. So
+    A fit can choose to open all gates, which gives the model without gates. The penalty
+    ``-lambda mean(clamp(theta, -4, 4))`` has a range of ``8 |lambda|`` nats. So
 
         NLL(G) - NLL(no gates) > 8 |lambda|
 
-    implies that G is not a minimiser: the fit is stuck, and its gates are not informative. For G+
-    any difference above 0 would imply this; the margin allows for incomplete optimisation. Sampling
-    of prompts is allowed for by two standard errors of the difference, paired by prompt.
+    implies that opening all gates would be better than G: the fit is stuck, and its gates are not
+    informative. For G+, any difference above 0 implies this; the margin allows for incomplete
+    optimisation. Two standard errors of the difference, paired by prompt, allow for the choice of
+    prompts.
 
     Args:
-        excess: NLL of every held-out target under G+ and G- minus that without gates, in nats.
+        excess: NLL of each held-out target under G+ and G-, minus that without gates, in nats.
         n_labels: total number of target tokens.
         lambda_: coefficient of the penalty.
     """

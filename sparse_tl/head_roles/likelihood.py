@@ -5,10 +5,11 @@ With gates ``G = sigmoid(theta)`` and frozen weights, for each matrix of the sta
     NLL(G) - lambda mean(clamp(theta, -4, 4))                                     (likelihood)
     NLL_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(...))  (contrastive)
 
-with the mean NLL of a target token in nats. A lambda above 0 pushes gates open, below 0 shut. Means
-over heads and tokens make lambda comparable across models and batches.
+with mean NLLs and log-probabilities of target tokens in nats. A lambda above 0 pushes gates open, a
+lambda below 0 pushes them shut. Means over heads and tokens make lambda comparable across models
+and batches.
 
-Memory does not scale with vocabulary times prompt length: only target positions are unembedded, and
+Memory does not grow with vocabulary times prompt length: only target positions are unembedded, and
 at most `LOGITS_AT_ONCE` logits exist at a time, with or without gradients.
 
 Reference: arXiv 2505.13737, which uses sums instead of means: with sums, G- collapses.
@@ -34,17 +35,17 @@ from sparse_tl.training.objectives import Objective
 LOGITS_AT_ONCE = 2**24
 """Maximum number of logits at a time: 64 MB in float32."""
 LARGEST_LOGIT = 4.0
-"""Value of theta beyond which the penalty has no effect: gates of 0.018 and 0.982."""
+"""Absolute value of theta beyond which the penalty is constant: gates of 0.018 and 0.982."""
 LARGEST_MARGIN = 5.0
-"""Maximum rewarded margin in nats between retained and forgotten targets."""
+"""Margin in nats between retained and forgotten targets beyond which the objective is constant."""
 
 
 def target_losses(
     model: HookedModel, batch: TokenBatch, gates: Float[Tensor, "stack layer head"]
 ) -> Float[Tensor, "stack label"]:
-    """Negative log-probability in nats of every target token under every gate matrix.
+    """The negative log-probability in nats of every target token under every gate matrix.
 
-    Differentiable in the gates.
+    It can be differentiated with respect to the gates.
     """
     batch = batch.trimmed(causal=adapt(model).causal)
     final = GatedRun(
@@ -58,17 +59,17 @@ def label_losses(
     final: Float[Tensor, "stack label d_model"],
     labels: Int[Tensor, " label"],
 ) -> Float[Tensor, "stack label"]:
-    """Negative log-probability in nats of labels, given final residual streams."""
-    n_labels = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
+    """The negative log-probability in nats of labels, given final residual streams."""
+    size = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
     losses = []
-    for some, of in zip(final.split(n_labels, dim=1), labels.split(n_labels), strict=True):
-        if torch.is_grad_enabled() and n_labels < len(labels):
-            # Recompute logits in the backward pass instead of keeping them.
-            piece = checkpoint(_losses, model, some, of, use_reentrant=False)
-            assert isinstance(piece, Tensor)
+    for piece in zip(final.split(size, dim=1), labels.split(size), strict=True):
+        if torch.is_grad_enabled() and size < len(labels):
+            # Recompute the logits in the backward pass instead of storing them.
+            loss = checkpoint(_losses, model, *piece, use_reentrant=False)
+            assert isinstance(loss, Tensor)
         else:
-            piece = _losses(model, some, of)
-        losses.append(piece)
+            loss = _losses(model, *piece)
+        losses.append(loss)
     return torch.cat(losses, dim=1)
 
 
@@ -93,7 +94,7 @@ class GatedHeads(nn.Module):
         self.theta = nn.Parameter(theta.clone())
 
     def forward(self, batch: TokenBatch) -> Float[Tensor, "stack label"]:
-        """Negative log-probability in nats of every target token."""
+        """The negative log-probability in nats of every target token."""
         return target_losses(self.model, batch, self.theta.sigmoid())
 
     def mean_theta(self) -> Float[Tensor, " stack"]:
@@ -103,12 +104,12 @@ class GatedHeads(nn.Module):
 
 @dataclass
 class Likelihood(Objective):
-    """Objective: likelihood of the targets; also records the gates' trajectories.
+    """The objective of likely targets, which also records the gates during training.
 
     Args:
         gated: model with its gates.
         lambda_: coefficient of the penalty; 0 for none.
-        record_every: updates between two recorded gates.
+        record_every: updates between two records of the gates.
     """
 
     gated: GatedHeads
@@ -117,14 +118,14 @@ class Likelihood(Objective):
 
     def __post_init__(self) -> None:
         self.updates = 0
-        # On the CPU, as in checkpoints.
+        # On the CPU, as after loading a checkpoint.
         self.recorded = [self.gated.theta.detach().cpu().clone()]
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = ranks.mean(self.gated(batch), dim=1)
-        # Seeds share no term, so the gradient of the sum is each seed's own gradient.
+        # No term depends on two seeds, so the sum has the gradient of each seed.
         objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
 
@@ -143,10 +144,10 @@ class Likelihood(Objective):
 
 @dataclass
 class Contrast(Likelihood):
-    """Objective: likelihood of some targets and unlikelihood of others.
+    """The objective of likely targets to retain and unlikely targets to forget.
 
     Args:
-        forget: targets to forget; those to retain are in the training stream.
+        forget: prompts and targets to forget; those to retain are the training stream.
     """
 
     forget: TokenStream
@@ -154,9 +155,10 @@ class Contrast(Likelihood):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        others = self.forget.batch(self.updates).shard(ranks.rank(), ranks.count())
+        to_forget = self.forget.batch(self.updates).shard(ranks.rank(), ranks.count())
         retained, forgotten = (
-            -ranks.mean(self.gated(some.to(batch.tokens.device)), dim=1) for some in (batch, others)
+            -ranks.mean(self.gated(rows.to(batch.tokens.device)), dim=1)
+            for rows in (batch, to_forget)
         )
         margin = (forgotten - retained.detach()).clamp(min=-LARGEST_MARGIN)
         objective = -retained + margin - self.lambda_ * self.gated.mean_theta()

@@ -1,7 +1,7 @@
-"""Log-probabilities of targets under many gate matrices, in pieces that a checkpoint keeps.
+"""Log-probabilities of targets under many gate matrices, measured in pieces and checkpointed.
 
-A piece is a few prompts under a few matrices. It is the same in every run, whatever was measured
-before, so a measurement that is interrupted and resumed equals an uninterrupted one.
+A piece is a few prompts under a few matrices, the same ones in every run, so a measurement that is
+interrupted and resumed equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparse_tl.scopes import autograd
 from sparse_tl.training.checkpoints import run_identity
 
 ACTIVATIONS_AT_ONCE = 2**25
-"""Maximum number of activations of one layer in a pass: 128 MB in float32."""
+"""Maximum number of activations of a layer in a pass: 128 MB in float32."""
 SAVE_AFTER = 20.0
 """Seconds after which the pieces measured so far are saved."""
 
@@ -56,18 +56,18 @@ def target_log_probabilities(
     title: str = "log-probabilities",
     progress: bool = False,
 ) -> Float[Tensor, "stack row"]:
-    """Log-probability in nats of each row's whole target under each gate matrix, on the CPU.
+    """The log-probability in nats of each row's target under each gate matrix, on the CPU.
 
-    A pass holds as many prompts and matrices as keep one layer's activations below
-    `ACTIVATIONS_AT_ONCE`, and starts at the first layer in which one of its matrices is not open.
-    Several ranks share the rows, and all return the whole.
+    A pass has as many prompts and matrices as `ACTIVATIONS_AT_ONCE` allows, and starts at the first
+    layer in which a gate of its matrices is not 1. Several ranks share the rows, and each returns
+    the whole result.
 
     Args:
         model: dense or sparse model; left unchanged.
         rows: prompts and their targets.
         gates: gate matrices.
-        checkpoint: folder in which one rank keeps what it has measured; a measurement interrupted
-            there is resumed.
+        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it. Several
+            ranks write none.
         title: title of the progress bar.
         progress: whether to show a progress bar.
 
@@ -106,7 +106,7 @@ def target_log_probabilities(
 
 
 class _Run:
-    """Some prompts, to be run under one stack of gate matrices after another."""
+    """A batch of prompts to run under several stacks of gate matrices."""
 
     def __init__(
         self, model: HookedModel, batch: TokenBatch, gates: Float[Tensor, "stack layer head"]

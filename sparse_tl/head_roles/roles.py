@@ -1,4 +1,4 @@
-"""Results of head gating: scores, roles, costs of removing heads, and trajectories."""
+"""Results of causal head gating: gates, scores, roles, and costs of removing heads."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, eq=False)
 class HeadRoles(Result):
-    """Gates of every head under three penalties, and the roles that they imply.
+    """The gates of all heads under three penalties, and the roles that follow from them.
 
-    Scores and roles include only seeds that fitted (see `notes`).
+    Scores and roles include only seeds that fitted; see `notes`.
 
     Args:
         seeds: random seeds of the initial gates.
         lambda_: coefficient of the penalty.
         trajectories: recorded gates of G0 (no penalty), G+ and G- (from G0, pushed open and pushed
             shut), final gates last.
-        recorded_at: number of updates before each recorded gate, from 0 to all.
+        recorded_at: number of updates before each record, from 0 to all.
         losses: mean NLL per held-out target token in nats, by stage and seed.
         dense_loss: mean NLL of the model without gates.
-        fitted: whether a seed's G+ and G- are at most ``8 |lambda|`` nats above `dense_loss`, plus
-            two standard errors. Otherwise opening all gates would have been better, and the gates
-            are not informative.
-        removed: increase of NLL in nats when one head is removed from the model.
-        removed_together: increase of NLL when all heads of a role are removed, by what they are
-            removed from (the model, the fitted G+), role and seed.
+        fitted: whether the losses of G+ and G- exceed `dense_loss` by at most ``8 |lambda|`` nats
+            and two standard errors. Otherwise, opening all gates would be better, and the gates are
+            not informative.
+        removed: increase of the NLL in nats when one head is removed from the model.
+        removed_together: increase of the NLL when all heads of a role are removed from the model,
+            and from the fitted G+; by these, role and seed.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -74,17 +74,17 @@ class HeadRoles(Result):
 
     @property
     def facilitation(self) -> Float[Tensor, "fitted layer head"]:
-        """G-: open even if pushed shut. The head helps."""
+        """G-: high for heads that help, whose gates stay open although pushed shut."""
         return self.score("facilitation")
 
     @property
     def interference(self) -> Float[Tensor, "fitted layer head"]:
-        """1 - G+: shut even if pushed open. The head harms."""
+        """1 - G+: high for heads that harm, whose gates stay shut although pushed open."""
         return self.score("interference")
 
     @property
     def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
-        """G+ (1 - G-): follows the penalty both ways. The head does not matter."""
+        """G+ (1 - G-): high for heads that do not matter, whose gates follow both penalties."""
         return self.score("irrelevance")
 
     @property
@@ -94,16 +94,16 @@ class HeadRoles(Result):
 
     @property
     def main(self) -> dict[str, str]:
-        """The role of each head that has a mean score over seeds of at least 0.5 for one."""
-        found = dict[str, str]()
+        """The role of each head whose mean score over seeds is at least 0.5 for that role."""
+        main = dict[str, str]()
         for role in ROLES:
-            places = (self.score(role).mean(dim=0) >= THRESHOLD).nonzero()
-            found |= dict.fromkeys(self.grid.names(places), role)
-        return found
+            heads = (self.score(role).mean(dim=0) >= THRESHOLD).nonzero()
+            main |= dict.fromkeys(self.grid.names(heads), role)
+        return main
 
     @property
     def price(self) -> float:
-        """Mean NLL in nats that the penalty trades for closing one head: 8 |lambda| / heads."""
+        """The increase of the mean NLL, in nats, that the penalty accepts for closing one head."""
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
     def score(self, role: Role | str) -> Float[Tensor, "fitted layer head"]:
@@ -123,31 +123,38 @@ class HeadRoles(Result):
         return self.score(role) >= threshold
 
     def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
-        """All heads as (layer, head) by decreasing score, for each seed that fitted; ties keep the
-        model's order."""
+        """All heads (layer, head) by decreasing score, for each seed that fitted.
+
+        Ties keep the order of the model.
+        """
         n_heads = self.g0.shape[2]
         order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
-        return [[divmod(place, n_heads) for place in seed] for seed in order.tolist()]
+        return [[divmod(index, n_heads) for index in of_seed] for of_seed in order.tolist()]
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
-        """How often each head has each role over seeds: share, always, and any."""
-        found = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
-        columns = {"share": found, "always": found == 1.0, "any": found > 0.0}
+        """One row per role and head: the share of seeds with the head in the role, always, any."""
+        share = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
+        columns = {"share": share, "always": share == 1.0, "any": share > 0.0}
         return head_table("role", ROLES, columns)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per seed and head: gates, scores (NaN if the seed did not fit), and `removed`,
-        the cost of removing this head alone from the model, in nats per target token."""
+        """One row per seed and head: gates, scores (NaN if the seed did not fit), and `removed`.
+
+        `removed` is the cost of removing the head alone from the model, in nats per target token.
+        """
         columns = {name: getattr(self, name) for name in ("g0", "g_plus", "g_minus")}
-        unknown = ~self.fitted[:, None, None]
+        not_fitted = ~self.fitted[:, None, None]
         for role, score in role_scores(self.g_plus, self.g_minus).items():
-            columns[role] = score.masked_fill(unknown, torch.nan)
+            columns[role] = score.masked_fill(not_fitted, torch.nan)
         columns["removed"] = self.removed.expand_as(self.g0)
         return head_table("seed", self.seeds, columns)
 
     def classes(self) -> pd.DataFrame:
-        """One row per role, mean over seeds: number of heads, and the cost of removing all of them
-        from the model and from the fitted G+, in nats per target token."""
+        """One row per role, mean over seeds: number of heads, and the cost of removing them all.
+
+        The costs are those of removal from the model and from the fitted G+, in nats per target
+        token.
+        """
         heads = [self.members(role).sum(dim=(1, 2)).double().mean().item() for role in ROLES]
         from_model, from_g_plus = self.removed_together[:, :, self.fitted].mean(dim=2).tolist()
         columns = {"heads": heads, "removed": from_model, "removed_from_g_plus": from_g_plus}
@@ -156,44 +163,45 @@ class HeadRoles(Result):
     def notes(self) -> list[str]:
         """Caveats about these roles, as sentences; empty if there are none.
 
-        Reports seeds that did not fit, and irrelevant heads whose removal matters: one head alone
-        costs more than `price`, below which the penalty calls a head irrelevant, or all of them
-        together cost more than their number times `price`.
+        There is a caveat for seeds that did not fit, and for irrelevant heads whose removal
+        matters: a head that costs more than `price`, below which the penalty calls a head
+        irrelevant, or all of them together costing more than their number times `price`.
         """
         notes = []
-        stuck = [place for place, fitted in enumerate(self.fitted.tolist()) if not fitted]
+        stuck = [i for i, fitted in enumerate(self.fitted.tolist()) if not fitted]
         if stuck:
-            pairs = [
-                f"seed {self.seeds[place]}: {self.losses[1, place]:.4g} with G+, "
-                f"{self.losses[2, place]:.4g} with G-"
-                for place in stuck
+            losses = [
+                f"seed {self.seeds[i]}: {self.losses[1, i]:.4g} with G+, "
+                f"{self.losses[2, i]:.4g} with G-"
+                for i in stuck
             ]
             notes.append(
                 f"The gates of {len(stuck)} of {len(self.seeds)} seeds did not fit and are left "
-                f"out of all classes: NLL {self.dense_loss:.4g} without gates, but for "
-                f"{'; '.join(pairs)}. More updates or other seeds may fit."
+                f"out of all classes: the NLL is {self.dense_loss:.4g} without gates, but for "
+                f"{'; '.join(losses)}. More updates or other seeds may fit."
             )
-        often = self.members("irrelevance").double().mean(dim=0) >= 0.5
-        costs = self.removed.masked_fill(~often, 0)
-        worst = costs.flatten().topk(min(MOST_NAMED, costs.numel()))
+        mostly_irrelevant = self.members("irrelevance").double().mean(dim=0) >= 0.5
+        costs = self.removed.masked_fill(~mostly_irrelevant, 0)
+        highest = costs.flatten().topk(min(MOST_NAMED, costs.numel()))
         named = [
-            "a{}.h{} {:+.3g}".format(*divmod(place, costs.shape[1]), cost)
-            for cost, place in zip(*(found.tolist() for found in worst), strict=True)
+            "a{}.h{} {:+.3g}".format(*divmod(index, costs.shape[1]), cost)
+            for cost, index in zip(highest.values.tolist(), highest.indices.tolist(), strict=True)
             if cost > self.price
         ]
         heads, cost, _ = self.classes().to_numpy()[ROLES.index("irrelevance")]
         if named or cost > heads * self.price:
             alone = f"{', '.join(named)} alone, " if named else ""
             notes.append(
-                f"Heads called irrelevant matter when they are gone. Removed from the model they "
-                f"cost, in nats per target token: {alone}all of them {cost:+.3g}; the penalty pays "
-                f"{self.price:.3g} for closing a head. A small gate may do where a normalisation "
-                "undoes scale, or one head stands in for another: see `removed` in the table."
+                "Heads called irrelevant matter when they are removed. In nats per target token, "
+                f"removal from the model costs {alone}all of them {cost:+.3g}; the penalty accepts "
+                f"{self.price:.3g} for closing a head. A small gate may suffice where a "
+                "normalisation cancels scale or one head can replace another: see `removed` in the "
+                "table."
             )
         return notes
 
     def mean_scores(self) -> Float[Tensor, "role layer head"]:
-        """The scores of `ROLES`, averaged over the seeds that fitted.
+        """The scores of all `ROLES`, mean over the seeds that fitted.
 
         Raises:
             ValueError: no seed fitted.
@@ -237,7 +245,7 @@ class HeadRoles(Result):
 def role_scores(
     g_plus: Float[Tensor, "*stack layer head"], g_minus: Float[Tensor, "*stack layer head"]
 ) -> dict[Role, Float[Tensor, "*stack layer head"]]:
-    """Facilitation G-, irrelevance G+ (1 - G-), interference 1 - G+."""
+    """The scores of all roles: facilitation G-, irrelevance G+ (1 - G-), interference 1 - G+."""
     return {
         "facilitation": g_minus,
         "irrelevance": g_plus * (1 - g_minus),
@@ -256,6 +264,6 @@ def head_table(first: str, labels: tuple[Any, ...], columns: Mapping[str, Tensor
 
 
 def mean_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Mean over seeds of a table by seed, layer and head."""
+    """The mean over seeds of a table by seed, layer and head."""
     mean: Any = table.drop(columns="seed").groupby(["layer", "head"]).mean()
     return mean

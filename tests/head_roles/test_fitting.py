@@ -335,7 +335,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
         ({"lambda_": math.nan}, "a finite number for lambda_; got nan"),
         ({"updates": 0}, "from 1 to .* for updates; got 0"),
         ({"seeds": 0}, "at least one seed"),
-        ({"seeds": [1, 1]}, "each once"),
+        ({"seeds": [1, 1]}, "all different"),
         ({"held_out": 1.0}, "share between 0 and 1"),
     ],
 )
@@ -349,7 +349,9 @@ def test_bad_settings_are_refused(
 def test_prompts_that_do_not_fit_are_refused(build_tiny: Build) -> None:
     model = build_tiny()
     rows = [[1] * 5, [1] * 20]
-    with pytest.raises(ValueError, match="context of 16 tokens; row 1 has 20 tokens, 17 of them"):
+    with pytest.raises(
+        ValueError, match="context of 16 tokens; row 1 has 20 tokens, including 17 of"
+    ):
         long = TargetDataset.from_tokens(rows, [(2, 3), (3, 20)])
         fit_head_gates(model, long, seeds=1, held_out=_dataset(), **SETTINGS)
     # What comes after the target is never read, nor are rows that were left out.

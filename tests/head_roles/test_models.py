@@ -84,5 +84,5 @@ def test_a_hook_that_is_meant_for_one_batch_is_refused(
     }
     point = "blocks.0.hook_attn_out"
     model.add_hook(point, lambda out, hook: hooks[kind](out), is_permanent=True)
-    with pytest.raises(ValueError, match="several times in one batch.*Take it off"):
+    with pytest.raises(ValueError, match="copies of prompts in one batch.*Remove it"):
         fit_head_gates(model, dataset, **SETTINGS)
