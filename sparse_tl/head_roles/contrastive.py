@@ -135,9 +135,17 @@ def fit_contrastive_head_gates(
     )
     gates = trajectory[:, -1].sigmoid()
     stack = torch.cat([gates, torch.ones_like(gates[:1])])
-    losses = [
+    retained_losses, forgotten_losses = (
         -target_log_probabilities(model, part.rows, stack).sum(dim=1) / part.n_targets
         for part in (retained_held_out, forgotten_held_out)
-    ]
-    gated, dense = [loss[:-1].clone() for loss in losses], [loss[-1].item() for loss in losses]
-    return ContrastiveGates(chosen, fitting.lambda_, gates, *gated, *dense, retain.start)
+    )
+    return ContrastiveGates(
+        chosen,
+        fitting.lambda_,
+        gates,
+        retained_losses[:-1].clone(),
+        forgotten_losses[:-1].clone(),
+        retained_losses[-1].item(),
+        forgotten_losses[-1].item(),
+        retain.start,
+    )
