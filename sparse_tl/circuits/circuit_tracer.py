@@ -89,7 +89,7 @@ def to_circuit_tracer(
         if link.reader in paths.ends[1]:
             influences[link.reader] += influence
     total = sum(influences) or 1.0
-    # Rounding must not exceed 1: the viewer drops all nodes above its threshold.
+    # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
     cumulative = [min(1.0, sum(b for b in influences if b >= a) / total) for a in influences]
     weights = dict[tuple[str, str], float]()
     for link in paths.links:

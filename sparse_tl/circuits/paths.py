@@ -51,9 +51,8 @@ class PositionedNode:
     at: str = ""
 
     def __str__(self) -> str:
-        return f"{self.component}{'<kv>' * self.keys}" + (
-            "" if self.position is None else f"@{self.at}"
-        )
+        name = f"{self.component}<kv>" if self.keys else str(self.component)
+        return name if self.position is None else f"{name}@{self.at}"
 
     @property
     def kind(self) -> str:
