@@ -67,7 +67,8 @@ def test_a_choice_is_two_standard_errors_above_chance_and_a_tenth() -> None:
     assert "prefers a right answer" in _skill(40, 64).lack and not _skill(41, 64).lack
     # Of 400 it is 0.025, and a tenth is more.
     assert _skill(240, 400).needed == pytest.approx(0.6)
-    assert "60.0% of 400 prompts, where chance is 50.0% and more than 60.0%" in _skill(240, 400).lack
+    sentence = "60.0% of 400 prompts, where chance is 50.0% and more than 60.0%"
+    assert sentence in _skill(240, 400).lack
     assert not _skill(241, 400).lack
     assert _skill(20, 64, chance=1 / 11).needed == pytest.approx(1 / 11 + 0.1)
 
