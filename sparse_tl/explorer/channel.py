@@ -70,9 +70,9 @@ class Channel(anywidget.AnyWidget):
         try:
             more = self._perform(content)
         except ValueError as error:
-            self._show_message(str(error))
+            self._notify(str(error))
         except Exception as error:  # show the reader any failure
-            self._show_message(f"{type(error).__name__}: {error}")
+            self._notify(f"{type(error).__name__}: {error}")
         number = content.get("id") if isinstance(content, dict) else None
         self.send({"done": number, "revision": self._revision, "more": more})
 
@@ -87,7 +87,7 @@ class Channel(anywidget.AnyWidget):
         """Send all traits again, to a front end that missed an update."""
         self.send_state(self.trait_names(late=True))
 
-    def _show_message(self, text: str, kind: str = "error") -> None:
+    def _notify(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})
 
     def unsay(self) -> None:
@@ -96,4 +96,4 @@ class Channel(anywidget.AnyWidget):
 
     def set_state(self, sync_data: Any) -> None:
         """Refuse values from the front end, which must send requests."""
-        self._show_message(f"expected requests, not values of {list(sync_data)!r:.200}")
+        self._notify(f"expected requests, not values of {list(sync_data)!r:.200}")

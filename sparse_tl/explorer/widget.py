@@ -44,17 +44,16 @@ class CircuitExplorer(SavedWidget):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
     `explore` is an alias. Every click has a method: `toggle_head`, `toggle_attention_edges`,
-    `restore`, `show_prompt`, `select`. `exploration` holds the data. If nothing can be shown (no
-    model, a model without attention patterns to hook, a prompt or position that does not fit), the
-    widget says why and accepts another prompt; `exploration`, `figure` and `save` then raise
-    ValueError.
+    `restore`, `show_prompt`, `select`. `exploration` holds the data. If the models or the prompt
+    cannot be shown, the widget says why and accepts another prompt; `exploration`, `figure` and
+    `save` then raise ValueError.
 
     Args:
         models: a dense or sparse model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first, as in `trace_attention`; by default the last one.
-        positions: all columns to choose from; by default every mask token of the prompt or, without
-            any, the token after it, and `position`.
+        positions: all columns to choose from; by default `position`, and every mask token or,
+            without any, the token after the prompt.
         labels: text of each column, if not the tokenizer's.
         weight: what lines show, as in `circuit_diagram`; with more than 500 open edges, exact
             effects of the strongest replace their estimates during 3 seconds.
@@ -161,10 +160,7 @@ class CircuitExplorer(SavedWidget):
         self._state = {**self._state, "target": target}
         self._present(**self._shown(None))
         if had_edges and not same:
-            self._show_message(
-                "The prompt has a different number of tokens, so removed edges were restored.",
-                "info",
-            )
+            self._notify("The number of tokens changed: removed edges were restored.", "info")
 
     def show_position(self, column: int) -> None:
         """Show the prediction at a column; see `Exploration.show_position`."""
@@ -286,9 +282,7 @@ class CircuitExplorer(SavedWidget):
             getattr(self, method)(**arguments)
         if changed:
             names = " and ".join(map(repr, changed))
-            self._show_message(
-                f"The weights of {names} have changed; everything was recomputed.", "info"
-            )
+            self._notify(f"The weights of {names} have changed: all results are new.", "info")
         return self._exact is not None and self._exact.more
 
     def _saved_html(self) -> str:
