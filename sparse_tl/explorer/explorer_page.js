@@ -2,7 +2,7 @@
 
 const FIRST_WAIT = 2000; // milliseconds
 const LONGEST_WAIT = 30000;
-const EFFECTS_SECONDS = 0.3; // for which a request may have to wait
+const EFFECTS_SECONDS = 0.3; // per request for effects, so that others wait no longer
 
 // Sends requests to the kernel, which answers each with its latest revision. If no answer comes, or
 // that revision does not arrive, it is requested again, after longer and longer delays.

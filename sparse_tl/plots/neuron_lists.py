@@ -1,4 +1,4 @@
-"""What the card of an MLP lists on a component diagram's page: its neurons."""
+"""The neurons that the card of an MLP lists on a component diagram's page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_tl.plots.token_text import running_text, visible_text
 Neurons = NeuronEffects | Sequence[NeuronEffects]
 
 _BEFORE, _TOKEN, _AFTER = 80, 40, 40
-"""Maximum number of characters of a prompt that are shown, and of a token."""
+"""Maximum number of characters shown before, of and after a token."""
 
 
 def neuron_lists(
@@ -22,14 +22,14 @@ def neuron_lists(
 
     Args:
         neurons: neurons by panel name, or for all panels.
-        panels: the panels.
+        panels: circuits by panel name.
 
     Raises:
         ValueError: there is no such panel, or no panel has the MLP.
     """
     by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
     drawn = {str(spot.node) for wiring in panels.values() for spot in wiring.spots}
-    found = {name: dict[str, Any]() for name in panels}
+    lists = {name: dict[str, Any]() for name in panels}
     for name, given in by_panel.items():
         if name not in panels:
             raise ValueError(f"expected neurons for a panel, one of {list(panels)}; got {name!r}")
@@ -38,8 +38,8 @@ def neuron_lists(
                 raise ValueError(
                     f"expected neurons of an MLP with edges in a panel; {result.mlp} has none"
                 )
-            found[name][result.mlp] = _listed(result)
-    return [*found.values()]
+            lists[name][result.mlp] = _listed(result)
+    return [*lists.values()]
 
 
 def _listed(result: NeuronEffects) -> dict[str, Any]:

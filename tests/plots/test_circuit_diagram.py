@@ -679,7 +679,7 @@ def test_target_out_of_range(two_panels, target):
 
 
 def test_no_targets(make_flow, circuit):
-    with pytest.raises(ValueError, match="a flow that has targets"):
+    with pytest.raises(ValueError, match="a graph with targets"):
         circuit_diagram({"model": make_flow(circuit, targets=())})
 
 

@@ -107,7 +107,7 @@ def test_models_without_heads_of_a_kind_say_so() -> None:
     both = {"Dense": none, "Sparse": _behaviour()}
     for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
         texts = [text.text for text in head_map(panels).plotly.layout.annotations]
-        assert f"No head of Dense is of a kind.{said}" in " ".join(texts)
+        assert f"No head of Dense is of any kind.{said}" in " ".join(texts)
 
 
 def test_scores_of_nothing_are_drawn() -> None:
