@@ -138,7 +138,7 @@ def test_out_of_memory_says_what_to_make_smaller(
     _circuits_that_raise(monkeypatch, error)
     outcome = run_command("circuits")
     assert outcome.code == 1
-    assert "memory. Tried 2 GiB. Use less memory with a smaller --batch-size" in outcome.err
+    assert "memory. Tried 2 GiB. Use a smaller --batch-size" in outcome.err
     assert "bug" not in outcome.err
 
 
