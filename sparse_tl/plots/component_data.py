@@ -77,7 +77,7 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
 
 
 def wired(wirings: Mapping[str, Wiring]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The nodes of all circuits, and the lines of each between node indices."""
+    """The nodes of all circuits and, by index of these, the lines of each."""
     spots = in_order({spot for wiring in wirings.values() for spot in wiring.spots})
     index = {spot: i for i, spot in enumerate(spots)}
     nodes = [

@@ -4,8 +4,8 @@
 2. Draw the first view with the page's own script (`javascript`): it selects what the view shows
    (``component_view.js``), lays out all panels together (``component_layout.js``,
    ``component_routes.js``), and writes SVG (``component_draw.js``).
-3. Combine this static SVG, the wiring and the script in one HTML fragment, where the script draws
-   every other view: fewer or more edges, supernodes, separate q, k and v, one node's paths.
+3. Combine this static SVG, the wiring and the script in one HTML fragment. There it draws every
+   other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
 
 The static SVG has neither script nor style sheet. It is 720 pixels wide, or wider for many
 positions: printed at 5.5 inches, its smallest text has 6 points. Above about 60 links, print only
@@ -148,9 +148,10 @@ def component_diagram(
     nodes, wired_panels = wired(wirings)
     if isinstance(roles, HeadBehaviour):
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
-    by_panel = zip(wired_panels, panels.values(), _roles(panels, roles), strict=True)
-    for panel, circuit, of_heads in by_panel:
-        panel |= {"kept": len(circuit), "existing": circuit.site.n_parts, "roles": of_heads}
+    for panel, circuit, own in zip(
+        wired_panels, panels.values(), _roles(panels, roles), strict=True
+    ):
+        panel |= {"kept": len(circuit), "existing": circuit.site.n_parts, "roles": own}
     data = {
         "format": STATE_FORMAT,
         "nodes": nodes,

@@ -1,7 +1,7 @@
 // Chooses the nodes and links that a view of the circuits shows.
 //
-// 1. Edges are chosen path by path (circuits/wiring.py), as many as the view requests, with the path
-//    through every pinned node. Lines on no path among these are hidden, unless the view shows them.
+// 1. Edges enter path by path (circuits/wiring.py), as many as the view asks for, and the path through
+//    every pinned node. Lines on no path among these are left out, unless the view shows them.
 // 2. Supernodes replace their members; lines inside one are not drawn.
 // 3. Lines with the same ends are merged into a link, unless the view separates q, k and v. The
 //    strength of a link is its sum of |score|, relative to the strongest link of the panel.

@@ -29,7 +29,7 @@ def neuron_lists(
     """
     by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
     drawn = {str(spot.node) for wiring in panels.values() for spot in wiring.spots}
-    lists = {name: dict[str, Any]() for name in panels}
+    found = {name: dict[str, Any]() for name in panels}
     for name, given in by_panel.items():
         if name not in panels:
             raise ValueError(f"expected neurons for a panel, one of {list(panels)}; got {name!r}")
@@ -38,8 +38,8 @@ def neuron_lists(
                 raise ValueError(
                     f"expected neurons of an MLP with edges in a panel; {result.mlp} has none"
                 )
-            lists[name][result.mlp] = _listed(result)
-    return [*lists.values()]
+            found[name][result.mlp] = _listed(result)
+    return [*found.values()]
 
 
 def _listed(result: NeuronEffects) -> dict[str, Any]:
