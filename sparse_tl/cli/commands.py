@@ -250,7 +250,7 @@ def head_roles(
     from sparse_tl.head_roles import ROLES  # slow import: not needed for help
 
     table(
-        f"Heads per role, and nats per response gained by ablating up to {max_heads} of them",
+        f"Heads per role, and change in nats per response if up to {max_heads} are ablated",
         ["task", "model", *ROLES],
         [
             [task, name]

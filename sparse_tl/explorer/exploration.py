@@ -66,7 +66,7 @@ class Exploration(Readings):
         """All models on a prompt, with nothing removed."""
         return start_together(self._models, prompt, positions, labels, self.quantity)
 
-    # ---- what is shown ---------------------------------------------------------------------------
+    # ---- the prompt ----------------------------------------------------------------------------
 
     @property
     def prompt(self) -> str:

@@ -103,7 +103,7 @@ class CircuitExplorer(SavedWidget):
 
     @property
     def exploration(self) -> Exploration:
-        """The models on the prompt, with what is removed.
+        """The models on the prompt, with their removed parts.
 
         Raises:
             ValueError: the models or the prompt cannot be shown; the message says why.

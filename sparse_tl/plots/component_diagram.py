@@ -81,8 +81,8 @@ def component_diagram(
     """Draw which components circuits connect, and through which slot.
 
     Rows are layers, upwards, from the input to the logits; with positions, columns are positions.
-    A circuit with positions does not say which query attends to which key: what a head reads as
-    keys and values at one position leads, by a dashed line, to the same head at every position at
+    A circuit over positions does not record which query attends to which key: a dashed line leads
+    from the keys and values that a head reads at one position to the same head at every position at
     or after it where the circuit keeps the head (in spans, at every position).
 
     Edges are chosen by their influence on the answer: the share of the logits' paths that run

@@ -33,7 +33,7 @@ def head_map(
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
 ) -> GridFigure:
-    """Draw how much every head matters, or what it does, one panel per model.
+    """Draw scores or behaviour of heads, one panel per model.
 
     For scores, blue heads help (negative score) and orange heads hurt; full colour is the panel's
     largest ``|score|``, at the ends of its colour bar. For behaviour, colours and labels show the

@@ -86,7 +86,7 @@ ROLES: dict[str, Colour] = {
     "random": "#868e9b",
 }
 
-# ---- kinds of heads, by what they do ---------------------------------------------------------
+# ---- kinds of heads, by behaviour ---------------------------------------------------------
 
 KINDS_OF_HEADS: dict[str, Colour] = {
     "mover": "#0062ac",
