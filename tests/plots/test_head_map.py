@@ -122,7 +122,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         head_map({"Edges": edges})
     other = Scores(HeadGrid(2, 2), torch.zeros(2, 2), "eap")
     for panels in ({}, {"one": SCORES, "other": other}):
-        with pytest.raises(ValueError, match="heads of one model"):
+        with pytest.raises(ValueError, match="of models of one shape"):
             head_map(panels)
     with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
         head_map({"Model": SCORES}, marked=GPT2_IOI_HEADS)
