@@ -97,7 +97,7 @@ def test_padding_that_is_ignored_beside_a_large_activation() -> None:
 
     plain.__dict__["forward"] = unpadded
     works, said = found(model)["padding"]
-    assert not works and "expected prompts to end alike" in said
+    assert not works and "expected the same outputs for prompts with and without padding" in said
 
 
 def test_another_model_than_that_of_transformers(tmp_path: Path) -> None:

@@ -198,10 +198,10 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str, tmp_pa
 def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("to the year 17 " * 50, encoding="utf-8")
-    with pytest.raises(ValueError, match="Text: words, dense: expected at least 8 .* has 6"):
+    with pytest.raises(ValueError, match="words, dense: expected a source of at least 8 .* got 6"):
         run_head_roles(tmp_path / "few", model=folders[:1], tasks=[f"text={words}"], **FEW)
     words.write_text("to the year 17 " * 300, encoding="utf-8")
-    with pytest.warns(UserWarning, match="64 prompts were asked for; the source has"):
+    with pytest.warns(UserWarning, match="expected 64 prompts; the source has only"):
         found = run_head_roles(
             tmp_path / "some",
             model=folders[:1],

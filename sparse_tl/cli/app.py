@@ -69,9 +69,9 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
         examples: (description, arguments) of each example; line breaks in arguments are kept.
     """
     lines = ["", " [bold]Examples[/]"]
-    for does, arguments in examples:
-        words = f"sparse-tl {name} {arguments}".rstrip().replace("\n", " \\\n       ")
-        lines.append(f"   [dim]# {escape(does)}[/]\n   [cyan]{escape(words)}[/]")
+    for description, arguments in examples:
+        line = f"sparse-tl {name} {arguments}".rstrip().replace("\n", " \\\n       ")
+        lines.append(f"   [dim]# {escape(description)}[/]\n   [cyan]{escape(line)}[/]")
     _EXAMPLES[name] = "\n".join(lines)
 
     def register(function: Any) -> Any:
@@ -88,7 +88,7 @@ def call(job: str, options: dict[str, Any]) -> Any:
     if ranks.count() > 1 and job != "run_post_training":
         raise ValueError(
             f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
-            "attribution, evaluation and head gates take several too."
+            "attribution, evaluation and head gates also run on several ranks."
         )
     keep_freed_memory()
     progress = not options.pop("quiet")
@@ -102,13 +102,13 @@ def _unwrapped(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in escape(text).split("\n\n"))
 
 
-def _version(wanted: bool) -> bool:
-    if wanted:
+def _version(requested: bool) -> bool:
+    if requested:
         from sparse_tl import __version__
 
         console.print(f"sparse_tl {__version__}", highlight=False)
         raise typer.Exit
-    return wanted
+    return requested
 
 
 @app.callback(
@@ -130,4 +130,4 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Options of all commands; ``--debug`` is read by `main`, at any position."""
+    """Options of all commands; `main` reads ``--debug``, at any position."""

@@ -1,4 +1,4 @@
-"""The commands, each based on one function of `runs`, in the order shown in the help."""
+"""The commands, in the order of the help; each runs one function of `runs`."""
 
 from __future__ import annotations
 
@@ -41,18 +41,14 @@ from sparse_tl.cli.options import (
 )
 from sparse_tl.cli.printing import comparison, console, held_out, table, texts
 
-ADDITION_MINUTES = "3 to 4"
-"""Measured with the default settings of `addition`."""
-ROLES = ("facilitation", "irrelevance", "interference")
-
 
 @command(
     "addition",
-    ("the form that the README's figure shows", ""),
-    ("the form that reads its own answer", "--form autoregressive --out runs/autoregressive"),
-    ("another seed, in a folder of its own", "--seed 1 --out runs/addition-1"),
+    ("the form in the README's figure", ""),
+    ("a model that reads its own answer", "--form autoregressive --out runs/autoregressive"),
+    ("another seed, in its own folder", "--seed 1 --out runs/addition-1"),
     (
-        "a quick look, in a minute",
+        "a trial of one minute",
         "--dense-steps 40 --steps 40 --target-loss +0.5\n--out runs/quick",
     ),
 )
@@ -74,15 +70,15 @@ def addition(
     """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
 
     Writes the models (dense/, sparse/), metrics.json, history.csv, a figure of both models
-    (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it resumes
-    an interrupted run and reuses finished results.
+    (addition.html, .svg, .png) and the circuit of each digit (circuits/). Run the command again to
+    resume an interrupted run; finished results are reused.
     """
     given = locals()
     if not (quiet or (out / "metrics.json").exists()):
         console.print(
-            f"Trains a model to add two-digit numbers, makes its attention sparse, and draws both "
-            f"into {out}: about {ADDITION_MINUTES} minutes on two idle cores. Stopped with Ctrl-C, "
-            "the same command resumes there.",
+            "Training a model to add two-digit numbers, making its attention sparse and drawing "
+            f"both models into {out}. This takes 3 to 4 minutes on two idle cores. After Ctrl-C, "
+            "run the same command again to resume.",
             markup=False,
         )
     outcome = call("run_addition", given)
@@ -106,7 +102,7 @@ def addition(
 
 @command(
     "post-train",
-    ("a model, on text that it writes itself", "--model gpt2 --out runs/gpt2"),
+    ("a model, on text that it generates", "--model gpt2 --out runs/gpt2"),
     (
         "several texts and a task, each within the target",
         "--model gpt2 --text own --text story.txt --task ioi\n"
@@ -116,10 +112,7 @@ def addition(
         "all weights, on one text, at a loss of your choice",
         "--model models/mine --text story.txt --target-loss +0.02\n--trained all",
     ),
-    (
-        "in less memory",
-        "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16",
-    ),
+    ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
 def post_train(
     model: DenseModel,
@@ -127,10 +120,10 @@ def post_train(
     task: Tasks = None,
     target_loss: TargetLoss = "kl+0.05",
     held_out_text: HeldOutText = None,
-    own_windows: Annotated[int, setting("N", "Windows of the model's own text.")] = 2000,
+    own_windows: Annotated[int, setting("N", "Windows of text that the model generates.")] = 2000,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
     boundaries: Boundaries = "predict",
-    batch_size: Annotated[int, setting("N", "Windows per step, of all texts together.")] = 8,
+    batch_size: Annotated[int, setting("N", "Windows per step, over all texts.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
     checkpoint_activations: CheckpointActivations = False,
     shard: Shard = False,
@@ -159,10 +152,10 @@ def post_train(
 ) -> None:
     """Make the attention of any model sparse, at a loss of your choice on every text and task.
 
-    Without --text, the model writes the text itself. --text and --task can be given several times;
-    each then has to meet the target by itself. Writes the sparse model (sparse/), metrics.json,
-    history.csv and texts.csv. Called again, it resumes an interrupted run. With --prompt, it
-    draws circuit_diagram (.html, .svg, .png), also of a finished run.
+    Without --text, the model generates the text. --text and --task can be repeated; each text and
+    task must then meet the target. Writes the sparse model (sparse/), metrics.json, history.csv
+    and texts.csv. Run the command again to resume an interrupted run. With --prompt, it also draws
+    circuit_diagram (.html, .svg, .png), even for a finished run.
     """
     outcome = call("run_post_training", locals())
     texts(f"{model} on held-out rows, dense → sparse, in nats per token", outcome.texts)
@@ -181,7 +174,7 @@ def circuits(
     model: DenseOrBuiltIn = None,
     sparse: Annotated[
         Path | None,
-        subject("FOLDER", "The sparse model made from it, if any; smollm2: the package's."),
+        subject("FOLDER", "The sparse model made from it; smollm2: the one in the package."),
     ] = None,
     tasks: CircuitTasks = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
@@ -197,16 +190,14 @@ def circuits(
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find the heads and circuit edges of a task, in a dense model and its sparse counterpart.
+    """Find the heads and circuit edges that a task needs in a dense and a sparse model.
 
-    Without --sparse, it analyses the model alone.
-
-    A task that one of the models does not do has no circuits; the command says so. Writes
-    metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and the figures
-    heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it uses the
-    built-in task models; seeds that do not ship with the package are trained first and kept in
-    the user's cache folder. The figures show every seed and their median. Called again, it
-    resumes an interrupted run, and can add seeds.
+    With --model but without --sparse, only the dense model is analysed. A task that a model cannot
+    do gets no circuit, and the command says why. Writes metrics.json, curves.csv, scores,
+    evaluations, circuits with their diagrams, and the figures heads_kept and circuit_edges_kept
+    (.html, .svg, .png), which show every seed and the median. Without --model, it uses the built-in
+    task models; seeds that do not ship with the package are trained first and cached. Run the
+    command again to resume an interrupted run or to add seeds.
     """
     given = locals() | {"tasks": split_names(tasks), "seeds": split_seeds(seeds)}
     outcome = call("run_circuits", given)
@@ -220,7 +211,7 @@ def circuits(
     "head-roles",
     ("the built-in models on their tasks", ""),
     (
-        "one task, as thoroughly as the paper",
+        "one task, with the paper's settings",
         "--tasks ioi --seeds 10 --updates 500\n--prompts 256 --batch-size 64",
     ),
     ("a real model", "--model smollm2 --tasks ioi --out runs/smollm2-roles"),
@@ -247,37 +238,37 @@ def head_roles(
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find which heads help, are irrelevant, or harm, and what ablating them does.
+    """Find which heads facilitate a task, are irrelevant to it or interfere, and ablate them.
 
-    Fits causal head gates for every task and model. Writes the grid of ablation curves
-    (ablation_grid.html, .svg, .png), metrics.json, scores.csv, curves.csv, and for each task and
-    model its roles, a heat map of its heads and the trajectories of their gates. It says first
-    what each will cost. Without --model it uses the built-in models; seeds that do not ship with
-    the package are trained first and kept in the user's cache folder. Called again, it resumes an
-    interrupted run, in whatever stage that was.
+    Fits causal head gates for every task and model, and estimates the cost of each fit first.
+    Writes a grid of ablation curves (ablation_grid.html, .svg, .png), metrics.json, scores.csv and
+    curves.csv; for each task and model also the roles, a heat map of the heads and the trajectories
+    of their gates. Without --model, it uses the built-in models; seeds that do not ship with the
+    package are trained first and cached. Run the command again to resume an interrupted run.
     """
-    given = locals() | {"tasks": split_names(tasks)}
-    outcome = call("run_head_roles", given)
+    metrics = call("run_head_roles", locals() | {"tasks": split_names(tasks)}).metrics
+    from sparse_tl.head_roles import ROLES  # slow import: not needed for help
+
     table(
-        f"Heads of each role, and nats per response when they (at most {max_heads}) are ablated",
-        ["", "", *ROLES],
+        f"Heads per role, and change in nats per response if up to {max_heads} are ablated",
+        ["task", "model", *ROLES],
         [
-            [task, side]
-            + [f"{found[r]['heads']:.1f}, {found[r]['change_when_ablated']:+.2f}" for r in ROLES]
-            for task, sides in outcome.metrics["tasks"].items()
-            for side, found in sides.items()
+            [task, name]
+            + [f"{roles[r]['heads']:.1f}, {roles[r]['change_when_ablated']:+.2f}" for r in ROLES]
+            for task, models in metrics["tasks"].items()
+            for name, roles in models.items()
         ],
         names=2,
     )
-    seconds = outcome.metrics["seconds"]
-    console.print(f"{seconds:.0f} seconds; see {out / 'ablation_grid.html'}", markup=False)
+    seconds = f"{metrics['seconds']:.0f} seconds"
+    console.print(f"{seconds}; see {out / 'ablation_grid.html'}", markup=False)
 
 
 @command(
     "doctor",
     ("this machine", ""),
-    ("a model, before work on it begins", "--model gpt2"),
-    ("the memory that post-training takes", "--model gpt2 --window 1024"),
+    ("a model, before you work on it", "--model gpt2"),
+    ("the memory that post-training needs", "--model gpt2 --window 1024"),
 )
 def doctor(
     model: CheckedModel = None,
@@ -287,21 +278,21 @@ def doctor(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Check that this machine, and a model of your choice, support what the other commands need.
+    """Check whether this machine and a model of your choice support the other commands.
 
     Shows versions, devices and the cache of built-in models, and tests numerically what a small
-    model and yours support: gates, circuits, prompts padded on the left, training and saving. The
-    exit code is 1 if a check fails.
+    model and yours support: gates, circuits, left-padded prompts, training and saving. The exit
+    code is 1 if a check fails.
     """
     from sparse_tl.runs import run_doctor
 
     if window is not None and model is None:
-        raise typer.BadParameter("expected --model with it: whose memory to estimate")
+        raise typer.BadParameter("expected --model with --window, to estimate its memory")
     checks = run_doctor(model, device=device, window=window)
     failed = [check.name for check in checks if not check.works]
     lines = [f"{'✓' if check.works else '✗'} {check.name}: {check.found}" for check in checks]
     verdict = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."
-    lines.append(verdict if failed else "All that is needed works.")
+    lines.append(verdict if failed else "All checks passed.")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""How the command line exits: errors as one clear paragraph, exit codes, Ctrl-C."""
+"""The entry point of the command line: exit codes, Ctrl-C, and one-paragraph error messages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def main() -> None:
     """Run the command line.
 
     Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
-    position, shows the traceback of an error. Of several ranks the first prints what is found, and
-    every rank its own errors.
+    position, shows the traceback of an error. With several ranks, only the first prints results;
+    every rank prints its own errors.
     """
     rank = int(os.environ.get("RANK", "0"))
     console.quiet = rank > 0
@@ -46,7 +46,7 @@ def main() -> None:
             traceback.print_exc()
         code = _explain(error, debug)
     if code == 130 and not rank:
-        errors.print("Stopped. Progress is saved: the same command resumes there.")
+        errors.print("Stopped. Progress is saved; run the same command again to resume.")
     if code:
         sys.exit(code)
 
@@ -60,19 +60,19 @@ def _explain(error: Exception, debug: bool) -> int:
         if not message:  # help was printed for a command without arguments
             return usage
         path = context.command_path if context is not None else "sparse-tl"
-        ended = message if message.endswith(("?", ".")) else f"{message}."
-        _say(f"{ended} See `{path} --help`.")
+        sentence = message if message.endswith(("?", ".")) else f"{message}."
+        _print_error(f"{sentence} See `{path} --help`.")
         return usage
-    if _foreseen(error):
-        _say(re.sub(r"^run_\w+: ", "", str(error)))  # options are the arguments of a job
+    if _is_expected(error):
+        _print_error(re.sub(r"^run_\w+: ", "", str(error)))  # options are the arguments of a job
     elif is_out_of_memory(error):
-        _say(
-            f"{reason(error)} Use less memory with a smaller --batch-size (and more --accumulate "
-            "where the command has it), a smaller --window or model, or another --device."
+        _print_error(
+            f"{reason(error)} Use a smaller --batch-size (with a larger --accumulate where the "
+            "command has it), a smaller --window or model, or another --device."
         )
     else:
-        hint = "" if debug else "Run the same command with --debug to see where it happened. "
-        _say(
+        hint = "" if debug else "Run the same command with --debug to see where it failed. "
+        _print_error(
             f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:600]}. This is a "
             "bug in sparse_tl or in a library that it uses, not in your command. "
             f"{hint}Please report it with the traceback and the output of `sparse-tl doctor`."
@@ -80,16 +80,16 @@ def _explain(error: Exception, debug: bool) -> int:
     return 1
 
 
-def _foreseen(error: Exception) -> bool:
+def _is_expected(error: Exception) -> bool:
     """Whether the message was written for users or comes from the operating system."""
     if isinstance(error, OSError):
         return True
     raised = traceback.extract_tb(error.__traceback__)
-    own = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
-    return own and isinstance(error, (ValueError, ImportError, MemoryError))
+    is_ours = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
+    return is_ours and isinstance(error, (ValueError, ImportError, MemoryError))
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     # A message may contain brackets, which rich must not parse as markup.
     rank = int(os.environ.get("RANK", "0"))
     title = f"Error on rank {rank}" if rank else "Error"

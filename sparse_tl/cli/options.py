@@ -7,19 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-SUBJECT = "What it works on"
-RUN = "The run"
+SUBJECT = "Input"
+RUN = "Run"
 TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
 
 
 def subject(metavar: str, help: str) -> Any:
-    """An option for what a command works on."""
+    """An option that names the input of a command."""
     return typer.Option(metavar=metavar, help=help, rich_help_panel=SUBJECT)
 
 
 def setting(metavar: str, help: str, *names: str) -> Any:
-    """An option for how it works; named after the parameter unless `names` are given."""
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="How it is done")
+    """A setting of the method; named after the parameter unless `names` are given."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Settings")
 
 
 def run(metavar: str, help: str, *names: str, **more: Any) -> Any:
@@ -54,10 +54,10 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
     Raises:
         typer.BadParameter: the list is empty or has an entry other than a whole number from 0.
     """
-    found = split_names(seeds)
-    if not found or not all(seed.isascii() and seed.isdigit() for seed in found):
+    parts = split_names(seeds)
+    if not parts or not all(seed.isascii() and seed.isdigit() for seed in parts):
         raise typer.BadParameter(f"expected --seeds as whole numbers, such as 0,1,2; got {seeds!r}")
-    return tuple(map(int, found))
+    return tuple(map(int, parts))
 
 
 MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
@@ -76,19 +76,19 @@ Texts = Annotated[
     list[str] | None,
     subject(
         "SOURCE",
-        "Text file, dataset (name or name:configuration), or own for text that the model writes, "
-        "the default. Repeatable.",
+        "Text file, dataset (name or name:configuration), or own (text that the model generates). "
+        "Default: own. Repeatable.",
     ),
 ]
 Tasks = Annotated[
     list[str] | None,
-    subject("NAME", f"Task to keep: {TASK_NAMES}. Repeatable."),
+    subject("NAME", f"Task to preserve: {TASK_NAMES}. Repeatable."),
 ]
 CircuitTasks = Annotated[
     str,
     subject(
         "NAMES",
-        f"Comma-separated: {TASK_NAMES}. Default: the first four, which the built-in models do.",
+        f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
     ),
 ]
 RoleTasks = Annotated[
@@ -101,37 +101,37 @@ RoleTasks = Annotated[
     ),
 ]
 HeldOutText = Annotated[
-    list[str] | None, subject("SOURCE", "Text that takes no part and is reported on. Repeatable.")
+    list[str] | None, subject("SOURCE", "Text that is only evaluated, not trained on. Repeatable.")
 ]
 TargetLoss = Annotated[
     str,
     subject(
         "NATS",
-        "Per token, of every text and task: kl+0.05 from the dense model's predictions, +0.05 "
-        "over its loss, or a loss of 2.5.",
+        "Per token, on every text and task: kl+0.05 (divergence from the dense model), +0.05 (over "
+        "its loss) or 2.5 (a loss).",
     ),
 ]
-Gates = Annotated[str, setting("KIND", "What gates read: the share of attention, or the score.")]
+Gates = Annotated[str, setting("KIND", "What gates read: share (attention probability) or score.")]
 InitialThreshold = Annotated[
     float | None, setting("SHARE", "Initial threshold of share gates; 0.005 by default.")
 ]
 InitialBias = Annotated[float | None, setting("B", "Initial bias of score gates; 4 by default.")]
 Boundaries = Annotated[
-    str, setting("NAME", "Where documents meet: predict the next, skip that loss, or split there.")
+    str, setting("NAME", "Where a document ends: predict the next, skip that loss, or split there.")
 ]
 Trained = Annotated[
     str | None,
     setting(
         "NAME",
-        "What is trained besides the gates: lora (adapters), all, qk, or gates for nothing. "
+        "What to train besides the gates: lora (adapters), all, qk, or gates (nothing else). "
         "Default: lora.",
     ),
 ]
 CheckpointActivations = Annotated[
-    bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
+    bool, setting("", "Recompute activations to save memory.", "--checkpoint-activations")
 ]
 Lora = Annotated[int, setting("RANK", "Rank of the low-rank adapters.")]
-Shard = Annotated[bool, setting("", "Shard the weights over the ranks.", "--shard")]
+Shard = Annotated[bool, setting("", "Shard the weights across ranks.", "--shard")]
 WeightsDtype = Annotated[
     str | None,
     setting("NAME", "Weights: float32, or bfloat16 with float32 copies of those trained."),

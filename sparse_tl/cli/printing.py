@@ -28,8 +28,8 @@ def table(
         names: number of leading columns that hold names; the others hold numbers.
     """
     drawn = Table(title=escape(title))
-    for place, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if place < names else "right")
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index < names else "right")
     for row in rows:
         drawn.add_row(*map(escape, row))
     console.print(drawn)
@@ -50,7 +50,7 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
     rows |= {"active_heads": "heads in use"}
     forms = {"accuracy": ".1%", "loss": ".5f", "active_share": ".2%", "active_heads": "d"}
     cells = [
-        [name, *(format(getattr(found, field), forms.get(field, ",.2f")) for found in models)]
+        [name, *(format(getattr(model, field), forms.get(field, ",.2f")) for model in models)]
         for field, name in rows.items()
     ]
     table(title, ["", *measured], cells)
@@ -59,16 +59,16 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
 def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
     """Print held-out measurements of the dense and the sparse model on every text and task."""
     rows = []
-    for name, found in measured.items():
-        dense, sparse = found.dense, found.sparse
+    for name, both in measured.items():
+        dense, sparse = both.dense, both.sparse
         edges = [side.active_attention_edges_per_token for side in (dense, sparse)]
         rows.append(
             [
                 name,
                 f"{dense.loss:.3f} → {sparse.loss:.3f}",
                 "" if sparse.divergence is None else f"{sparse.divergence:.3f}",
-                " → ".join(f"{some:,.1f}" if some < 100 else f"{some:,.0f}" for some in edges),
-                f"{found.times_fewer:.1f}x",
+                " → ".join(f"{n:,.1f}" if n < 100 else f"{n:,.0f}" for n in edges),
+                f"{both.times_fewer:.1f}x",
                 f"{dense.active_heads} → {sparse.active_heads}",
             ]
         )
@@ -76,12 +76,13 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
-    """Print what each task needs, dense, and sparse if it is there; medians over several seeds."""
+    """Print the number of parts that each task needs, per model; medians over seeds."""
     from sparse_tl.circuits import SeedMultipliers
+    from sparse_tl.runs.folder import SIDES
 
-    names = [side for side in ("dense", "sparse") if side in next(iter(metrics.values()))]
+    names = [side for side in SIDES if side in next(iter(metrics.values()))]
     fewer, shares = ["fewer"] * (len(names) > 1), ["accuracy"]
-    if all("choice" in measured["dense"] for measured in metrics.values()):  # not of addition
+    if all("choice" in measured["dense"] for measured in metrics.values()):  # addition has none
         shares.append("choice")
     rows = []
     for task, measured in metrics.items():
@@ -90,7 +91,7 @@ def comparison(metrics: Mapping[str, Any]) -> None:
         for parts in ("heads", "circuit_edges"):
             row.append(_sizes([side[f"{parts}_at_0.9"] for side in sides]))
             if fewer:
-                values = [said[f"multiplier_{parts}"] for said in by_seed.values()]
+                values = [numbers[f"multiplier_{parts}"] for numbers in by_seed.values()]
                 row.append(str(SeedMultipliers([*map(int, by_seed)], values)))
         row.append(_sizes([side["circuit_edges_at_0.9_per_prompt"] for side in sides]))
         rows.append(row)
@@ -103,13 +104,10 @@ def comparison(metrics: Mapping[str, Any]) -> None:
     )
     for task, measured in metrics.items():
         for side in names:
-            for what, said in (
-                ("not_reached", "do not reach 0.9"),
-                ("no_effect", "have no effect"),
-            ):
-                if count := measured[side][f"prompts_{what}"]:
+            for key, verb in (("not_reached", "do not reach 0.9"), ("no_effect", "have no effect")):
+                if count := measured[side][f"prompts_{key}"]:
                     prompts = f"{count} of {measured[side]['prompts']} single prompts"
-                    console.print(f"{task}, {side}: {prompts} {said}.", markup=False)
+                    console.print(f"{task}, {side}: {prompts} {verb}.", markup=False)
 
 
 def _sizes(sizes: Sequence[float | None]) -> str:

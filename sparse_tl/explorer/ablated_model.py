@@ -1,7 +1,7 @@
 """A model on a prompt, with selected heads and attention edges removed.
 
-The pattern of every removed edge has a gate of 0, applied after the model's own gates. Removing a
-head removes all of its edges, so that a diagram shows none of them.
+Every removed edge gets a gate of 0, applied after the gates of the model. Removing a head removes
+all of its edges, so a diagram shows none of them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from sparse_tl.metrics import measure
 from sparse_tl.scopes import autograd
 
 Row = Mapping[str, Any]
-"""A token with its logit, probability and log-probability, also from before the removals."""
+"""A token with its logit, probability and log-probability, now and before the removals."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class PromptRun:
     """Results of running the prompt.
 
     Args:
         graph: attention graph of the run.
-        logits: logits at every column that is read.
+        logits: logits at every column that the model reads.
         streams: residual stream of the input, then after each layer.
     """
 
@@ -57,7 +57,7 @@ class AblatedModel:
         prompt: text or tokens.
         positions: columns to predict.
         labels: text of each column, if not the tokenizer's.
-        quantity: what effects change; its answers are those of the whole model.
+        quantity: the quantity that effects change; the whole model determines its answers.
     """
 
     def __init__(
@@ -70,24 +70,24 @@ class AblatedModel:
     ) -> None:
         self.model, self.labels, self.quantity = model, labels, quantity
         self.adapter = adapt(model)
-        check_gates(self.adapter)  # before hooks that keep the first pass that they see
+        check_gates(self.adapter)  # before hooks, which record the first pass
         self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
         self._fingerprint = fingerprint(model)
-        # Derived from the present removals: the first by column and number of tokens.
+        # Caches for the current removals; output rows by column and number of tokens.
         self._output_rows: dict[tuple[int, int], tuple[Row, ...]] = {}
         self._leave_one_out: LeaveOneOut | None = None
         self._edge_effects: EdgeEffects | None = None
-        self.now = self.whole = self._look(positions)
+        self.now = self.whole = self._run(positions)
         graph = self.whole.graph
         assert graph.possible is not None
         self.targets, self.n_read = graph.targets, graph.n_read
         read_at = [column for _, column in self.targets]
         tokens, logits = self.tokens[: self.n_read], self.whole.logits[read_at]
         self.pairs = quantity.pairs(model, tokens, read_at, logits)
-        # They stay the same whatever is removed.
-        answer, wrong = (some[:, 0].tolist() for some in (self.pairs.answers, self.pairs.wrong))
+        # Fixed, whatever is removed.
+        answer, wrong = (ids[:, 0].tolist() for ids in (self.pairs.answers, self.pairs.wrong))
         self.quantity = replace(quantity, answer=answer, wrong=wrong)
         allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
         sizes = graph.n_layers, graph.n_heads, graph.n_read
@@ -101,47 +101,47 @@ class AblatedModel:
 
     @property
     def changed(self) -> bool:
-        """Whether weights or gates of the model are others than when it ran."""
+        """Whether the model's weights or gates have changed since it ran."""
         return self._fingerprint != fingerprint(self.model)
 
     def remove(self, heads: set[Head], edges: set[AttentionEdge]) -> None:
-        """Set what is removed; if the model cannot run like that, nothing changes."""
+        """Set the removed heads and edges; if the model cannot run so, nothing changes."""
         old = self.heads, self.edges
         self.heads, self.edges = heads, edges
-        seen = self.whole
+        run = self.whole
         try:
             if heads or edges:
                 with self._ablated():
-                    seen = self._look(self.positions)
+                    run = self._run(self.positions)
         except BaseException:
             self.heads, self.edges = old
             raise
         self._leave_one_out, self._edge_effects, self._output_rows = None, None, {}
-        if seen is not self.whole:
-            graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
-            seen = replace(seen, graph=graph)
-        self.now = seen
+        if run is not self.whole:
+            graph = replace(run.graph, gates=run.graph.gates & ~self.removed())
+            run = replace(run, graph=graph)
+        self.now = run
         self._compute_few_effects()
 
     def removed(self) -> Bool[Tensor, "layer head query key"]:
         """Which attention edges are removed, individually or with their head."""
         removed = torch.zeros(self.whole.graph.attention.shape, dtype=torch.bool)
-        for place in (*self.heads, *self.edges):
-            removed[place] = True
+        for index in (*self.heads, *self.edges):
+            removed[index] = True
         return removed
 
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
     ) -> RemovalEffects:
-        """Effects of heads, then of groups of edges, beside the removals."""
+        """Effects of removing each head, then each group of edges, on top of the removals."""
         with self._ablated():
             return self._without_each.effects(heads, groups)
 
     def compute_edge_effects(self, seconds: float | None) -> bool:
-        """Compute exact effects for the graph, of the strongest edges first, as in `EdgeEffects`.
+        """Compute exact effects of the graph's edges, strongest first, as in `EdgeEffects`.
 
         Returns:
-            Whether there are more.
+            Whether any are left to compute.
         """
         effect = self.now.graph.effect
         if effect is not None and not bool(effect.isnan().any()):
@@ -154,7 +154,7 @@ class AblatedModel:
         return self._edge_effects.more
 
     def _compute_few_effects(self) -> None:
-        """Compute exact effects for the graph if few edges are open."""
+        """Compute exact effects of the graph's edges if few are open."""
         if int(self.now.graph.gates.sum()) <= MAX_EFFECTS:
             self.compute_edge_effects(None)
 
@@ -164,16 +164,16 @@ class AblatedModel:
             self._leave_one_out = LeaveOneOut(self.model, self.pairs, self.quantity.metric)
         return self._leave_one_out
 
-    def values(self, seen: Seen) -> Float[Tensor, " target"]:
-        """The quantity that effects change, of the whole model or under the removals."""
-        logits = seen.logits[self.pairs.positions].double()
+    def values(self, run: PromptRun) -> Float[Tensor, " target"]:
+        """The quantity that effects change, in one run."""
+        logits = run.logits[self.pairs.positions].double()
         return measure(self.quantity.metric, logits, self.pairs)
 
     def output_rows(self, read_at: int, top: int) -> tuple[Row, ...]:
         """The likely tokens at a column before or after the removals, and both top predictions."""
-        # Kept with the removals, as most requests change one model of several.
+        # Cached, as most requests change only one of several models.
         if (read_at, top) not in self._output_rows:
-            before, after = (seen.logits[read_at].double() for seen in (self.whole, self.now))
+            before, after = (run.logits[read_at].double() for run in (self.whole, self.now))
             largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
             largest[before.argmax()] = largest[after.argmax()] = 2.0
             tokens = largest.topk(min(top, len(largest))).indices
@@ -189,32 +189,32 @@ class AblatedModel:
 
     @autograd(False)
     def lens_rows(self, level: int, column: int, top: int) -> list[Row]:
-        """The likely tokens read from a node of the residual stream, as if no later layer wrote
-        anything."""
+        """The most likely tokens by the logit lens at a node of the residual stream."""
         logits = self.adapter.logits(self.now.streams[level, None])[0, column].cpu().double()
         return self._rows(logits, logits.topk(min(top, len(logits))).indices, column)
 
     def output_text(self, output: int, read_at: int) -> str:
-        """The text of an output that is read at a column."""
+        """The text of an output token that is read at a column."""
         return output_text(self.model, output, self.tokens[: read_at + 1])
 
     def _rows(
         self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"], read_at: int
     ) -> list[Row]:
         texts = [self.output_text(token, read_at) for token in tokens.tolist()]
-        likely = logits.log_softmax(dim=-1)
-        numbers = (each[tokens].tolist() for each in (logits, likely.exp(), likely))
+        log_probability = logits.log_softmax(dim=-1)
+        values = logits, log_probability.exp(), log_probability
         names = "logit", "probability", "log_probability"
+        columns = (column[tokens].tolist() for column in values)
         return [
-            {"token": text, **dict(zip(names, each, strict=True))}
-            for text, *each in zip(texts, *numbers, strict=True)
+            {"token": text, **dict(zip(names, row, strict=True))}
+            for text, *row in zip(texts, *columns, strict=True)
         ]
 
-    def _look(self, positions: Sequence[int] | None) -> Seen:
+    def _run(self, positions: Sequence[int] | None) -> PromptRun:
         streams: dict[str, Tensor] = {}
 
         def keep(name: str, stream: Tensor) -> None:
-            streams.setdefault(name, stream.detach())  # of the first pass: the model as a whole
+            streams.setdefault(name, stream.detach())  # of the first pass, without further ablation
 
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, partial(keep, point)) for point in points]
@@ -232,10 +232,10 @@ class AblatedModel:
         levels = torch.cat([streams[point] for point in points])[:, : graph.n_read]
         with autograd(False):
             logits = self.adapter.logits(levels[-1:])[0]
-        return Seen(graph, logits.cpu(), levels)
+        return PromptRun(graph, logits.cpu(), levels)
 
     def _ablated(self) -> AbstractContextManager[None]:
-        """Inside the block the model runs without the removed parts."""
+        """Run the model without the removed parts inside the block."""
         if not (self.heads or self.edges):
             return nullcontext()
         kept = ~self.removed()[..., : self.n_read, : self.n_read]
@@ -243,10 +243,10 @@ class AblatedModel:
 
 
 def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, HookedModel]:
-    """Models by panel title; one on its own is titled "Model".
+    """Models by panel title; a single model gets the title "Model".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no model.
     """
     if not isinstance(models, Mapping):
         return {"Model": models}
@@ -265,7 +265,7 @@ def start_together(
     """Models by title on one prompt, with nothing removed.
 
     Raises:
-        ValueError: they see the prompt in different columns.
+        ValueError: they divide the prompt into different columns.
     """
     ablated = {
         title: AblatedModel(model, prompt, positions, labels, quantity)
@@ -274,11 +274,11 @@ def start_together(
     title, first = next(iter(ablated.items()))
     expected = first.whole.graph
     for other, model in ablated.items():
-        found = model.whole.graph
-        if (found.n_columns, found.targets) != (expected.n_columns, expected.targets):
+        graph = model.whole.graph
+        if (graph.n_columns, graph.targets) != (expected.n_columns, expected.targets):
             raise ValueError(
-                f"expected models that see the prompt in the same columns; {title!r} has "
-                f"{expected.n_columns} and {other!r} {found.n_columns}; explore models of "
-                "different tokenizers one by one"
+                f"expected models that divide the prompt into the same columns; {title!r} has "
+                f"{expected.n_columns} and {other!r} {graph.n_columns}; explore models with "
+                "different tokenizers separately"
             )
     return ablated

@@ -1,7 +1,7 @@
-"""What goes between the explorer and its front end: traits to it, requests from it.
+"""Messages between the explorer and its front end: traits to it, and requests from it.
 
-Traits are sent together, with a revision that counts what was sent. Every request is answered with
-the latest revision, so that a front end that has lost something knows it and asks again.
+Traits are sent together, with a revision that counts updates. Every request is answered with the
+latest revision, so a front end that missed an update notices and requests it again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "expl
 
 
 class Channel(anywidget.AnyWidget):
-    """A widget that shows traits, and whose front end may send requests but no values."""
+    """A widget that sends traits to its front end and takes requests, but no values, from it."""
 
     _esm = (
         read_assets("interactive_figure.js", *CircuitDiagram.scripts)
@@ -35,9 +35,9 @@ class Channel(anywidget.AnyWidget):
         + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
     )
 
-    # Late traits change while the widget lives.
+    # Traits tagged as late change after the widget is created.
     _prompt = traitlets.Unicode().tag(sync=True, late=True)
-    # All columns that can be predicted, whether or not they are yet.
+    # All columns that can be predicted, including those that are not predicted yet.
     _positions = traitlets.List().tag(sync=True, late=True)
     _figure = traitlets.Dict().tag(sync=True, late=True)
     _panels = traitlets.List().tag(sync=True, late=True)
@@ -45,7 +45,7 @@ class Channel(anywidget.AnyWidget):
     _effects = traitlets.Dict().tag(sync=True, late=True)
     _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
     _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
-    # Counts what was sent, so that the front end knows whether it has the latest.
+    # Counts updates, so that the front end knows whether it has the latest.
     _revision = traitlets.Int().tag(sync=True, late=True)
     _theme = traitlets.Unicode().tag(sync=True)
     _saved_id = traitlets.Unicode().tag(sync=True)
@@ -55,13 +55,13 @@ class Channel(anywidget.AnyWidget):
         self.on_msg(self._on_request)
 
     def _perform(self, content: Any) -> bool:
-        """Do what a message asks for.
+        """Carry out a request.
 
         Returns:
-            Whether there are effects still to be asked for.
+            Whether any effects are left to compute.
 
         Raises:
-            ValueError: it cannot be done.
+            ValueError: the request cannot be carried out.
         """
         raise NotImplementedError
 
@@ -70,9 +70,9 @@ class Channel(anywidget.AnyWidget):
         try:
             more = self._perform(content)
         except ValueError as error:
-            self._say(str(error))
+            self._notify(str(error))
         except Exception as error:  # show the reader any failure
-            self._say(f"{type(error).__name__}: {error}")
+            self._notify(f"{type(error).__name__}: {error}")
         number = content.get("id") if isinstance(content, dict) else None
         self.send({"done": number, "revision": self._revision, "more": more})
 
@@ -84,10 +84,10 @@ class Channel(anywidget.AnyWidget):
             self._revision += 1
 
     def send_again(self) -> None:
-        """Send all that is shown once more, to a front end that lacks some of it."""
+        """Send all traits again, to a front end that missed an update."""
         self.send_state(self.trait_names(late=True))
 
-    def _say(self, text: str, kind: str = "error") -> None:
+    def _notify(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})
 
     def unsay(self) -> None:
@@ -95,5 +95,5 @@ class Channel(anywidget.AnyWidget):
         self._present(_message=None)
 
     def set_state(self, sync_data: Any) -> None:
-        """Refuse values from the front end, which has to ask by messages."""
-        self._say(f"expected requests, not values of {list(sync_data)!r:.200}")
+        """Refuse values from the front end, which must send requests."""
+        self._notify(f"expected requests, not values of {list(sync_data)!r:.200}")

@@ -1,9 +1,10 @@
-"""Exact effects for the explorer's cards and lines, computed piece by piece.
+"""Exact effects for the explorer's cards and lines, computed in pieces.
 
-Leaving out every head and every edge into a node takes as long as hundreds of prompts, so that the
-figure comes first. The front end then asks for effects until all are known; a piece is a layer's
-heads, the edges of a head, or some of the diagram's edges, and other requests are answered between
-pieces. The diagram's edges are computed while it shows effects, strongest first, for 3 seconds.
+Removing every head and every edge into a node takes hundreds of forward passes, so the figure is
+shown first, and the front end then requests effects until all are known. A piece is a layer's
+heads, a head's edges into a node, or some of the diagram's edges; other requests are answered
+between pieces. Effects of the diagram's edges are computed while it shows them, strongest first,
+for 3 seconds per model.
 """
 
 from __future__ import annotations
@@ -19,42 +20,42 @@ from sparse_tl.circuits.trace import EFFECT_SECONDS
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
 
-Told = list[tuple[float, float, str]]
-"""For each target: change of the metric and of the answer's probability, and what is predicted."""
+TargetEffects = list[tuple[float, float, str]]
+"""For each target: changes of the metric and of the answer's probability, and the prediction."""
 
 
 class ExactEffects:
-    """The effects that are known so far, and those that are still to be computed.
+    """The effects that are known so far, and a queue of the others.
 
     Args:
-        exploration: models in their present state; another state needs a new object.
+        exploration: models in their current state; after a change, make a new object.
     """
 
     def __init__(self, exploration: Exploration) -> None:
         self._exploration = exploration
-        self._heads: list[dict[str, Told]] = [{} for _ in exploration.titles]
-        self._node: dict[str, Told] | None = None
+        self._heads: list[dict[str, TargetEffects]] = [{} for _ in exploration.titles]
+        self._node: dict[str, TargetEffects] | None = None
         layers = {title: exploration.graph(title).n_layers for title in exploration.titles}
-        # The last layers are the quickest.
-        self._to_do = [
-            partial(self._tell_heads, title, layer)
+        # The last layers are the fastest.
+        self._pending_heads = [
+            partial(self._compute_heads, title, layer)
             for layer in reversed(range(max(layers.values())))
             for title in exploration.titles
             if layer < layers[title]
         ]
-        self._node_to_do: list[Callable[[], None]] = []
-        # Of each model, how long its diagram's edges may still take.
+        self._pending_edges: list[Callable[[], None]] = []
+        # Seconds left for the edges of each model's diagram.
         self._seconds = dict.fromkeys(exploration.titles, EFFECT_SECONDS)
         self._draws = False
 
     @property
     def more(self) -> bool:
-        """Whether some are still to be computed."""
-        return bool(self._to_do or self._node_to_do or self._lines_to_do)
+        """Whether any are left to compute."""
+        return bool(self._pending_heads or self._pending_edges or self._pending_lines)
 
     @property
-    def _lines_to_do(self) -> list[str]:
-        """The models whose lines are next."""
+    def _pending_lines(self) -> list[str]:
+        """The models whose lines are left to compute."""
         return [title for title, left in self._seconds.items() if left > 0 and self._draws]
 
     def draw(self, weight: EdgeWeight) -> None:
@@ -67,12 +68,12 @@ class ExactEffects:
         return {"heads": [dict(heads) for heads in self._heads], "node": self._node}
 
     def look_at(self, node: Mapping[str, Any] | None) -> None:
-        """Compute the effects of another node's edges next.
+        """Compute the effects of the edges of another node next.
 
         Args:
-            node: what `payload.node_payload` says of it; None for no node.
+            node: the node, as from `payload.node_payload`, or None.
         """
-        self._node, self._node_to_do = None, []
+        self._node, self._pending_edges = None, []
         if node is None:
             return
         exploration = self._exploration
@@ -81,70 +82,69 @@ class ExactEffects:
         gates = exploration.graph(title).gates
         self._node = {}
         keys = [key["key"] for key in node["keys"]]
-        if layer < 0:  # all that others read from the input token
+        if layer < 0:  # edges from the input token to other positions
             read = gates[..., column].clone()
             read[..., column] = False
-            every = [(at, head, query, column) for at, head, query in read.nonzero().tolist()]
-            rows = []
+            edges = [(at, head, query, column) for at, head, query in read.nonzero().tolist()]
+            by_head = []
         else:
             into = gates[layer, :, column]
-            every = [(layer, head, column, key) for head, key in into.nonzero().tolist()]
-            rows = [
+            edges = [(layer, head, column, key) for head, key in into.nonzero().tolist()]
+            by_head = [
                 [[(layer, head, column, key)] for key in keys if into[head, key]]
                 for head in range(len(into))
             ]
-        groups = [*([[every]] if every else []), *filter(None, rows)]
-        self._node_to_do = [partial(self._tell_edges, title, piece) for piece in groups]
+        pieces = [*([[edges]] if edges else []), *filter(None, by_head)]
+        self._pending_edges = [partial(self._compute_edges, title, group) for group in pieces]
 
     def advance(self, seconds: float) -> bool:
-        """Compute at least one piece, and more while there is time for another of the same length.
+        """Compute a piece, and more while there is time for another that takes as long.
 
         Returns:
-            Whether effects of the diagram's edges were among them.
+            Whether any of them were effects of the diagram's edges.
         """
-        end, drawn = time.monotonic() + seconds, False
+        end, computed_lines = time.monotonic() + seconds, False
         while self.more:
             start = time.monotonic()
-            if self._node_to_do:
-                self._node_to_do.pop(0)()
-            elif self._lines_to_do:
-                drawn = True
-                self._tell_lines(self._lines_to_do[0])
+            if self._pending_edges:
+                self._pending_edges.pop(0)()
+            elif self._pending_lines:
+                computed_lines = True
+                self._compute_lines(self._pending_lines[0])
             else:
-                self._to_do.pop(0)()
+                self._pending_heads.pop(0)()
             now = time.monotonic()
             if now + (now - start) > end:
                 break
-        return drawn
+        return computed_lines
 
-    def _tell_lines(self, title: str) -> None:
+    def _compute_lines(self, title: str) -> None:
         start, left = time.monotonic(), self._seconds[title]
         more = self._exploration.compute_edge_effects(title, min(1.0, left))
         self._seconds[title] = left - (time.monotonic() - start) if more else 0.0
 
-    def _tell_heads(self, title: str, layer: int) -> None:
-        found = self._exploration.head_effects(title, layer)
+    def _compute_heads(self, title: str, layer: int) -> None:
+        effects = self._exploration.head_effects(title, layer)
         known = self._heads[self._exploration.titles.index(title)]
-        for head, told in enumerate(self._told(title, found)):
-            known[f"{layer},{head}"] = told
+        for head, by_target in enumerate(self._by_target(title, effects)):
+            known[f"{layer},{head}"] = by_target
 
-    def _tell_edges(self, title: str, groups: Sequence[Sequence[AttentionEdge]]) -> None:
-        found = self._exploration.attention_edge_effects(title, groups)
+    def _compute_edges(self, title: str, groups: Sequence[Sequence[AttentionEdge]]) -> None:
+        effects = self._exploration.attention_edge_effects(title, groups)
         self._node = dict(self._node or {})
-        for group, told in zip(groups, self._told(title, found), strict=True):
-            self._node.setdefault("all", told)  # the first group is all edges of the node
-            # An edge that is alone among those into a node is the edge and all of them.
-            if len(group) == 1:
-                self._node[",".join(map(str, group[0]))] = told
+        for group, by_target in zip(groups, self._by_target(title, effects), strict=True):
+            self._node.setdefault("all", by_target)  # the first group has all edges of the node
+            if len(group) == 1:  # also the first group, if the node has a single edge
+                self._node[",".join(map(str, group[0]))] = by_target
 
-    def _told(self, title: str, found: RemovalEffects) -> list[Told]:
+    def _by_target(self, title: str, effects: RemovalEffects) -> list[TargetEffects]:
         """The effects of each part."""
         text_of = partial(self._exploration.output_text, title)
-        numbers = found.effects.T, found.probabilities.T, found.predictions.T
+        arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
         return [
             [
                 (short(effect), short(probability), shown_text(text_of(target, token)))
-                for target, (effect, probability, token) in enumerate(zip(*of_targets, strict=True))
+                for target, (effect, probability, token) in enumerate(zip(*part, strict=True))
             ]
-            for of_targets in zip(*(each.tolist() for each in numbers), strict=True)
+            for part in zip(*(array.tolist() for array in arrays), strict=True)
         ]

@@ -1,8 +1,8 @@
 """Several models on one prompt, with parts removed: the data behind the explorer.
 
-Every model is run without its removed parts (`ablated_model`), and once in full for comparison.
-Everything else is derived from those runs: the graph for the diagram, head effects, likely tokens
-before and after, and what a node would predict.
+Every model runs once in full and, after removals, without the removed parts (`ablated_model`). All
+else is derived from these runs: the graph for the diagram, effects of heads, likely tokens before
+and after, and the logit lens of a node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sparse_tl.lens import HookedModel, check_head
 class Exploration(Readings):
     """Models on one prompt, from which heads and attention edges can be removed and restored.
 
-    Nothing is left on the models between calls. For the parameters see `CircuitExplorer`, whose
+    No hooks are left on the models between calls. Parameters are those of `CircuitExplorer`, whose
     metric and answers are the `quantity`.
 
     Raises:
         ValueError: there is no model, a model has no attention patterns to hook, the prompt is
             empty, too long or unknown to the tokenizer, a position cannot be predicted, an answer
-            is not one token, or models see the prompt in different columns.
+            is not one token, or models divide the prompt into different columns.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Exploration(Readings):
         """All models on a prompt, with nothing removed."""
         return start_together(self._models, prompt, positions, labels, self.quantity)
 
-    # ---- what is shown ---------------------------------------------------------------------------
+    # ---- the prompt ----------------------------------------------------------------------------
 
     @property
     def prompt(self) -> str:
@@ -78,18 +78,18 @@ class Exploration(Readings):
 
     @property
     def predicted_columns(self) -> list[int]:
-        """All columns that can be predicted: mask tokens, or else the token after every other."""
+        """All columns that can be predicted: mask tokens or, without any, the token after each."""
         return predicted_columns(self._first.model, self._first.tokens)
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> bool:
         """Switch to another prompt; if it cannot be run, nothing changes.
 
-        Removed heads stay removed. If the new prompt has as many tokens as the old one, removed
-        edges stay removed and the same columns are predicted; otherwise edges are restored and the
-        columns are chosen again.
+        Removed heads stay removed. If both prompts have the same number of tokens, removed edges
+        stay removed and the same columns are predicted; otherwise edges are restored and columns
+        are chosen anew.
 
         Returns:
-            Whether the new prompt has as many tokens.
+            Whether both prompts have the same number of tokens.
 
         Raises:
             ValueError: as in the constructor.
@@ -108,7 +108,7 @@ class Exploration(Readings):
         return same
 
     def refresh(self) -> tuple[str, ...]:
-        """Run models again whose weights or gates have changed since they ran.
+        """Rerun models whose weights or gates have changed since their last run.
 
         Returns:
             Their titles.
@@ -122,14 +122,14 @@ class Exploration(Readings):
         return changed
 
     def show_position(self, column: int) -> int:
-        """Also predict the token at a column; returns its index into `targets`.
+        """Also predict the token at a column; return its index into `targets`.
 
         Raises:
             ValueError: the column cannot be predicted.
         """
         columns = self._first.positions
         if column not in columns:
-            self._run_again(sorted([*columns, column]))
+            self._rerun(sorted([*columns, column]))
         return self._first.positions.index(column)
 
     def measure(self, quantity: Quantity) -> None:
@@ -140,13 +140,13 @@ class Exploration(Readings):
         """
         old, self.quantity = self.quantity, quantity
         try:
-            self._run_again(self._first.positions)
+            self._rerun(self._first.positions)
         except BaseException:
             self.quantity = old
             raise
 
-    def _run_again(self, positions: Sequence[int]) -> None:
-        """Run all models again, without what is removed; if they cannot, nothing changes."""
+    def _rerun(self, positions: Sequence[int]) -> None:
+        """Rerun all models without their removed parts; if that fails, nothing changes."""
         new = self._start(self._prompt, positions, self._labels)
         for title, model in new.items():
             model.remove(self._of(title).heads, self._of(title).edges)
@@ -177,7 +177,7 @@ class Exploration(Readings):
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or restore them if all of them are removed.
+        """Remove attention edges, or restore them if all are removed.
 
         Args:
             title: title of the model.
@@ -186,13 +186,13 @@ class Exploration(Readings):
         Raises:
             ValueError: the model or an edge does not exist.
         """
-        model, given = self._of(title), set(edges)
-        for edge in given:
+        model, toggled = self._of(title), set(edges)
+        for edge in toggled:
             model.grid.index(edge)
-        left = model.edges - given if given <= model.edges else model.edges | given
-        model.remove(model.heads, left)
+        removed = model.edges - toggled if toggled <= model.edges else model.edges | toggled
+        model.remove(model.heads, removed)
 
     def restore(self, title: str | None = None) -> None:
         """Restore everything, in one model or in all."""
-        for one in self.titles if title is None else (title,):
-            self._of(one).remove(set(), set())
+        for name in self.titles if title is None else (title,):
+            self._of(name).remove(set(), set())

@@ -1,6 +1,6 @@
-// The live circuit explorer: the interactive diagram, cards beside it, and messages to the kernel,
-// which removes and restores parts and sends all numbers anew. The diagram's own script is in
-// circuit_diagram.js, the cards are in explorer_parts.js, the kernel and the page in explorer_page.js.
+// The live circuit explorer: the interactive diagram with cards beside it. The kernel removes and
+// restores parts on request, and sends new numbers. circuit_diagram.js draws the diagram,
+// explorer_parts.js the cards; explorer_page.js is about the kernel and the page.
 
 const NO_KERNEL = "This is a saved view without a kernel: run the cell to use it.";
 const RESTARTED = "The kernel was restarted: run the cell again. This view is no longer connected; " +
@@ -14,59 +14,59 @@ function render({ model, el }) {
   const summary = make("div", { class: "summary" });
   const diagram = make("div", { class: "diagram" });
   const side = make("div", { class: "side" });
-  // The first of its class: the diagram has a tooltip of its own.
+  // The tooltip comes first, since the diagram has another of the same class.
   const head = make("div", { class: "head" }, top, message, summary);
   root.append(tip, head, make("div", { class: "columns" }, diagram, side));
   el.replaceChildren(root);
 
-  let state = null; // of the diagram: target, weight, limit, head, focus
-  let settling = null;
-  let choosing = null;
-  let patience = null;
+  let state = null; // the diagram's target, weight, limit, head and focus
+  let settleTimer = null;
+  let choiceTimer = null;
+  let reportTimer = null;
   const kernel = connect(model, onKernel);
 
   // ---- the kernel ----------------------------------------------------------------------------
 
   function request(content) {
-    tellChoices();
+    sendChoices();
     kernel.request(content);
   }
 
-  // Effects are computed while nobody waits for anything else.
+  // Effects are computed while no other request is waiting.
   function onKernel({ busy, waited, more, isFree }) {
-    clearTimeout(patience);
+    clearTimeout(reportTimer);
     root.toggleAttribute("data-busy", busy);
     const status = top.querySelector(".status");
     const words = busy ? "computing \u2026" : more ? progressText(model) : "";
-    // The kernel may be at work in another cell, or gone: only a restart is told to widgets.
+    // The kernel may be busy with another cell, or gone: widgets only learn of a restart.
     status.textContent = waited < 3000 ? words : waited < 10000 ? "waiting for the kernel \u2026" :
-      "no answer: the kernel is busy, or was restarted (then run the cell again)";
-    if (waited || busy) patience = setTimeout(kernel.report, 1000);
+      "no answer: the kernel is busy, or was restarted and the cell must run again";
+    if (waited || busy) reportTimer = setTimeout(kernel.report, 1000);
     if (more && isFree) kernel.askEffects();
   }
 
-  // A while after the last change, what is saved with the notebook is brought up to date.
+  // Updates the figure saved with the notebook, a while after the last change.
   function settleLater() {
-    clearTimeout(settling);
-    settling = setTimeout(() => kernel.tell({ action: "settle" }), 700);
+    clearTimeout(settleTimer);
+    settleTimer = setTimeout(() => kernel.notify({ action: "settle" }), 700);
   }
 
-  // What Python should know of the reader's choices, before it computes or saves anything.
-  function tellChoices() {
-    if (choosing === null) return;
-    clearTimeout(choosing);
-    choosing = null;
+  // Sends the reader's choices, before Python computes or saves anything.
+  function sendChoices() {
+    if (choiceTimer === null) return;
+    clearTimeout(choiceTimer);
+    choiceTimer = null;
     const threshold = state.limit / figureData(model).steps;
-    kernel.tell({ action: "choose", target: state.target, weight: state.weight, threshold });
-    if (state.weight === "effect") kernel.askEffects(); // its lines have some, too
+    kernel.notify({ action: "choose", target: state.target, weight: state.weight, threshold });
+    if (state.weight === "effect") kernel.askEffects(); // of its lines, too
     settleLater();
   }
 
-  // Without a kernel nothing can be recomputed; the diagram itself still works.
-  function die(words) {
+  // Without a kernel, nothing can be recomputed; only the diagram itself still works.
+  function disconnect(words) {
     kernel.close();
-    clearTimeout(settling);
-    clearTimeout(choosing);
+    clearTimeout(settleTimer);
+    clearTimeout(choiceTimer);
     root.setAttribute("data-dead", "");
     drawSide();
     showMessage({ kind: "error", text: words });
@@ -82,10 +82,10 @@ function render({ model, el }) {
     message.replaceChildren(make("span", {}, content.text), close);
   }
 
-  // Python is told, so that the same words can come again.
+  // Python clears its message, so that the same one can appear again.
   function closeMessage() {
     message.hidden = true;
-    kernel.tell({ action: "read" });
+    kernel.notify({ action: "read" });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ function render({ model, el }) {
         request({ action: "prompt", prompt: input.value });
       },
     }, make("label", {}, "Prompt", input), make("button", { type: "submit" }, "Run"));
-    // Jupyter has keys of its own, which must not work while somebody types.
+    // Jupyter's keyboard shortcuts must not act while the reader types.
     form.addEventListener("keydown", (event) => event.stopPropagation());
     const restore = make("button", {
       type: "button", class: "restore", onclick: () => request({ action: "restore" }),
@@ -110,7 +110,7 @@ function render({ model, el }) {
       restore, make("span", { class: "status", "aria-live": "polite" }));
   }
 
-  // A choice of columns where the prompt has more than the diagram predicts.
+  // A choice of further columns to predict, if there are any.
   function drawPositions() {
     const known = figureData(model).targets.map(([column]) => column);
     const all = model.get("_positions");
@@ -143,7 +143,7 @@ function render({ model, el }) {
     if (focused) diagram.querySelector(focused)?.focus({ preventScroll: true });
   }
 
-  // The reader's choices as far as a new figure has them.
+  // The reader's choices, as far as a new figure allows them.
   function choicesIn(data) {
     const target = Math.min(state.target, data.targets.length - 1);
     const node = model.get("_node");
@@ -151,7 +151,7 @@ function render({ model, el }) {
     return { target, limit: Math.max(state.limit, data.floors[state.weight]), focus };
   }
 
-  // A selector of the element of the diagram that has the keyboard's focus.
+  // A selector for the element of the diagram with the keyboard focus.
   function describeFocus() {
     const active = document.activeElement;
     if (!active || !diagram.contains(active)) return null;
@@ -161,7 +161,7 @@ function render({ model, el }) {
     return level && `g[data-panel="${panel}"] circle[data-level="${level}"][data-column="${column}"]`;
   }
 
-  // Likewise of the cell of a card.
+  // Likewise for the cell of a card.
   function describeCell() {
     const { head, edge } = document.activeElement?.dataset ?? {};
     if (!side.contains(document.activeElement)) return null;
@@ -173,9 +173,9 @@ function render({ model, el }) {
   function removedLines(edges) {
     const lines = new Map();
     for (const [layer, head, query, key] of edges) {
-      const place = [layer, query, key].join();
-      if (!lines.has(place)) lines.set(place, { layer, query, key, heads: [] });
-      lines.get(place).heads.push(head);
+      const name = [layer, query, key].join();
+      if (!lines.has(name)) lines.set(name, { layer, query, key, heads: [] });
+      lines.get(name).heads.push(head);
     }
     return [...lines.values()];
   }
@@ -189,11 +189,11 @@ function render({ model, el }) {
       kernel.request(now.focus ? { action: "node", ...now.focus } : { action: "close" });
       return;
     }
-    clearTimeout(choosing);
-    choosing = setTimeout(tellChoices, 200);
+    clearTimeout(choiceTimer);
+    choiceTimer = setTimeout(sendChoices, 200);
   }
 
-  // The diagram marks the node of the card, also where Python chose it.
+  // Marks the node of the card in the diagram, even if Python selected it.
   function onNode() {
     const node = model.get("_node");
     const { panel, level, column } = state.focus ?? {};
@@ -244,17 +244,17 @@ function render({ model, el }) {
 
   // ---- the saved figure ------------------------------------------------------------------------
 
-  // While this view lives, the figure that is saved with the notebook would be seen twice.
+  // Hides the figure saved with the notebook, which would appear twice while this view is live.
   function hideSaved() {
     const saved = `[data-saved-explorer="${model.get("_saved_id")}"]`;
-    // In JupyterLab, the output around it would leave a gap.
+    // In JupyterLab, the output around it, which would leave a gap.
     const around = `.jp-OutputArea-child:has(> .jp-OutputArea-output ${saved})`;
     const style = make("style", {}, `${saved}, ${around} { display: none; }`);
     document.head.append(style);
     return style;
   }
 
-  // Without a figure, where the models or the prompt cannot be shown, there is only a message.
+  // If the models or the prompt cannot be shown, there is only a message.
   function drawAll() {
     if ("svg" in model.get("_figure")) drawDiagram();
     drawSide();
@@ -265,7 +265,7 @@ function render({ model, el }) {
   showMessage(model.get("_message"));
   const style = hideSaved();
   const unfollow = followTheme(root, model.get("_theme"), el);
-  if (el.closest(".jupyter-widgets-disconnected")) die(NO_KERNEL);
+  if (el.closest(".jupyter-widgets-disconnected")) disconnect(NO_KERNEL);
   const listeners = {
     "change:_figure": () => {
       drawAll();
@@ -277,20 +277,20 @@ function render({ model, el }) {
     "change:_prompt": () => { top.querySelector("input").value = model.get("_prompt"); },
     "change:_message": () => showMessage(model.get("_message")),
     "msg:custom": kernel.onAnswer,
-    // ipywidgets tells of it when the kernel restarts.
-    comm_live_update: () => die(RESTARTED),
+    // ipywidgets sends this when the kernel restarts.
+    comm_live_update: () => disconnect(RESTARTED),
   };
   for (const [name, listener] of Object.entries(listeners)) model.on(name, listener);
   side.addEventListener("pointerover", (event) => {
     if (!event.target.closest(".cell")) hideTip();
   });
   side.addEventListener("pointerleave", hideTip);
-  root.addEventListener("pointerenter", kernel.look); // weights may have changed meanwhile
+  root.addEventListener("pointerenter", kernel.checkForChanges); // of weights
   kernel.hello();
   root.setAttribute("data-live", "");
   return () => {
     kernel.close();
-    for (const timer of [settling, choosing, patience]) clearTimeout(timer);
+    for (const timer of [settleTimer, choiceTimer, reportTimer]) clearTimeout(timer);
     unfollow();
     style.remove();
     for (const [name, listener] of Object.entries(listeners)) model.off(name, listener);

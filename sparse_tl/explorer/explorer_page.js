@@ -1,20 +1,20 @@
-// Where the explorer stands: the kernel that it asks, and the page that it is shown in.
+// The explorer's connection to the kernel, and the theme of the page around it.
 
 const FIRST_WAIT = 2000; // milliseconds
 const LONGEST_WAIT = 30000;
-const EFFECTS_SECONDS = 0.3; // how long other requests wait while effects are computed
+const EFFECTS_SECONDS = 0.3; // per request for effects, so that others wait no longer
 
-// Requests to the kernel. Each is answered with the revision of what is shown; where no answer comes,
-// or what it tells of has not arrived, it is asked for again, later and later.
-//   onChange({ busy, waited, more, isFree })  called when any of them may have changed: whether a
-//                       request has no answer, for how many milliseconds there was none, whether
-//                       effects are still to be computed, and whether they can be asked for, since
-//                       all else has its answer
+// Sends requests to the kernel, which answers each with its latest revision. If no answer comes, or
+// that revision does not arrive, it is requested again, after longer and longer delays.
+//   onChange({ busy, waited, more, isFree })  called when any of these may have changed: whether the
+//                       reader waits for a request, for how many milliseconds an answer has been
+//                       missing, whether effects are left to compute, and whether they can be
+//                       requested, since no request is unanswered
 function connect(model, onChange) {
   let sent = 0;
   let answered = 0;
-  let urgent = 0; // the last request that somebody waits for
-  let told = null; // the kernel's revision
+  let urgent = 0; // the last request that the reader waits for
+  let latest = null; // the kernel's revision
   let more = false;
   let open = true;
   let wait = FIRST_WAIT;
@@ -22,7 +22,7 @@ function connect(model, onChange) {
   let lastAnswer = 0;
   let timer = null;
 
-  const isBehind = () => told === null || model.get("_revision") < told;
+  const isBehind = () => latest === null || model.get("_revision") < latest;
   const isWaiting = () => answered < sent || isBehind();
 
   function post(content) {
@@ -36,8 +36,8 @@ function connect(model, onChange) {
   function askAgain() {
     if (!open || !isWaiting()) return;
     wait = Math.min(2 * wait, LONGEST_WAIT);
-    // The whole is sent again only where it is known that something is missing.
-    post({ action: told !== null && isBehind() ? "send" : "hello" });
+    // Only requests all traits if an update is known to be missing.
+    post({ action: latest !== null && isBehind() ? "send" : "hello" });
   }
 
   function report() {
@@ -46,9 +46,9 @@ function connect(model, onChange) {
   }
 
   function onAnswer(content) {
-    if (!open || !Number.isInteger(content?.done)) return; // nobody waits for what is saved
+    if (!open || !Number.isInteger(content?.done)) return; // not an answer to a request
     answered = Math.max(answered, content.done);
-    [told, more, lastAnswer] = [content.revision, content.more, Date.now()];
+    [latest, more, lastAnswer] = [content.revision, content.more, Date.now()];
     wait = FIRST_WAIT;
     clearTimeout(timer);
     waitsSince = isWaiting() ? Date.now() : null;
@@ -60,21 +60,23 @@ function connect(model, onChange) {
     get open() { return open; },
     onAnswer,
     report,
-    // What a reader waits for.
+    // Sends a request that the reader waits for.
     request(content) {
       if (!open) return;
       urgent = sent + 1;
       wait = FIRST_WAIT;
       post(content);
     },
-    // Effects, which nobody waits for, if nothing else is asked for.
+    // Requests effects, unless another request is unanswered.
     askEffects() {
       if (open && answered === sent) post({ action: "effects", seconds: EFFECTS_SECONDS });
     },
-    // What needs no answer.
-    tell(content) { if (open) model.send(content); },
-    // Whether anything has changed in the kernel: asked where it was not heard of for a while.
-    look() { if (open && !isWaiting() && Date.now() - lastAnswer > 2000) post({ action: "hello" }); },
+    // Sends a message that needs no answer.
+    notify(content) { if (open) model.send(content); },
+    // Asks for changes in the kernel, if it has not answered for a while.
+    checkForChanges() {
+      if (open && !isWaiting() && Date.now() - lastAnswer > 2000) post({ action: "hello" });
+    },
     hello() { if (open) post({ action: "hello" }); },
     close() {
       open = false;
@@ -87,18 +89,18 @@ function connect(model, onChange) {
 
 // ---- light or dark -----------------------------------------------------------------------------
 
-// What notebooks say of a light theme: JupyterLab, VS Code, Colab. DARK_PAGES, of a dark one, is from Python.
+// Selectors that match light themes in JupyterLab, VS Code and Colab. DARK_PAGES comes from Python.
 const LIGHT_PAGES = 'body[data-jp-theme-light="true"], body.vscode-light, ' +
   'body[data-vscode-theme-kind="vscode-light"], ' +
   'body[data-vscode-theme-kind="vscode-high-contrast-light"], html[theme="light"]';
 
-// Whether the page around an element is dark: by what it says, or else by its ground or its text.
+// Whether the page around an element is dark: by its theme, or else by its background or text.
 function isOnDark(element) {
   if (document.querySelector(DARK_PAGES)) return true;
   if (document.querySelector(LIGHT_PAGES)) return false;
   for (let node = element; node; node = node.parentElement) {
-    const ground = channelsOf(getComputedStyle(node).backgroundColor);
-    if (ground && (ground[3] ?? 1) > 0.5) return lightness(ground) < 0.5;
+    const background = channelsOf(getComputedStyle(node).backgroundColor);
+    if (background && (background[3] ?? 1) > 0.5) return lightness(background) < 0.5;
   }
   return lightness(channelsOf(getComputedStyle(element).color) ?? [0, 0, 0]) > 0.5;
 }
@@ -112,7 +114,7 @@ function lightness([red, green, blue]) {
   return (0.3 * red + 0.59 * green + 0.11 * blue) / 255;
 }
 
-// Keeps an element dark or light, as it is told or as the page is; returns what ends that.
+// Keeps an element in a given theme, or in that of the page; returns a function that stops it.
 function followTheme(root, theme, page) {
   const apply = () =>
     root.toggleAttribute("data-dark", theme === "dark" || (theme === "auto" && isOnDark(page)));
@@ -125,7 +127,7 @@ function followTheme(root, theme, page) {
   return () => observer.disconnect();
 }
 
-// The data of the figure that is shown; what was parsed last is kept.
+// The data of the current figure; parsed once.
 const parsed = { json: null, data: null };
 function figureData(model) {
   const { json } = model.get("_figure");

@@ -1,5 +1,5 @@
-// The cards beside the diagram: output tokens, heads, what is removed, and what a node attends to.
-// Each function makes the content of a card from the numbers that the kernel sent.
+// The cards beside the diagram: output tokens, heads, removed parts, and the attention of a node.
+// Each function makes content of a card from the numbers that the kernel sent.
 
 function signed(number, digits) {
   const text = Math.abs(number).toFixed(digits);
@@ -19,8 +19,8 @@ function percent(share) {
 const headName = (layer, head) => `a${layer}.h${head}`;
 const edgeName = ([layer, head, query, key]) => `${headName(layer, head)} ${key}\u2192${query}`;
 
-// As in the diagram: blue, or orange below 0, darker with the size of a share in -1..1. Behind numbers
-// there are no middle shades of blue, on which neither ink can be read in both themes.
+// As in the diagram: blue, or orange below 0, and darker for larger |share|, up to 1. Behind numbers,
+// middle shades are left out: no text colour is legible on them in both themes.
 function shade(share, isBehindNumber) {
   const size = Math.min(1, Math.abs(share)) ** 0.6;
   const t = !isBehindNumber ? size : size < 0.5 ? 0.76 * size : 0.32 + 0.68 * size;
@@ -33,7 +33,7 @@ function token(text) {
   return make("span", { class: "token" }, text);
 }
 
-// One line of what the removals do to a panel's prediction.
+// A line on the effect of the removals on a panel's prediction.
 function outcome({ name, outputs, quantity, values }, target) {
   const rows = outputs[target];
   const best = rows.reduce((a, b) => (b.logit_before > a.logit_before ? b : a));
@@ -50,7 +50,7 @@ function outcome({ name, outputs, quantity, values }, target) {
     make("span", {}, `${quantityText(quantity, target)} ${plain(now, 2)}`, change), other);
 }
 
-// What stands in a column of a table of tokens: log-probabilities, or logits where the metric is of them.
+// The columns of a table of tokens, with log-probabilities, or with logits if the metric uses them.
 function outputColumns({ metric }) {
   const [name, key] = metric === "log_probability" ? ["log P", "log_probability"] : ["logit", "logit"];
   return {
@@ -85,9 +85,9 @@ function tokenTable(rows, columns) {
     make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...lines));
 }
 
-// A cell of a grid: a button that removes a part of the model, or puts it back.
+// A cell of a grid: a button that removes or restores a part of the model.
 function partCell({ name, data, removed, weight, number = "", words, onToggle, onHover }) {
-  const lines = removed ? ["removed; click: put it back"] : [...words, "click: remove it"];
+  const lines = removed ? ["removed; click to restore it"] : [...words, "click to remove it"];
   const cell = make("button", {
     type: "button", class: "cell", ...data, "aria-pressed": String(removed),
     "aria-label": [name, ...lines.slice(0, -1), removed ? "removed" : ""].filter(Boolean).join(", "),
@@ -100,7 +100,7 @@ function partCell({ name, data, removed, weight, number = "", words, onToggle, o
 
 // ---- exact effects: of each part, [effect, probability, prediction] for every target -----------
 
-// What happens without a part, in words; negative where the answer needs it.
+// The effect of removing a part, in words; negative if the part helps.
 function effectText([effect, probability, prediction], before, { unit }) {
   const change = [signedDigits(effect), unit].filter(Boolean).join(" ");
   const points = `${signedDigits(100 * probability)} percentage points`;
@@ -108,14 +108,13 @@ function effectText([effect, probability, prediction], before, { unit }) {
   return `${change}, ${points}, ${then} \u201c${prediction}\u201d`;
 }
 
-// A change with three digits, however small it is.
+// A change, with three significant digits.
 function signedDigits(number) {
   return number ? (number < 0 ? "\u2212" : "+") + threeDigits(Math.abs(number)) : "0";
 }
 
-// The same, short, with the tokens as tokens, in the colours of the grids: blue for parts that help.
-function effectLine(name, told, before, { unit }) {
-  const [effect, , prediction] = told;
+// The same as a short line in the colours of the grids: blue for parts that help.
+function effectLine(name, [effect, , prediction], before, { unit }) {
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
   const change = [signed(effect, 2), unit].filter(Boolean).join(" ");
   return make("li", { "data-effect": name }, `without ${name}: `,
@@ -125,13 +124,13 @@ function effectLine(name, told, before, { unit }) {
 // The parts with the largest effects.
 function effectList(named, before, quantity) {
   const MOST = 3;
-  const strongest = named.filter(([, told]) => told && Math.abs(told[0]) >= 0.005)
+  const strongest = named.filter(([, known]) => known && Math.abs(known[0]) >= 0.005)
     .sort(([, a], [, b]) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, MOST);
   return make("ul", { class: "effects" },
-    ...strongest.map(([name, told]) => effectLine(name, told, before, quantity)));
+    ...strongest.map(([name, known]) => effectLine(name, known, before, quantity)));
 }
 
-// How many heads' effects are known, while more are computed.
+// The number of heads whose effects are known, while others are computed.
 function progressText(model) {
   const sum = (counts) => counts.reduce((a, b) => a + b, 0);
   const all = sum(model.get("_panels").map(({ shape: [nLayers, nHeads] }) => nLayers * nHeads));
@@ -141,22 +140,22 @@ function progressText(model) {
 
 const NOT_YET = "effect of removing it: not computed yet";
 
-// A grid of layers and heads, darker with the effect of removing a head.
+// A grid of layers and heads, darker for larger effects of removing a head.
 function headGrid({ panel, target, effects, before, onToggle, onHover }) {
   const { shape: [nLayers, nHeads], quantity } = panel;
   const all = Object.values(effects).map((targets) => targets[target][0]);
   const largest = Math.max(1e-9, ...all.map(Math.abs));
-  const gone = new Set(panel.removedHeads.map(String));
+  const removed = new Set(panel.removedHeads.map(String));
   const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
   grid.style.setProperty("--heads", nHeads);
   for (let layer = nLayers - 1; layer >= 0; layer--) {
     grid.append(make("span", { class: "axis" }, `${layer}`));
     for (let head = 0; head < nHeads; head++) {
-      const told = effects[`${layer},${head}`]?.[target];
+      const known = effects[`${layer},${head}`]?.[target];
       grid.append(partCell({
         name: headName(layer, head), data: { "data-head": `${layer},${head}` },
-        removed: gone.has(`${layer},${head}`), weight: told ? -told[0] / largest : null,
-        words: [told ? `without it: ${effectText(told, before, quantity)}` : NOT_YET],
+        removed: removed.has(`${layer},${head}`), weight: known ? -known[0] / largest : null,
+        words: [known ? `without it: ${effectText(known, before, quantity)}` : NOT_YET],
         onToggle: () => onToggle(layer, head), onHover,
       }));
     }
@@ -175,14 +174,14 @@ function heatMap({ node, quantity, target, effects, before, onToggle, onHover })
     grid.append(make("span", { class: "axis" }, headName(level - 1, head)));
     row.forEach((weight, i) => {
       const edge = [level - 1, head, column, keys[i].key];
-      const told = effects[edge.join(",")]?.[target];
+      const known = effects[edge.join(",")]?.[target];
       grid.append(partCell({
         name: edgeName(edge), data: { "data-edge": edge.join(",") }, removed: removed[head][i], weight,
         number: weight >= 0.005 ? weight.toFixed(2).replace(/^0/, "") : "",
         words: [
           `from position ${keys[i].key}: \u201c${keys[i].text}\u201d`,
           `attention ${weight.toFixed(3)}`,
-          told ? `without it: ${effectText(told, before, quantity)}` :
+          known ? `without it: ${effectText(known, before, quantity)}` :
             open[head][i] ? NOT_YET : "gate closed: removing it changes nothing",
         ],
         onToggle: () => onToggle(edge), onHover,
@@ -195,7 +194,7 @@ function heatMap({ node, quantity, target, effects, before, onToggle, onHover })
   return make("div", { class: "scroll" }, grid);
 }
 
-// Heads and edges that are removed from a panel; each has a button that puts it back.
+// The removed heads and edges of a panel, each with a button that restores it.
 function chips({ panel, onHead, onEdge }) {
   const MOST = 16;
   const all = [
@@ -204,7 +203,7 @@ function chips({ panel, onHead, onEdge }) {
   ];
   const shown = all.slice(0, MOST).map(([name, restore]) =>
     make("span", { class: "chip", "data-chip": name }, name,
-      make("button", { type: "button", "aria-label": `put back ${name}`, onclick: restore }, "\u00d7")),
+      make("button", { type: "button", "aria-label": `restore ${name}`, onclick: restore }, "\u00d7")),
   );
   if (all.length > MOST) shown.push(make("span", { class: "more-chips" }, `and ${all.length - MOST} more`));
   return make("div", { class: "chips" }, ...shown);
@@ -215,13 +214,13 @@ function card(attributes, title, subtitle, ...content) {
   return make("section", { class: "card", ...attributes }, heading, ...content);
 }
 
-// What a panel predicts at a target, its heads, and what is removed from it.
+// The prediction of a panel at a target, its heads, and its removed parts.
 function panelCard({ panel, index, target, column, effects, request, onHover }) {
   const onHead = (layer, head) => request({ action: "head", panel: index, layer, head });
   const onEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
   const before = panel.outputs[target][0].token;
-  const named = Object.entries(effects).map(([place, targets]) =>
-    [headName(...place.split(",")), targets[target]]);
+  const named = Object.entries(effects).map(([index, targets]) =>
+    [headName(...index.split(",")), targets[target]]);
   return card({ "data-panel": index }, panel.name, `output at position ${column}`,
     tokenTable(panel.outputs[target], outputColumns(panel.quantity)),
     make("h5", {}, "Heads",
@@ -231,7 +230,7 @@ function panelCard({ panel, index, target, column, effects, request, onHover }) 
     chips({ panel, onHead, onEdge }));
 }
 
-// What a node attends to and would predict.
+// The attention of a node, and its logit lens.
 function nodeCard({ node, panel, target, effects, request, onHover }) {
   const place = node.level ? `after layer ${node.level - 1}` : "input";
   const { quantity } = panel;
@@ -241,19 +240,19 @@ function nodeCard({ node, panel, target, effects, request, onHover }) {
   const read = node.level ? "its attention" : "others\u2019 attention to it";
   if (whole) parts.append(make("ul", { class: "effects whole" }, effectLine(read, whole, before, quantity)));
   if (node.level) {
-    const some = node.keys.length < node.nKeys
-      ? `from the ${node.keys.length} of ${node.nKeys} columns with most of it`
+    const subtitle = node.keys.length < node.nKeys
+      ? `the ${node.keys.length} of ${node.nKeys} source positions with the most attention`
       : "by source position; click to remove";
     const onToggle = (edge) => request({ action: "edges", panel: node.panel, edges: [edge] });
     const named = Object.entries(effects).filter(([edge]) => edge !== "all")
       .map(([edge, targets]) => [edgeName(edge.split(",")), targets[target]]);
     parts.append(make("div", { class: "rows" },
-      make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, some)),
+      make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, subtitle)),
       heatMap({ node, quantity, target, effects, before, onToggle, onHover }),
       effectList(named, before, quantity)));
   }
   parts.append(make("div", { class: "lens" },
-    make("h5", {}, "Would predict", make("small", {}, "logit lens: read out as if it ended here")),
+    make("h5", {}, "Would predict", make("small", {}, "logit lens: as if this were the last layer")),
     tokenTable(node.tokens, LENS_COLUMNS)));
   const where = `${place}, position ${node.column} \u201c${node.text}\u201d`;
   return card({ class: "card node" }, panel.name, where, parts);

@@ -1,4 +1,4 @@
-"""Figures of models: the attention of a prompt, traced and drawn in one call."""
+"""Figures of a model's attention on a prompt, traced and drawn in one call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.nodes import Node
 
 MAX_SCORES = 1_000_000
-"""Maximum number of effects computed unasked: a few seconds at GPT-2 small's size."""
+"""Maximum number of effects to compute by default: a few seconds at GPT-2 small's size."""
 
 
 @checked
@@ -49,27 +49,26 @@ def circuit_diagram(
         models: a model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first, and in images; by default the last of `positions`.
-            Negative ones count as in `trace_attention`: -1 is the last that is predicted by
-            default.
+            Negative ones count back from the last default column, as in `trace_attention`.
         positions: columns to choose from; by default all that the model predicts: every mask token
-            of the prompt, or else the token after every other one.
+            of the prompt or, without any, the token after each.
         weight: "attention" (gate times attention), "carried" (share of the residual stream that
             the edge writes), "effect" (of removing the edge) or "first-order" (its estimate).
         metric: metric whose change is the effect of an edge: `metrics.log_probability`, in nats,
             `logit_difference`, `answer_logit` or another.
-        answer: token that it judges, as text or number; by default what each model predicts.
-        wrong: the wrong answer, likewise; by default each model's runner-up, the likeliest token
-            other than the answer.
+        answer: token to measure, as text or number; by default each model's prediction.
+        wrong: the wrong answer, likewise; by default each model's most likely token other than the
+            answer.
         labels: text of each column, if not the tokenizer's.
         **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
 
-    If `positions` is not given and effects at all of them would be more than a million numbers (19
-    tokens in GPT-2 small), the figure has no effects, or, where effects are the `weight`, only
+    If `positions` is not given and effects at all of them exceed a million numbers (19 tokens in
+    GPT-2 small), the figure has no effects or, with effects as the `weight`, only those at
     `position`. Pass the `positions` whose effects you need.
 
-    Effects are exact if at most 500 edges are open. If more are, and effects are the `weight`,
-    those of the strongest edges by first-order estimates are computed for 3 seconds a model; the
-    others are estimates, and their lines are dotted.
+    Effects are exact if at most 500 edges are open. Otherwise, with effects as the `weight`, they
+    are computed exactly for 3 seconds per model, starting with the edges that are strongest to
+    first order; the others are estimates, drawn as dotted lines.
 
     Raises:
         ValueError: there is no model, a prompt or position does not fit the model, or an answer is
@@ -82,7 +81,7 @@ def circuit_diagram(
     }
     options = {"metric": metric, "answer": answer, "wrong": wrong, "labels": labels}
     graphs = {
-        title: _whole_row(
+        title: _with_later_masks(
             titled[title], prompt, trace(titled[title], prompt, positions=columns, **options)
         )
         for title, (columns, _, trace) in plans.items()
@@ -124,10 +123,10 @@ def _plan(
     return columns, -1 if shown is None else columns.index(shown), trace
 
 
-def _whole_row(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
-    """The graph with the predictions of all mask tokens, also of those after its last target."""
-    own = {column for column, read_at in graph.targets if column == read_at}
-    if not graph.causal or not own:
+def _with_later_masks(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
+    """The graph with predictions at all mask tokens, including those after its last target."""
+    masks = {column for column, read_at in graph.targets if column == read_at}
+    if not graph.causal or not masks:
         return graph
     whole = trace_attention(model, prompt)  # of every mask token
     later = {column for column, _ in whole.targets if column >= graph.n_read}
@@ -151,15 +150,13 @@ def attention_view(
     """Draw attention patterns as one map per head: gate times attention, query by key.
 
     Heads that attend to nothing are listed below the maps, where circuitsvis's view of all heads
-    can be opened. The figure is self-contained and works offline; without JavaScript it shows the
-    maps alone.
+    can be opened. The figure is self-contained; without JavaScript it shows only the maps.
 
     Args:
         model: a dense model or a SparseTransformer.
-        prompt: text or tokens. Columns are shown up to the last one where the model is read: all
-            of them, or up to the last mask token if the prompt has any.
-        layer: layer whose heads are shown; all layers by default.
-        heads: (layer, head) pairs to show, instead of a layer.
+        prompt: text or tokens. The map ends at the last mask token, if there is one.
+        layer: layer whose heads are shown; by default all layers.
+        heads: (layer, head) pairs to show instead.
         labels: text of each column, if not the tokenizer's.
         title: title above the patterns.
 
@@ -177,7 +174,7 @@ def attention_view(
     if not heads:
         raise ValueError("expected at least one head (layer, head); got none")
     heads = heads_of(adapter, heads)
-    # A bidirectional model runs the whole prompt, wherever it is read.
+    # A bidirectional model runs the whole prompt for any position.
     positions = None if adapter.causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)
     n_read = graph.n_read

@@ -1,4 +1,4 @@
-"""What tells a changed model from the same one."""
+"""A fingerprint of a model's weights, to notice changes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from sparse_tl.lens import HookedModel
 
 
 def fingerprint(model: HookedModel) -> list[tuple[int, int, tuple[float, ...]]]:
-    """What tells a changed model from the same one: for each of its tensors where it is, how often
-    it was written in place, and some of its numbers."""
+    """For each tensor of a model: its address, its count of in-place writes, and some numbers."""
     return [
         (tensor.data_ptr(), tensor._version, tuple(_some_numbers(tensor.detach())))
         for tensor in _tensors(model)

@@ -1,4 +1,4 @@
-"""Data for the explorer's front end: an exploration as JSON, with all texts made visible."""
+"""Data for the explorer's front end: an exploration as JSON, with visible whitespace."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sparse_tl.plots.rounded_graph import quantity_data
 from sparse_tl.plots.token_text import ELLIPSIS, visible_text
 
 MAX_TEXT = 60
-"""Maximum number of characters of a token, a title or a message's part."""
+"""Maximum number of characters of a token or title."""
 MAX_KEYS = 48
 """Maximum number of columns in a node's heat map."""
 
 
 def figure_payload(figure: CircuitDiagram) -> dict[str, str]:
-    """A diagram, with its data as text, since ipywidgets looks at every item of a list."""
+    """A diagram, with its data as text, since ipywidgets visits every item of a list."""
     return {"svg": figure.svg, "json": json.dumps(figure.data)}
 
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
-    """For each panel the likely tokens of each predicted column, its size, and the removals."""
+    """For each panel: likely tokens at each predicted column, size of the model, and removals."""
     targets = range(len(exploration.targets))
     panels = []
     for title in exploration.titles:
         graph = exploration.graph(title)
-        values = (each.tolist() for each in exploration.values(title))
+        before_and_after = (values.tolist() for values in exploration.values(title))
         panels.append(
             {
                 "name": shown_text(title),
@@ -40,19 +40,21 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
                 "removedEdges": exploration.removed_attention_edges(title),
                 "outputs": [_rows(exploration.output_rows(title, target)) for target in targets],
                 "quantity": quantity_data(graph),
-                "values": [[short(x) for x in pair] for pair in zip(*values, strict=True)],
+                "values": [
+                    [short(x) for x in pair] for pair in zip(*before_and_after, strict=True)
+                ],
             }
         )
     return panels
 
 
 def node_payload(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
-    """What a node attends to and would predict."""
-    tokens = exploration.logit_lens(title, level, column)  # first: it checks the node
+    """What a node attends to, and its logit lens."""
+    tokens = exploration.logit_lens(title, level, column)  # first, since it checks the node
     graph = exploration.graph(title)
     n_keys = column + 1 if graph.causal else exploration.n_read
-    place = max(level - 1, 0), slice(None) if level else slice(0, 0), column, slice(n_keys)
-    attention, removed = graph.attention[place], exploration.removed(title)[place]
+    into = max(level - 1, 0), slice(None) if level else slice(0, 0), column, slice(n_keys)
+    attention, removed = graph.attention[into], exploration.removed(title)[into]
     keys = _strongest_keys(attention, removed)
     return {
         "panel": exploration.titles.index(title),
@@ -63,7 +65,7 @@ def node_payload(exploration: Exploration, title: str, level: int, column: int) 
         "nKeys": n_keys,
         "attention": [[round(x, 4) for x in row] for row in attention[:, keys].tolist()],
         "removed": removed[:, keys].tolist(),
-        "open": graph.gates[place][:, keys].tolist(),
+        "open": graph.gates[into][:, keys].tolist(),
         "tokens": _rows(tokens.to_dict("records")),
     }
 
@@ -71,7 +73,7 @@ def node_payload(exploration: Exploration, title: str, level: int, column: int) 
 def _strongest_keys(
     attention: Float[Tensor, "head key"], removed: Bool[Tensor, "head key"]
 ) -> list[int]:
-    """The columns in the heat map: all of them, or those with the most attention."""
+    """The columns in the heat map: all, or those with the most attention."""
     n_keys = attention.shape[-1]
     if n_keys <= MAX_KEYS or not len(attention):
         return list(range(n_keys))
@@ -81,7 +83,7 @@ def _strongest_keys(
 
 
 def _rows(tokens: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
-    """The rows of a table of tokens, as they are sent."""
+    """The rows of a table of tokens, for JSON."""
     return [
         {
             "text": row["token"],
@@ -95,11 +97,11 @@ def _rows(tokens: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def shown_text(text: str) -> str:
-    """The text as it is shown, with every character visible, and clipped."""
+    """The text for display: every character visible, and clipped."""
     shown = visible_text(text[: MAX_TEXT + 1])
     return shown if len(text) <= MAX_TEXT else shown[:MAX_TEXT] + ELLIPSIS
 
 
 def short(number: float) -> float:
-    """A number with the five digits that are worth sending."""
+    """A number rounded to five significant digits."""
     return float(f"{number:.5g}")

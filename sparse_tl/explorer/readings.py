@@ -1,4 +1,4 @@
-"""What can be read off several models on one prompt, beside what is removed from them."""
+"""Results of several models on one prompt, under the removals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_tl.lens import heads_of
 
 
 class Readings:
-    """Numbers and texts of models by title, which all see the prompt in the same columns."""
+    """Numbers and texts of models by title, which divide the prompt into the same columns."""
 
     _ablated: dict[str, AblatedModel]
 
@@ -31,7 +31,7 @@ class Readings:
 
     @property
     def n_read(self) -> int:
-        """Number of columns that the models read; later ones only hold predictions."""
+        """Number of columns that the models read; later columns only hold predictions."""
         return self._first.n_read
 
     def graph(self, title: str) -> AttentionGraph:
@@ -39,11 +39,11 @@ class Readings:
         return self._of(title).now.graph
 
     def head_effects(self, title: str, layer: int | None = None) -> RemovalEffects:
-        """Effect on each predicted token of removing each head, beside the removals.
+        """Effect on each predicted token of removing each head, on top of the removals.
 
         Args:
             title: title of the model.
-            layer: the heads of one layer; by default those of all layers, in order.
+            layer: layer of the heads; by default all layers, in order.
 
         Raises:
             ValueError: the model or layer does not exist.
@@ -56,7 +56,7 @@ class Readings:
     def attention_edge_effects(
         self, title: str, groups: Sequence[Sequence[AttentionEdge]]
     ) -> RemovalEffects:
-        """Effect on each predicted token of removing each group of edges, beside the removals.
+        """Effect on each predicted token of removing each group of edges, on top of the removals.
 
         Args:
             title: title of the model.
@@ -74,10 +74,10 @@ class Readings:
         return model.effects(groups=groups)
 
     def compute_edge_effects(self, title: str, seconds: float) -> bool:
-        """Compute exact effects for the graph, of the strongest edges first, for some time.
+        """Compute exact effects of the graph's edges, strongest first, for some seconds.
 
         Returns:
-            Whether there are more.
+            Whether any are left to compute.
         """
         return self._of(title).compute_edge_effects(seconds)
 
@@ -90,8 +90,8 @@ class Readings:
             top: number of tokens; the top predictions before and after are always included.
 
         Returns:
-            token; logit, probability and log_probability, also from before the removals
-            (``logit_before`` ...); sorted by decreasing likelihood after the removals.
+            token; logit, probability and log_probability, after and before the removals
+            (``logit_before`` etc.); most likely after the removals first.
         """
         return pd.DataFrame(self.output_rows(title, target, top))
 
@@ -101,8 +101,8 @@ class Readings:
         return self._of(title).output_rows(read_at, top)
 
     def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
-        """The tokens that a node would predict: its stream through the final normalisation and the
-        unembedding, as if no later layer wrote anything.
+        """The most likely tokens by the logit lens: a node's residual stream through the final
+        normalisation and the unembedding, as if no later layer wrote anything.
 
         Args:
             title: title of the model.
@@ -121,8 +121,8 @@ class Readings:
             raise ValueError(f"expected a level in 0..{model.adapter.n_layers}; got {level}")
         if not 0 <= column < model.n_read:
             raise ValueError(
-                f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
-                "which only its prediction stands"
+                f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, "
+                "which only holds its prediction"
             )
         return pd.DataFrame(model.lens_rows(level, column, top))
 
@@ -131,11 +131,11 @@ class Readings:
         return self._of(title).now.logits
 
     def output_text(self, title: str, target: int, output: int) -> str:
-        """The text of what a model predicts at a predicted column."""
+        """The text of an output token at a predicted column."""
         return self._of(title).output_text(output, self.targets[target][1])
 
     def values(self, title: str) -> tuple[Float[Tensor, " target"], Float[Tensor, " target"]]:
-        """The quantity that effects change, of the whole model and under the removals."""
+        """The quantity that effects change, in the whole model and under the removals."""
         model = self._of(title)
         return model.values(model.whole), model.values(model.now)
 

@@ -1,9 +1,8 @@
-"""What the front end may ask for: methods of the explorer, which check their own arguments.
+"""Requests of the front end: calls of the explorer's methods, which check their arguments.
 
 A request is a message ``{"action": ..., "id": ...}`` with the arguments of the method as its other
-fields; a title is told by ``panel``, its index. The widget answers with ``{"done": id}``, the
-revision of what it shows, and whether effects are still to be computed; problems become a message
-in the widget.
+fields; ``panel`` is the index of a title. The widget answers with ``{"done": id}``, its revision,
+and whether effects are left to compute; errors are shown as a message in the widget.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ _METHODS = {
     "effects": "compute_effects",
     "settle": "update_saved",
     "send": "send_again",
-    "hello": "",  # the answer is all that is asked for
+    "hello": "",  # only needs the answer
 }
 
 
 def read_request(request: Any, titles: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The name of the method that a message of the front end asks for, and its arguments.
+    """The name of the method that a request calls, and its arguments.
 
     Args:
         request: the message.
         titles: titles of the panels.
 
     Raises:
-        ValueError: it is not a known request, or there is no such panel.
-        TypeError: its edges are not lists of numbers.
+        ValueError: the request is unknown, or there is no such panel.
+        TypeError: edges are not lists of numbers.
     """
     if not isinstance(request, Mapping):
         raise ValueError(f"expected a request with an action; got {shown(request)}")

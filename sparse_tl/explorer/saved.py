@@ -1,4 +1,4 @@
-"""A widget in a notebook, beside the figure that is saved with it and shown without a kernel."""
+"""A widget whose figure is saved with the notebook, and shown when there is no kernel."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import Any
 
 from sparse_tl.explorer.channel import Channel
 
-_NO_LIVE_VIEW = (  # JupyterLab writes "model not found" in its place
+_NO_LIVE_VIEW = (  # hides JupyterLab's "model not found"
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
     ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
 )
 
 
 class SavedWidget(Channel):
-    """A widget whose output also has self-contained HTML, which the live widget hides."""
+    """A widget whose output includes self-contained HTML, which the live widget hides."""
 
     _saved: Any = None
 
     def _saved_html(self) -> str:
-        """The figure that is saved."""
+        """The figure to save, as HTML."""
         raise NotImplementedError
 
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        # A front end shows one form of each output: the HTML, and the widget, which hides it.
+        # Two outputs, since a front end shows only one format of each.
         self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
         display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
 
     def update_saved(self) -> None:
-        """Bring the figure that is saved with the notebook up to date."""
+        """Update the figure that is saved with the notebook."""
         if self._saved is not None:
             self._saved.update(self._saved_bundle(), raw=True)
 

@@ -1,12 +1,12 @@
 """The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
-1. The widget opens with everything that it shows. The front end (`explorer.js`) draws the traits,
-   and requests changes by messages (`requests`), which are answered with the revision of the
-   traits. It asks again for what it lacks: a busy front end can lose an update.
-2. A request changes the `Exploration`; its data goes back as traits. A request that fails becomes a
-   message in the widget, and nothing else changes. The same holds from the start: models or a
-   prompt that cannot be shown give a message in the widget, where another prompt can be tried.
-3. Exact effects follow piece by piece (`effects`), between other requests.
+1. The widget opens with all of its traits. The front end (`explorer.js`) draws them and requests
+   changes by messages (`requests`), which are answered with the revision of the traits. It requests
+   missing traits again, since a busy front end can miss an update.
+2. A request changes the `Exploration`, whose data returns as traits. If a request fails, the widget
+   shows a message, and nothing else changes. The same holds at the start: if the models or the
+   prompt cannot be shown, the widget shows a message and accepts another prompt.
+3. Exact effects follow in pieces (`effects`), between other requests.
 4. The notebook also gets the figure as self-contained HTML (`saved`).
 """
 
@@ -43,31 +43,30 @@ from sparse_tl.plots.rendering import Theme
 class CircuitExplorer(SavedWidget):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
-    `explore` is an alias. Everything that can be clicked can also be called: `toggle_head`,
-    `toggle_attention_edges`, `restore`, `show_prompt`, `select`. `exploration` holds the data.
-    If there is nothing to show (no model, a model without attention patterns to hook, a prompt
-    or position that does not fit), the widget says why and accepts another prompt; `exploration`,
-    `figure` and `save` then raise ValueError.
+    `explore` is an alias. Every click has a method: `toggle_head`, `toggle_attention_edges`,
+    `restore`, `show_prompt`, `select`. `exploration` holds the data. If the models or the prompt
+    cannot be shown, the widget says why and accepts another prompt; `exploration`, `figure` and
+    `save` then raise ValueError.
 
     Args:
         models: a dense or sparse model, or several by panel title, from top to bottom.
         prompt: text or tokens.
-        position: predicted column shown first, as in `trace_attention`; the last one by default.
-        positions: all columns to choose from; by default every mask token of the prompt or the
-            token after it, and `position`.
+        position: predicted column shown first, as in `trace_attention`; by default the last one.
+        positions: all columns to choose from; by default `position`, and every mask token or,
+            without any, the token after the prompt.
         labels: text of each column, if not the tokenizer's.
-        weight: what lines show, as in `circuit_diagram`; of more than 500 open edges, exact effects
-            of the strongest replace estimates as they come, for 3 seconds.
+        weight: what lines show, as in `circuit_diagram`; with more than 500 open edges, exact
+            effects of the strongest replace their estimates during 3 seconds.
         metric: metric whose change is the effect of a part, as in `circuit_diagram`.
-        answer: token that it judges, which stays the same whatever is removed.
+        answer: token to measure, which stays the same whatever is removed.
         wrong: token to compare it with, likewise.
         threshold: smallest weight to draw, in 0..1.
-        theme: ``"auto"``, the notebook's, ``"light"`` or ``"dark"``.
+        theme: ``"auto"`` (the notebook's), ``"light"`` or ``"dark"``.
         **style: arguments of `plots.circuit_diagram`: transition, title.
 
     Raises:
         ValueError: the threshold, theme or weight is invalid.
-        TypeError: `plots.circuit_diagram` does not have an argument.
+        TypeError: `plots.circuit_diagram` has no such argument.
     """
 
     def __init__(
@@ -91,20 +90,20 @@ class CircuitExplorer(SavedWidget):
         self._measured = MetricChoice(Quantity(metric, answer, wrong))
         self._exploration: Exploration | None = None
         self._exact: ExactEffects | None = None
-        # The reader's choices, for what is saved.
+        # The reader's choices, for the saved figure.
         self._state: dict[str, Any] = {"target": 0, "weight": weight, "threshold": threshold}
-        self._problem = ""  # why there is nothing to show
+        self._problem = ""  # why nothing can be shown
         try:
             shown = self._start(prompt, position=position, positions=positions, labels=labels)
         except ValueError:
             text = prompt if isinstance(prompt, str) else ""
             shown = {"_prompt": text, "_message": {"text": self._problem, "kind": "error"}}
-        # With all of it: an update right after the widget opens can get lost in a busy front end.
+        # All traits at once: a busy front end can miss an update right after the widget opens.
         super().__init__(**shown, _theme=theme, _saved_id=f"sparse-tl-{uuid4().hex[:12]}")
 
     @property
     def exploration(self) -> Exploration:
-        """The data that is shown.
+        """The models on the prompt, with their removed parts.
 
         Raises:
             ValueError: the models or the prompt cannot be shown; the message says why.
@@ -114,10 +113,10 @@ class CircuitExplorer(SavedWidget):
         return self._exploration
 
     def _start(self, prompt: Prompt, **columns: Any) -> dict[str, Any]:
-        """Start with a prompt; if it cannot be shown, remember why.
+        """Start with a prompt; if it cannot be shown, record why.
 
         Returns:
-            What is to be shown, by trait.
+            Values of the traits.
         """
         state = self._state
         try:
@@ -132,7 +131,7 @@ class CircuitExplorer(SavedWidget):
             self._problem = str(error)
             raise
 
-    # ---- what can be clicked ---------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------
 
     def toggle_head(self, title: str, layer: int, head: int) -> None:
         """Remove a head, or restore it; see `Exploration.toggle_head`."""
@@ -152,7 +151,7 @@ class CircuitExplorer(SavedWidget):
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
         """Switch to another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            self._present(**self._start(prompt, labels=labels))  # choose its columns again
+            self._present(**self._start(prompt, labels=labels))  # chooses columns anew
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
@@ -161,7 +160,7 @@ class CircuitExplorer(SavedWidget):
         self._state = {**self._state, "target": target}
         self._present(**self._shown(None))
         if had_edges and not same:
-            self._say("The prompt has another number of tokens: removed edges are back.", "info")
+            self._notify("The number of tokens changed: removed edges were restored.", "info")
 
     def show_position(self, column: int) -> None:
         """Show the prediction at a column; see `Exploration.show_position`."""
@@ -170,7 +169,7 @@ class CircuitExplorer(SavedWidget):
         self._refresh()
 
     def choose_metric(self, metric: Metric | str, wrong: Token | None = None) -> None:
-        """Show effects on another metric, with the arguments of the constructor.
+        """Show effects on another metric, with arguments as in the constructor.
 
         Raises:
             ValueError: no metric has that name, or the wrong answer is not one token of each model.
@@ -181,7 +180,7 @@ class CircuitExplorer(SavedWidget):
         self._refresh()
 
     def choose(self, *, target: int, weight: EdgeWeight, threshold: Threshold) -> None:
-        """Choose what the saved figure shows.
+        """Set what the saved figure shows.
 
         Args:
             target: index into the predicted columns, `exploration.targets`.
@@ -199,7 +198,7 @@ class CircuitExplorer(SavedWidget):
             self._exact.draw(weight)
 
     def select(self, title: str, level: int, column: int) -> None:
-        """Show what a node attends to and would predict; level 0 is the input."""
+        """Open the card of a node: its attention and its logit lens; level 0 is the input."""
         node = node_payload(self.exploration, title, level, column)
         assert self._exact is not None
         self._exact.look_at(node)
@@ -212,16 +211,16 @@ class CircuitExplorer(SavedWidget):
         self._present(_node=None)
 
     def compute_effects(self, seconds: NotNegative | None = None) -> None:
-        """Compute the exact effects on the cards: all of them, or for some time."""
+        """Compute the exact effects on the cards: all, or as many as fit in some seconds."""
         if self._exact is not None and self._exact.more:
             if self._exact.advance(math.inf if seconds is None else seconds):
                 self._present(_figure=figure_payload(self._diagram(str)))
             self._present(_effects=self._exact.payload)
 
-    # ---- what is kept ----------------------------------------------------------------------------
+    # ---- saving ---------------------------------------------------------------------------------
 
     def figure(self) -> CircuitDiagram:
-        """The current diagram, to show or save; panel names state what is removed."""
+        """The current diagram, to show or save; panel names count the removed parts."""
         figure = self._diagram(self._name)
         return figure.dark() if self._theme == "dark" else figure
 
@@ -247,10 +246,10 @@ class CircuitExplorer(SavedWidget):
     # ---- to and from the front end ---------------------------------------------------------------
 
     def _shown(self, node: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Everything that is shown, by trait.
+        """Values of all traits that are shown.
 
         Args:
-            node: what the node's card said before, if there is one.
+            node: the previous data of the open card, if there is one.
         """
         exploration = self.exploration
         if node is not None:
@@ -283,7 +282,7 @@ class CircuitExplorer(SavedWidget):
             getattr(self, method)(**arguments)
         if changed:
             names = " and ".join(map(repr, changed))
-            self._say(f"The weights of {names} have changed: all is computed again.", "info")
+            self._notify(f"The weights of {names} have changed: all results are new.", "info")
         return self._exact is not None and self._exact.more
 
     def _saved_html(self) -> str:

@@ -1,47 +1,48 @@
-// Which attention edges a circuit diagram shows, which of them lead to the prediction, and where their
-// lines run: in the browser, and in Python for static files. attention_text.js says what they are.
+// Chooses the attention edges of a circuit diagram, finds those that lead to the prediction, and
+// computes their lines: in the browser, and in Python for static files. attention_text.js has the texts.
 //
-// 1. Weights are in thousandths (rounded_graph.py), and drawn rounded to integers.
+// 1. Weights are in thousandths (rounded_graph.py), and rounded to integers for drawing.
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
-// 3. Edges at or above the threshold are kept. Those from which kept edges lead to the predicted
-//    token are on the path; the others are merely open.
-// 4. Of the edges on the path, those that carry most to the prediction are the main ones; others are
-//    lighter. An edge carries its share, of what stands at its end, times the shares along the best
-//    route from there to the prediction (1 for each step up the residual stream). Its share is what
-//    it writes (circuits/carried.py), whatever its head attends to: an edge to a sink writes next to
-//    nothing. Where that is not known, it is the attention. Where effects on the prediction are
-//    shown, an edge carries its effect, which has all routes in it. In a sparse model usually every
-//    edge on the path is a main edge; in a dense model the main edges stand out.
+// 3. Edges at or above the threshold are kept. Those that kept edges connect to the predicted token
+//    are on the path; the others are merely open.
+// 4. Of the edges on the path, the main ones carry most to the prediction; others are lighter. An edge
+//    carries its share of the residual stream at its end, times the shares along the best route from
+//    there to the prediction (1 for each step up the residual stream). Its share is what it writes
+//    (circuits/carried.py), whatever its attention: an edge from a sink writes almost nothing. If that
+//    is unknown, the share is the attention. If effects on the prediction are shown, an edge carries
+//    its effect, which includes all routes. In a sparse model, usually every edge on the path is a
+//    main edge; in a dense model, the main edges stand out.
 
 const MOST_MAIN_EDGES = 32;
 
 const nodeName = (level, column) => `${level},${column}`;
 
-// The edges of a list of weights, which has the steps between their places in [layer, head, query,
-// key]; unpacked when they are first looked at.
+// The edges of a list of weights, which holds the steps between their flat indices in [layer, head,
+// query, key]; unpacked on first use.
 function edgesOf({ shape: [, nHeads, n] }, list) {
-  let place = 0;
-  list.edges ??= list.steps.map((step, index) => {
-    place += step;
-    const row = Math.floor(place / n);
+  let index = 0;
+  list.edges ??= list.steps.map((step, i) => {
+    index += step;
+    const row = Math.floor(index / n);
     const heads = Math.floor(row / n);
-    const [layer, query, key] = [Math.floor(heads / nHeads), row % n, place % n];
+    const [layer, query, key] = [Math.floor(heads / nHeads), row % n, index % n];
     const [source, reader] = [nodeName(layer, key), nodeName(layer + 1, query)];
-    const told = list.values[index];
-    const value = Math.sign(told) * Math.round(Math.abs(told));
-    const estimated = list.exact?.[index] === 0;
-    return { layer, head: heads % nHeads, query, key, source, reader, place, told, value, estimated };
+    const unrounded = list.values[i];
+    const value = Math.sign(unrounded) * Math.round(Math.abs(unrounded));
+    const estimated = list.exact?.[i] === 0;
+    const ends = { layer, head: heads % nHeads, query, key, source, reader };
+    return { ...ends, index, unrounded, value, estimated };
   });
   return list.edges;
 }
 
-// An edge in a list, if it is not below the floor of what was sent.
-function edgeAt(panel, list, place) {
-  list.byPlace ??= new Map(edgesOf(panel, list).map((edge) => [edge.place, edge]));
-  return list.byPlace.get(place);
+// An edge in a list, unless its weight was too small to be sent.
+function edgeAt(panel, list, index) {
+  list.byIndex ??= new Map(edgesOf(panel, list).map((edge) => [edge.index, edge]));
+  return list.byIndex.get(index);
 }
 
-// The steps up the residual stream, which carry everything.
+// The steps up the residual stream, whose share is 1.
 function residualSteps({ shape: [nLayers, , n] }) {
   return Array.from({ length: nLayers * n }, (_, i) => {
     const [layer, column] = [Math.floor(i / n), i % n];
@@ -49,12 +50,12 @@ function residualSteps({ shape: [nLayers, , n] }) {
   });
 }
 
-// Effects that are not known exactly are estimated to first order.
+// First-order estimates replace missing effects.
 function shownWeight(panel, state) {
   return state.weight === "effect" && !panel.scores.effect ? "first-order" : state.weight;
 }
 
-// Effects help or hurt; attention and what it carries have no sign.
+// Effects have a sign; attention and carried shares do not.
 function isSigned(kind) {
   return kind === "effect" || kind === "first-order";
 }
@@ -63,15 +64,15 @@ function weightsOf(panel, kind, target) {
   return isSigned(kind) ? panel.scores[kind].rows[target] : panel[kind];
 }
 
-// What an edge carries to its end, 0 to 1, or its effect on the prediction.
+// The share that an edge carries to its end, 0 to 1, or its effect on the prediction.
 function shareOf(panel, kind, edge, data) {
   if (isSigned(kind)) return Math.abs(edge.value) / data.steps;
-  const moved = edgeAt(panel, panel.carried ?? panel.attention, edge.place)?.value ?? 0;
+  const moved = edgeAt(panel, panel.carried ?? panel.attention, edge.index)?.value ?? 0;
   return (moved / data.steps) * (panel.carried ? panel.mostCarried : 1);
 }
 
-// What a panel shows in the present state. Reachability is the model's, over all heads, also
-// where a single head is shown.
+// The content of a panel in the current state. Reachability is over all heads, even if a single head
+// is shown.
 function selectEdges(panel, data, state) {
   const [nLayers, , n] = panel.shape;
   const kind = shownWeight(panel, state);
@@ -81,30 +82,30 @@ function selectEdges(panel, data, state) {
   const merged = new Map();
   let count = 0;
   for (const edge of edgesOf(panel, weights)) {
-    const { layer, head, query, key, value, place, estimated } = edge;
+    const { layer, head, query, key, value, index, estimated } = edge;
     if (Math.abs(value) < state.limit) continue;
     kept.push(edge);
     if (state.head >= 0 && head !== state.head) continue;
     count++;
-    const way = (layer * n + query) * n + key;
-    const line = merged.get(way);
+    const lineIndex = (layer * n + query) * n + key;
+    const line = merged.get(lineIndex);
     const share = shareOf(panel, kind, edge, data);
     if (!line) {
-      merged.set(way, { ...edge, share, others: [] });
+      merged.set(lineIndex, { ...edge, share, others: [] });
       continue;
     }
     line.share = Math.max(line.share, share);
     if (Math.abs(line.value) >= Math.abs(value)) line.others.push(head);
     else {
       line.others.push(line.head);
-      Object.assign(line, { head, value, place, estimated });
+      Object.assign(line, { head, value, index, estimated });
     }
   }
   const [column, readAt] = data.targets[state.target];
   const focus = state.focus?.panel === panel.index ? state.focus : null;
   const start = focus ? nodeName(focus.level, focus.column) : nodeName(nLayers, readAt);
   const reached = reach(kept, start, false);
-  const lines = [...merged.keys()].sort((a, b) => a - b).map((place) => merged.get(place));
+  const lines = [...merged.keys()].sort((a, b) => a - b).map((line) => merged.get(line));
   for (const line of lines) {
     line.estimated ||= kind === "first-order";
     line.onPath = reached.has(line.reader);
@@ -117,7 +118,7 @@ function selectEdges(panel, data, state) {
   return { lines, reached, count, total, column, focus };
 }
 
-// Shares of the node where the reading starts, in place of shares of the next node.
+// Turns the share of each line at its end into its share at the start node, by the best route.
 function followRoutes(lines, residual, start) {
   const strength = new Map([[start, 1]]);
   for (const line of [...lines, ...residual].sort((a, b) => b.layer - a.layer)) {
@@ -126,18 +127,18 @@ function followRoutes(lines, residual, start) {
   }
 }
 
-// The edges that carry most, if anything.
+// Marks the edges that carry most, if they carry anything.
 function markMainEdges(lines) {
   const carrying = lines.filter((line) => line.onPath && line.share > 0);
-  // Sorting is stable: equal ones stay in the order of layer, query and key.
+  // The sort is stable: ties keep the order of layer, query and key.
   carrying.sort((a, b) => b.share - a.share);
   for (const line of carrying.slice(0, MOST_MAIN_EDGES)) line.kind = "main";
 }
 
 // ---- lines -------------------------------------------------------------------------------------
 
-// A straight line, a curve where that would touch nodes, or an arc beside the residual line where
-// an edge stays in its column.
+// A straight line; a curve if that would touch nodes; or an arc beside the residual line if an edge
+// stays in its column.
 function edgePath(panel, data, { layer, query, key }) {
   const [startX, startY] = [data.columns[key], panel.levels[layer]];
   const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
@@ -151,9 +152,9 @@ function edgePath(panel, data, { layer, query, key }) {
     `${side} ${endY + panel.bend} ${endX} ${endY}`;
 }
 
-// The attributes of one path for all the lines of a style, which keeps thousands of lines in a small
-// file. Styles are listed in the order of drawing, the grades of a kind and both signs of a grade
-// next to each other. Lines of estimates, which are dotted, have a path of their own below the others.
+// The attributes of one path for all lines of a style, which keeps files of thousands of lines small.
+// Styles are in drawing order: kinds, then grades, then signs. Estimates have a separate dotted path
+// per style, below the other lines.
 function linePaths(panel, view, data) {
   const paths = data.styles.flatMap(([kind, stroke, width, dots]) => {
     const path = { "data-kind": kind, d: "", stroke, "stroke-width": width };
@@ -182,7 +183,7 @@ function residualPath({ shape: [nLayers, , n], levels }, view, data) {
   return d;
 }
 
-// What a panel shows, as attributes of its group.
+// The numbers of edges in a panel, as attributes of its group.
 function countsOf({ lines, count }) {
   return {
     "data-edges-shown": lines.length,
@@ -191,7 +192,7 @@ function countsOf({ lines, count }) {
   };
 }
 
-// The first view, for a page whose script does not run: what of each panel depends on its edges.
+// The initial view, for static figures: the parts of each panel that depend on its edges.
 function firstView(data) {
   return data.panels.map((panel) => {
     const view = selectEdges(panel, data, data.state);

@@ -1,9 +1,9 @@
 """Attention patterns as a static SVG: a map per head that attends to anything, and a colour bar.
 
-Queries from top to bottom, keys from left to right. Tokens are written at the left of each row of
-maps and below each column, so that the nine heads of a layer fit a screen; where they have no room,
-their positions are, and a note lists them. Cells that the causal mask leaves out are hatched, so
-that they differ from a weight of 0.
+Queries from top to bottom, keys from left to right. Tokens label each row of maps at its left and
+each column below it, so that the nine heads of a layer fit on a screen; if there is no room, token
+positions do, and a note lists the tokens. Cells that the causal mask excludes are hatched, to
+distinguish them from a weight of 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_t
 _GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
 _LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
 _LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 12.5, 64
-# Three rows of maps or more are no higher than this, if they can.
+# Maximum height of three or more rows of maps, if possible.
 _HIGHEST = 1100
 # More heads than this are drawn small, without axes.
 _MOST_LABELLED = 24
@@ -43,8 +43,11 @@ _GRADES = 24
 
 @dataclass(frozen=True)
 class _Layout:
-    """Sizes in pixels of maps in rows; `left` and `below` are the space for axes, none without
-    texts."""
+    """Sizes in pixels of maps in rows.
+
+    Args:
+        left, below: space for axis labels; 0 without `texts`.
+    """
 
     n_heads: int
     per_row: int
@@ -56,7 +59,7 @@ class _Layout:
 
     @property
     def is_upright(self) -> bool:
-        """Whether texts of keys stand upright, since they are wider than a cell."""
+        """Whether key labels are vertical, since they are wider than a cell."""
         return self.below > 2 * _LINE
 
     @property
@@ -88,13 +91,13 @@ def draw_attention(
         title: title above the maps.
     """
     drawn = [index for index in range(len(heads)) if weights[index].any()]
-    silent = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
+    empty = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
     is_causal = not weights.triu(1).any()
     n, layout = len(texts), _layout(texts, max(len(drawn), 1))
     top = MARGIN + (TITLE_HEIGHT if title else 0)
     below = top + layout.height
     room = MAX_WIDTH - 2 * MARGIN
-    notes = wrap_text(f"No attention: {', '.join(silent)}.", TICK_SIZE, room) if silent else []
+    notes = wrap_text(f"No attention: {', '.join(empty)}.", TICK_SIZE, room) if empty else []
     notes += [] if layout.texts else ["Rows are queries, columns are keys."]
     if layout.texts != tuple(texts) and n <= _MOST_LISTED:
         clipped = (clip_text(text, TICK_SIZE, _LONGEST_LABEL) for text in texts)
@@ -103,14 +106,14 @@ def draw_attention(
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
     parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
     parts.append(_hatching())
-    for place, index in enumerate(drawn):
-        row, column = divmod(place, layout.per_row)
+    for slot, index in enumerate(drawn):
+        row, column = divmod(slot, layout.per_row)
         x = MARGIN + layout.left + column * (layout.side + _GAP)
         y = top + row * layout.row_height + _NAME_HEIGHT
         parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
         if layout.texts and column == 0:
             parts += _query_axis(layout, x, y)
-        if layout.texts and place + layout.per_row >= len(drawn):  # nothing below it
+        if layout.texts and slot + layout.per_row >= len(drawn):  # nothing below it
             parts += _key_axis(layout, x, y)
     parts += _legend(below, is_causal and n > 1 and bool(drawn))
     for line, note in enumerate(notes):
@@ -126,25 +129,25 @@ def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
         return _in_rows(8 if n_heads <= 64 else 12, n_heads, n, (), 0, 0)
     left = longest + 6 + _LINE
     for per_row in (4, 3, 2, 1):
-        lying = _in_rows(per_row, n_heads, n, tuple(texts), left, 2 * _LINE)
-        upright = replace(lying, below=longest + 6 + _LINE)
-        tried = upright if longest > lying.cell else lying
-        fits = tried.n_rows <= 2 or tried.height <= _HIGHEST
-        if tried.cell >= _LABELLED_CELL and fits:
-            return tried
-    # Positions, as many as have room for a text.
+        horizontal = _in_rows(per_row, n_heads, n, tuple(texts), left, 2 * _LINE)
+        upright = replace(horizontal, below=longest + 6 + _LINE)
+        layout = upright if longest > horizontal.cell else horizontal
+        fits = layout.n_rows <= 2 or layout.height <= _HIGHEST
+        if layout.cell >= _LABELLED_CELL and fits:
+            return layout
+    # Label positions instead, as many as there is room for.
     longest = text_width(str(n - 1), TICK_SIZE)
     sizes = (1, 2, 3, 4)
-    laid = [_in_rows(size, n_heads, n, (), longest + 6 + _LINE, 2 * _LINE) for size in sizes]
-    found = next((each for each in laid if each.height <= _HIGHEST), laid[-1])
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * found.cell >= longest + 6)
-    return replace(found, texts=tuple(str(i) if i % step == 0 else "" for i in range(n)))
+    layouts = [_in_rows(size, n_heads, n, (), longest + 6 + _LINE, 2 * _LINE) for size in sizes]
+    layout = next((each for each in layouts if each.height <= _HIGHEST), layouts[-1])
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * layout.cell >= longest + 6)
+    return replace(layout, texts=tuple(str(i) if i % step == 0 else "" for i in range(n)))
 
 
 def _in_rows(
     most: int, n_heads: int, n: int, texts: tuple[str, ...], left: float, below: float
 ) -> _Layout:
-    """As few rows of at most so many maps as they need, all about equally long."""
+    """As few rows of at most `most` maps as possible, of about equal length."""
     per_row = math.ceil(n_heads / math.ceil(n_heads / most))
     room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
     return _Layout(n_heads, per_row, min(room / per_row / n, _LARGEST_CELL), texts, left, below, n)
@@ -166,16 +169,16 @@ def _heat_map(
             f'<path d="M{x + cell:.2f} {y:.2f}H{x + room:.2f}{steps}V{y:.2f}Z" '
             'fill="url(#masked)" data-role="masked"/>'
         )
-    said = xml_text(shorten(visible_text(name)))
-    yield f'<g data-head="{said}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
+    label = xml_text(shorten(visible_text(name)))
+    yield f'<g data-head="{label}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
     cells: dict[int, list[str]] = defaultdict(list)
     for query, row in enumerate(weights.tolist()):
         for key, weight in enumerate(row):
             grade = min(_GRADES, math.ceil(weight * _GRADES - 0.1))
             if grade > 0:
                 cells[grade].append(f"M{key} {query}h1v1h-1z")
-    for grade, places in sorted(cells.items()):
-        yield f'<path d="{"".join(places)}" fill="{_colour(grade)}"/>'
+    for grade, paths in sorted(cells.items()):
+        yield f'<path d="{"".join(paths)}" fill="{_colour(grade)}"/>'
     line = 1 / cell
     yield (
         f'<rect width="{n}" height="{n}" fill="none" stroke="{BORDER}" stroke-width="{line:.4f}"/>'
@@ -188,7 +191,7 @@ def _colour(grade: int) -> str:
 
 
 def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
-    """The texts of an axis, each with the middle of its cell from the start of the axis."""
+    """The labels of an axis, each after the middle of its cell, relative to the axis start."""
     for i, text in enumerate(layout.texts):
         if text:
             clipped = clip_text(text, TICK_SIZE, _LONGEST_LABEL)
@@ -196,7 +199,7 @@ def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
 
 
 def _query_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
-    """Texts of queries at the left of a map, and the title of the axis."""
+    """Query labels at the left of a map, and the axis title."""
     yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}" text-anchor="end">'
     for middle, text in _labels(layout):
         yield f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}">{text}</text>'
@@ -208,14 +211,14 @@ def _query_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
 
 
 def _key_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
-    """Texts of keys below a map, and the title of the axis."""
+    """Key labels below a map, and the axis title."""
     bottom = y + layout.side
     yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
     for middle, text in _labels(layout):
         key = f'x="{x + middle:.2f}" y="{bottom + TICK_SIZE + 3:.2f}" text-anchor="middle"'
         if layout.is_upright:
-            place = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
-            key = f'transform="translate({place}) rotate(-90)" text-anchor="end"'
+            start = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
+            key = f'transform="translate({start}) rotate(-90)" text-anchor="end"'
         yield f"<text {key}>{text}</text>"
     across, down = x + layout.side / 2, bottom + layout.below - _LINE + 13
     yield (
@@ -233,7 +236,7 @@ def _hatching() -> str:
 
 
 def _legend(y: float, has_masked: bool) -> Iterator[str]:
-    """A colour bar of the weights, with its ticks below, and a sample of what is masked."""
+    """A colour bar of the weights with ticks below, and a sample of a masked cell."""
     top, label = y + 6, "Attention weight"
     x = MARGIN
     yield f'<g font-size="{TICK_SIZE:g}"><text x="{x}" y="{top + 9:g}">{label}</text>'
@@ -243,7 +246,7 @@ def _legend(y: float, has_masked: bool) -> Iterator[str]:
     yield f'stroke="{BORDER}"/>'
     for grade in range(1, _GRADES + 1):
         start = x + grade * width
-        # To the end of the bar, so that no gap shows between two grades.
+        # Drawn to the end of the bar, so that no gap shows between grades.
         yield (
             f'<rect x="{start:.2f}" y="{top:g}" width="{x + _BAR_WIDTH - start:.2f}" '
             f'height="{_BAR_HEIGHT}" fill="{_colour(grade)}"/>'

@@ -1,4 +1,4 @@
-// What a circuit diagram says: captions, and tooltips of lines of text, the first the heading.
+// The texts of a circuit diagram: captions, and tooltips as lines of text under a heading.
 
 function captionText(panel, view, data, state) {
   const measured = quantityText(panel.quantity, state.target);
@@ -9,7 +9,7 @@ function captionText(panel, view, data, state) {
   const number = (value) => value.toLocaleString("en-US");
   const kind = shownWeight(panel, state);
   const name = scoreNames[kind];
-  // Also of edges that are not shown: the effects of some may be larger than their estimates.
+  // Includes edges that are not shown, whose effects may be larger than their estimates.
   const { nEstimated } = panel;
   const estimates = kind === "effect" && nEstimated ? `; ${number(nEstimated)} are estimated` : "";
   const share = name ? ` of the largest ${name}` : "";
@@ -21,7 +21,7 @@ function thresholdText(data, state) {
   return (state.limit / data.steps).toFixed(state.limit % 10 ? 3 : 2);
 }
 
-// What effects change at a target: a metric of the answer, and of the wrong one.
+// The quantity that effects change at a target: a metric of the answer and of any wrong answer.
 function quantityText({ metric, answers, wrong }, target) {
   const [answer, other] = [answers, wrong].map((texts) => texts.length ? quoted(texts[target]) : "");
   const logit = answer ? `logit ${answer}` : "the logit";
@@ -35,51 +35,51 @@ function threeDigits(value) {
   return value.toLocaleString("en-US", digits).replace("-", "\u2212");
 }
 
-// What removing an edge changes, below 0 where it lowers what is measured, with three digits; or what
-// that is within, where it was too small to be sent.
-function changeText(panel, kind, place, data, { target }) {
+// The change of the metric when an edge is removed, with three digits; or a bound on it, if it was too
+// small to be sent.
+function changeText(panel, kind, index, data, { target }) {
   const { rows, scales } = panel.scores[kind];
-  const told = edgeAt(panel, rows[target], place)?.told;
-  const steps = told ?? 0.5 - data.floors[kind];
+  const unrounded = edgeAt(panel, rows[target], index)?.unrounded;
+  const steps = unrounded ?? 0.5 - data.floors[kind];
   const value = (-steps / data.steps) * scales[target];
-  const within = told === undefined && value ? "within \u00b1" : "";
+  const within = unrounded === undefined && value ? "within \u00b1" : "";
   return within + (value ? threeDigits(value) : "0");
 }
 
-// "effect" where the effect of an edge is known exactly, or else, where there is one, its estimate.
-function knownScore(panel, place, { target }) {
+// "effect" if the exact effect of an edge is known; otherwise its estimate, if there is one.
+function knownScore(panel, index, { target }) {
   const { scores } = panel;
   const row = scores.effect?.rows[target];
-  const isExact = row && (!row.exact || edgeAt(panel, row, place)?.estimated === false);
+  const isExact = row && (!row.exact || edgeAt(panel, row, index)?.estimated === false);
   return isExact ? "effect" : scores["first-order"] ? "first-order" : null;
 }
 
-// A token in quotation marks; one with letters written from right to left is isolated, so that it
-// leaves the words around it where they are.
+// A token in quotation marks; a right-to-left token is isolated, so that it does not reorder the
+// words around it.
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
 function quoted(token) {
   return RIGHT_TO_LEFT.test(token) ? `\u201c\u2068${token}\u2069\u201d` : `\u201c${token}\u201d`;
 }
 
-function attentionText(panel, place, data) {
-  const told = edgeAt(panel, panel.attention, place)?.told;
+function attentionText(panel, index, data) {
+  const steps = edgeAt(panel, panel.attention, index)?.unrounded;
   const bound = (data.floors.attention - 0.5) / data.steps;
-  return `attention ${told === undefined ? `at most ${bound}` : (told / data.steps).toFixed(3)}`;
+  return `attention ${steps === undefined ? `at most ${bound}` : (steps / data.steps).toFixed(3)}`;
 }
 
-function carriedText(panel, place, data) {
+function carriedText(panel, index, data) {
   const percent = (steps) => (steps / data.steps) * panel.mostCarried * 100;
-  const edge = edgeAt(panel, panel.carried, place);
+  const edge = edgeAt(panel, panel.carried, index);
   const bound = Math.ceil(10 * percent(data.floors.carried - 0.5)) / 10;
   const share = !edge ? `at most ${bound.toFixed(1)}` :
-    percent(edge.told) < 0.05 ? "less than 0.1" : percent(edge.told).toFixed(1);
+    percent(edge.unrounded) < 0.05 ? "less than 0.1" : percent(edge.unrounded).toFixed(1);
   return `writes ${share}\u202f% of the residual stream there`;
 }
 
 function nodeText(panel, level, column, live) {
-  const place = level === 0 ? "Input" : `After layer ${level - 1}`;
-  const hint = live.onEdges ? ["click: what it attends to and predicts"] : [];
-  return [place, ...tokenText(panel, column, "position"), ...hint];
+  const title = level === 0 ? "Input" : `After layer ${level - 1}`;
+  const hint = live.onEdges ? ["click to see its attention and predictions"] : [];
+  return [title, ...tokenText(panel, column, "position"), ...hint];
 }
 
 function tokenText(panel, column, label) {
@@ -93,31 +93,31 @@ function edgeText(panel, line, data, state, live) {
     `Layer ${line.layer}, head ${line.head}`,
     ...tokenText(panel, line.key, "from position"),
     ...tokenText(panel, line.query, "to position"),
-    `${attentionText(panel, line.place, data)}, gate open`,
+    `${attentionText(panel, line.index, data)}, gate open`,
   ];
-  if (panel.carried) text.push(carriedText(panel, line.place, data));
+  if (panel.carried) text.push(carriedText(panel, line.index, data));
   const measured = `${panel.quantity.unit} on ${quantityText(panel.quantity, state.target)}`.trim();
-  const told = (kind) => `${changeText(panel, kind, line.place, data, state)} ${measured}`;
-  if (knownScore(panel, line.place, state) === "effect") text.push(`effect of removing it ${told("effect")}`);
-  if (panel.scores["first-order"]) text.push(`first-order attribution ${told("first-order")}`);
+  const change = (kind) => `${changeText(panel, kind, line.index, data, state)} ${measured}`;
+  if (knownScore(panel, line.index, state) === "effect") text.push(`effect of removing it ${change("effect")}`);
+  if (panel.scores["first-order"]) text.push(`first-order attribution ${change("first-order")}`);
   text.push(...weakerTexts(panel, line, data, state));
   const all = line.others.length ? " in all these heads" : "";
-  return live.onEdges ? [...text, `click: remove this edge${all}`] : text;
+  return live.onEdges ? [...text, `click to remove this edge${all}`] : text;
 }
 
-// The edge in other heads, from the strongest on: whichever is drawn, another may matter more.
+// The edge in other heads, strongest first: another may matter more than the one that is drawn.
 function weakerTexts(panel, line, data, state) {
   const MOST = 5;
   const [, , n] = panel.shape;
   const list = weightsOf(panel, shownWeight(panel, state), state.target);
-  const edges = line.others.map((head) => edgeAt(panel, list, line.place + (head - line.head) * n * n));
-  edges.sort((a, b) => Math.abs(b.told) - Math.abs(a.told));
-  const said = edges.slice(0, MOST).map(({ head, place }) => {
-    const kind = knownScore(panel, place, state);
-    const score = kind && `, ${kind} ${changeText(panel, kind, place, data, state)}`;
-    return `also head ${head}: ${attentionText(panel, place, data)}${score ?? ""}`;
+  const edges = line.others.map((head) => edgeAt(panel, list, line.index + (head - line.head) * n * n));
+  edges.sort((a, b) => Math.abs(b.unrounded) - Math.abs(a.unrounded));
+  const texts = edges.slice(0, MOST).map(({ head, index }) => {
+    const kind = knownScore(panel, index, state);
+    const score = kind && `, ${kind} ${changeText(panel, kind, index, data, state)}`;
+    return `also head ${head}: ${attentionText(panel, index, data)}${score ?? ""}`;
   });
-  return edges.length > MOST ? [...said, `and ${edges.length - MOST} more heads`] : said;
+  return edges.length > MOST ? [...texts, `and ${edges.length - MOST} more heads`] : texts;
 }
 
 function removedText(panel, line) {
@@ -125,6 +125,6 @@ function removedText(panel, line) {
     `Removed: layer ${line.layer}, head${line.heads.length > 1 ? "s" : ""} ${line.heads.join(", ")}`,
     ...tokenText(panel, line.key, "from position"),
     ...tokenText(panel, line.query, "to position"),
-    "click: restore",
+    "click to restore it",
   ];
 }

@@ -1,4 +1,4 @@
-// Offers circuitsvis's attention heads below the static maps. They are drawn when they are opened.
+// Offers circuitsvis's view of attention heads below the static maps, drawn when it is opened.
 function start(root, properties) {
   const details = root.querySelector("details");
   const browser = root.querySelector(".browser");

@@ -1,8 +1,8 @@
-"""Attention patterns of heads: maps of all heads, and circuitsvis to browse them one by one.
+"""Attention patterns: maps of all heads, and circuitsvis to browse them one by one.
 
 1. Draw the static SVG (`attention_svg`).
-2. Embed it in HTML together with a local build of circuitsvis's component, which a reader can open
-   below it where scripts run. Nothing is loaded from the network.
+2. Embed it in HTML with a local build of circuitsvis's component, which readers can open below it
+   if scripts run. Nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparse_tl.plots.attention_svg import draw_attention
 from sparse_tl.plots.interactive_html import interactive_html, read_assets
-from sparse_tl.plots.palette import ATTENTION, FONT_FAMILY, GROUND, INK
+from sparse_tl.plots.palette import ATTENTION, BACKGROUND, FONT_FAMILY, INK
 from sparse_tl.plots.panels import MAX_WIDTH
 from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import visible_text
@@ -46,8 +46,8 @@ def attention_view(
 ) -> AttentionView:
     """Show attention patterns: a map for each head that attends to anything, with a colour bar.
 
-    Heads without any attention are listed below the maps. Where scripts run, all heads can be
-    browsed one by one with circuitsvis.
+    Heads without any attention are listed below the maps. If scripts run, all heads can be browsed
+    one by one with circuitsvis.
 
     Args:
         attention: weights in 0..1 of every head.
@@ -81,7 +81,7 @@ def _check(weights: Tensor, tokens: Sequence[str], heads: Sequence[str]) -> None
         )
     if not weights.isfinite().all() or weights.min() < 0 or weights.max() > 1 + 1e-2:
         raise ValueError(
-            "expected attention weights in 0..1; got others; pass gate times attention probability"
+            "expected attention weights in 0..1; pass gate times attention probability"
         )
 
 
@@ -99,7 +99,7 @@ def _html(svg: str, weights: Tensor, texts: Sequence[str], heads: Sequence[str])
         "positiveColor": ATTENTION[1],
     }
     style = (
-        f"max-width: {MAX_WIDTH}px; background: {GROUND}; color: {INK}; color-scheme: light; "
+        f"max-width: {MAX_WIDTH}px; background: {BACKGROUND}; color: {INK}; color-scheme: light; "
         f"font: 13px {FONT_FAMILY}"
     )
     content = (
@@ -117,5 +117,5 @@ def _circuitsvis() -> str:
     """The local build of circuitsvis, safe to embed in a script element."""
     source = read_assets("dist/cdn/iife.js", package="circuitsvis")
     source = re.sub(r"^//# sourceMappingURL=.*$", "", source, flags=re.MULTILINE)
-    # These occur only in strings, where a backslash before these letters has no effect.
+    # These occur only in strings, where the added backslash has no effect.
     return source.replace("</script", r"<\/script").replace("<!--", r"<\!--")

@@ -1,4 +1,4 @@
-"""Maps of what heads do: a colour for each head's kind, and a short label."""
+"""Maps of head behaviour: a colour for each head's kind, and a short label."""
 
 from __future__ import annotations
 
@@ -10,55 +10,56 @@ import torch
 from sparse_tl.circuits import KINDS, HeadBehaviour
 from sparse_tl.plots.cells import CELLS
 from sparse_tl.plots.head_panels import head_panels
-from sparse_tl.plots.palette import EMPTY_CELL, GROUND, KINDS_OF_HEADS, TICK_SIZE, blend
+from sparse_tl.plots.palette import BACKGROUND, EMPTY_CELL, KINDS_OF_HEADS, TICK_SIZE, blend
 from sparse_tl.plots.panels import add_line, hover_text
 from sparse_tl.plots.token_text import text_width
 
 _MINUS = KINDS["negative copying"].label
 _LABELS = [kind.label + _MINUS for kind in KINDS.values()]
 _MARGIN, _LEAST_HEIGHT = 4, 11
-"""What cells are wider than the longest label, and their least height with labels, in pixels."""
+"""Horizontal padding of labels, and the least height of a cell with one, in pixels."""
 _SAMPLE = 9.0
-_FILL = {kind: blend(GROUND, colour, 0.4) for kind, colour in KINDS_OF_HEADS.items()}
+_FILL = {kind: blend(BACKGROUND, colour, 0.4) for kind, colour in KINDS_OF_HEADS.items()}
 _FILL[""] = EMPTY_CELL
 
 
 def behaviour_panels(
     panels: Mapping[str, HeadBehaviour],
 ) -> tuple[Any, list[tuple[int, int]]]:
-    """Maps of what every head does; and the row and column of each. See `head_map`."""
+    """Maps of the behaviour of heads, and the row and column of each; see `head_map`."""
     grid = next(iter(panels.values())).grid
     longest = max(text_width(label, TICK_SIZE) for label in _LABELS) + _MARGIN
-    figure, places = head_panels(list(panels), grid.n_layers, grid.n_heads, label_width=longest)
+    figure, positions = head_panels(list(panels), grid.n_layers, grid.n_heads, label_width=longest)
     drawn, texts = set[str](), list[dict[str, Any]]()
-    for place, behaviour in zip(places, panels.values(), strict=True):
+    for position, behaviour in zip(positions, panels.values(), strict=True):
         main = behaviour.main
-        _add_kinds(figure, place, behaviour, main)
-        texts += _labels(figure, place, behaviour, main)
+        _add_kinds(figure, position, behaviour, main)
+        texts += _labels(figure, position, behaviour, main)
         drawn |= set(main.values())
-    # All at once, since plotly checks all with every one.
+    # Added at once, since plotly validates all annotations at every addition.
     figure.update_layout(annotations=[*figure.layout.annotations, *texts])
     for kind in KINDS:
         if kind in drawn:
             name = f"{KINDS[kind].label} {kind}".strip()
             add_line(figure, 1, 1, x=[None], y=[None], colour=_FILL[kind], name=name, width=_SAMPLE)
-    return figure, places
+    return figure, positions
 
 
 def behaviour_notes(panels: Mapping[str, HeadBehaviour]) -> list[str]:
-    """What the maps do not say by themselves, as sentences."""
-    notes = [f"No head of {title} is of a kind." for title, some in panels.items() if not some.main]
-    labels = {label for some in panels.values() for label in some.labels.values()}
+    """Explanations of the maps, as sentences."""
+    without = [title for title, behaviour in panels.items() if not behaviour.main]
+    notes = [f"No head of {title} is of any kind." for title in without]
+    labels = {label for behaviour in panels.values() for label in behaviour.labels.values()}
     if any(label.endswith(("+", _MINUS)) for label in labels):
-        notes.append(f"+: copies what it attends to; {_MINUS}: lowers the logit of that.")
+        notes.append(f"+: copies what it attends to; {_MINUS}: lowers its logit.")
     return notes
 
 
 def _add_kinds(
-    figure: Any, place: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
+    figure: Any, position: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
 ) -> None:
     """Fill a panel with cells, one trace per kind."""
-    grid, said = behaviour.grid, _said(behaviour, main)
+    grid, tooltips = behaviour.grid, _tooltips(behaviour, main)
     for kind in ("", *dict.fromkeys(main.values())):
         cells = torch.full(grid.exists.shape, torch.nan)
         for head in grid.names(grid.places):
@@ -71,30 +72,30 @@ def _add_kinds(
             zmax=1,
             colorscale=[(0, colour), (1, colour)],
             showscale=False,
-            text=said,
+            text=tooltips,
             **CELLS,
-            row=place[0],
-            col=place[1],
+            row=position[0],
+            col=position[1],
         )
 
 
-def _said(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[str]]:
+def _tooltips(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[str]]:
     """The tooltip of each head: its kind, and all its scores."""
     names = behaviour.grid.names(behaviour.grid.places)
     scores = torch.stack([*behaviour.scores.values()], dim=-1).flatten(0, 1).tolist()
-    said = list[str]()
+    tooltips = list[str]()
     for name, row in zip(names, scores, strict=True):
         measured = map("{} {:.3f}".format, behaviour.scores, row)
-        said.append(hover_text([name, *filter(None, [main.get(name)]), *measured]))
+        tooltips.append(hover_text([name, *filter(None, [main.get(name)]), *measured]))
     n_heads = behaviour.grid.n_heads
-    return [said[start : start + n_heads] for start in range(0, len(said), n_heads)]
+    return [tooltips[start : start + n_heads] for start in range(0, len(tooltips), n_heads)]
 
 
 def _labels(
-    figure: Any, place: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
+    figure: Any, position: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The labels of a panel's cells: without plus or minus, or none, where they do not fit."""
-    axes, layout, grid = figure.get_subplot(*place), figure.layout, behaviour.grid
+    """The labels of a panel's cells; those that do not fit lose plus or minus, or are left out."""
+    axes, layout, grid = figure.get_subplot(*position), figure.layout, behaviour.grid
     inner_width = layout.width - layout.margin.l - layout.margin.r
     inner_height = layout.height - layout.margin.t - layout.margin.b
     across, upwards = axes.xaxis.domain, axes.yaxis.domain
@@ -106,10 +107,10 @@ def _labels(
         "xref": axes.xaxis.plotly_name.replace("axis", ""),
         "yref": axes.yaxis.plotly_name.replace("axis", ""),
     }
-    found = []
+    labels = []
     for name, label in behaviour.labels.items():
         layer, head = grid.index(name)
         either = (label, KINDS[main[name]].label)
         fitting = [text for text in either if text and text_width(text, TICK_SIZE) <= width]
-        found += [{"text": text, "x": head, "y": layer, **style} for text in fitting[:1]]
-    return found
+        labels += [{"text": text, "x": head, "y": layer, **style} for text in fitting[:1]]
+    return labels

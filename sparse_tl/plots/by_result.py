@@ -34,7 +34,7 @@ from sparse_tl.plots.rendering import Figure
 from sparse_tl.plots.score_scatter import score_figure
 
 STRONGEST = 60
-"""Number of circuit edges that scores are drawn with."""
+"""Number of strongest edges drawn for scores of circuit edges."""
 
 
 @singledispatch

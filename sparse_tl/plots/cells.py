@@ -10,39 +10,39 @@ from sparse_tl.plots.panels import plain_text, ticks
 from sparse_tl.plots.token_text import clip_text, visible_text
 
 BAR_TOP, BAR_ROOM = 50, 50
-"""Top of a bar below the cells, where they have an axis title; and the room it needs below that."""
+"""Distance of a bar from cells with an axis title between, and the room that it needs below."""
 BAR_BELOW = 52
-"""Room from the top of a bar to the edge of the figure."""
+"""Distance from the top of a bar to the edge of the figure."""
 CELLS: dict[str, Any] = {"xgap": 1, "ygap": 1, "hoverinfo": "text", "hoverongaps": False}
 """How plotly draws a heatmap of heads or layers."""
 _BAR_HEIGHT = 8
-# Distance of its ends from those of the map, so that ticks of two bars do not touch.
+# Distance of a bar's ends from those of its map, so that ticks of two bars do not touch.
 _BAR_INSET = 12
 
 
 def add_cells(
     figure: Any,
-    place: tuple[int, int],
+    position: tuple[int, int],
     values: Sequence[Sequence[float]],
-    said: Sequence[Sequence[str]],
+    tooltips: Sequence[Sequence[str]],
     colours: Sequence[tuple[float, Colour]],
     limits: tuple[float, float],
-    measured: str,
+    label: str,
     bar_top: float = BAR_TOP,
 ) -> None:
     """Fill a panel with cells, with a colour bar below it.
 
     Args:
         figure: the figure.
-        place: row and column of the panel.
+        position: row and column of the panel.
         values: values by row and column; NaN for no cell.
-        said: tooltip of each cell.
+        tooltips: tooltip of each cell.
         colours: colour scale.
         limits: values at the ends of the scale.
-        measured: what the colours show, with its unit.
+        label: label of the colour bar: the quantity and its unit.
         bar_top: top of the colour bar, in pixels below the cells.
     """
-    row, column = place
+    row, column = position
     axes, layout = figure.get_subplot(row, column), figure.layout
     across, upwards = axes.xaxis.domain, axes.yaxis.domain
     inner_width = layout.width - layout.margin.l - layout.margin.r
@@ -71,13 +71,13 @@ def add_cells(
         zmax=limits[1],
         colorscale=colours,
         colorbar=bar,
-        text=said,
+        text=tooltips,
         **CELLS,
         row=row,
         col=column,
     )
     figure.add_annotation(
-        text=plain_text(clip_text(visible_text(measured), TICK_SIZE, width)),
+        text=plain_text(clip_text(visible_text(label), TICK_SIZE, width)),
         font={"size": TICK_SIZE},
         **{"xref": "x domain", "x": 0.5, "xanchor": "center"},
         **{"yref": "y domain", "y": 0, "yanchor": "middle"},

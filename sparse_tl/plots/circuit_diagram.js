@@ -1,9 +1,9 @@
-// Makes the static circuit diagram interactive. What it shows is chosen by attention_edges.js; all
+// Makes the static circuit diagram interactive. attention_edges.js chooses the edges, and all
 // coordinates come from diagram_layout.py.
 //
-// A live figure, whose edges can be removed and restored by a running kernel, is started with more:
-//   state            what to start with in place of data.state
-//   onState(state)   called after every change of it
+// A live figure, whose edges a running kernel can remove and restore, has further options:
+//   state            the initial state, instead of data.state
+//   onState(state)   called after every change of the state
 //   removed          for each panel, the removed edges as {layer, query, key, heads}
 //   onEdges(panel, edges)  called with [layer, head, query, key] of each edge of a clicked line
 
@@ -14,8 +14,8 @@ function start(root, data, live) {
   const svg = root.querySelector("svg");
   const state = { ...data.state, focus: null, ...live.state };
   const panels = findPanels(svg, data, REMOVED);
-  // Drawn for the width of a printed page, it is larger on screens; and a figure of many columns is
-  // scrolled before its text is too small to read.
+  // The figure is drawn for the width of a printed page, but larger on screens; a figure of many columns
+  // scrolls rather than becoming illegible.
   const { width } = svg.viewBox.baseVal;
   root.style.maxWidth = `${Math.max(900, width)}px`;
   svg.style.minWidth = `${Math.ceil(0.92 * width)}px`;
@@ -49,7 +49,7 @@ function start(root, data, live) {
     panel.part("edges").replaceChildren(...drawn);
   }
 
-  // Removed edges of a live figure stay where they were, as broken lines.
+  // Removed edges of a live figure remain visible as dashed lines.
   function drawRemoved(panel) {
     for (const line of panel.removed) line.d = edgePath(panel, data, line);
     const d = panel.removed.map((line) => line.d).join("");
@@ -96,8 +96,8 @@ function start(root, data, live) {
     setAttributes(panel.part("arrow-head"), { d: head, opacity: view.focus ? 0.3 : null });
   }
 
-  // Above a column whose token the model was given stands that token, or, where it is the one that
-  // is chosen, the prediction.
+  // Writes above a column the token that the model was given there or, if the column is the chosen
+  // one, the prediction.
   function writeOutput(panel, column, isChosen) {
     const text = panel.part("output").children[column];
     const [title] = text.children;
@@ -142,7 +142,7 @@ function start(root, data, live) {
       },
     });
     addControl(root, "Threshold", slider, output);
-    // No lower than all edges of the weight were sent.
+    // The threshold stays at or above that down to which all edges were sent.
     function limit() {
       const floor = data.floors[state.weight];
       state.limit = Math.max(floor, state.limit);
@@ -165,7 +165,7 @@ function start(root, data, live) {
     const weights = [
       ["attention", "attention"],
       ...(panels.every((panel) => panel.carried) ? [["carried", "what it carries"]] : []),
-      // A running kernel computes them where they are asked for.
+      // A running kernel computes effects on request.
       ...((some("effect") || live.onEdges) && (all || panels.every((panel) => panel.scores.effect))
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
@@ -179,12 +179,12 @@ function start(root, data, live) {
     }
     if (!weights.some(([weight]) => isSigned(weight))) {
       addControl(root, weights.length > 1 ? "" : "Weight: attention ", make("small", {},
-        "effects of removal were not computed: draw fewer positions=, or trace with attribution=True"));
+        "effects of removal were not computed: pass fewer positions=, or trace with attribution=True"));
     }
     return targetSelect;
   }
 
-  // A click on a predicted character in the output row chooses it.
+  // A click on a predicted token in the output row chooses it.
   function addTargetClicks(targetSelect) {
     data.targets.forEach(([column], target) => {
       for (const panel of panels) {
@@ -220,7 +220,7 @@ function start(root, data, live) {
 
   // ---- pointer -------------------------------------------------------------------------------
 
-  // The drawn line beside the pointer, or else the removed one, among those of the layer there.
+  // The drawn or else the removed line nearest to the pointer, in the layer there.
   function lineAt(panel, event) {
     const point = pointIn(svg, event);
     const layer = panel.levels.findLastIndex((level) => level >= point.y);
@@ -228,7 +228,7 @@ function start(root, data, live) {
     return nearest(panel.view.lines) ?? nearest(panel.removed);
   }
 
-  function tell(panel, event) {
+  function tooltipAt(panel, event) {
     svg.style.cursor = "";
     if (event.target.tagName === "circle") {
       const { level, column } = event.target.dataset;
@@ -243,7 +243,7 @@ function start(root, data, live) {
     return isRemoved ? removedText(panel, line) : edgeText(panel, line, data, state, live);
   }
 
-  // A line stands for the edge in every head at or above the threshold.
+  // A line represents the edge in every head at or above the threshold.
   function onClick(event) {
     const panel = panelAt(panels, event);
     const line = panel && event.target.tagName !== "circle" && lineAt(panel, event);
@@ -260,7 +260,7 @@ function start(root, data, live) {
   svg.addEventListener("pointermove", (event) => {
     hideTip(root, panels);
     const panel = panelAt(panels, event);
-    const lines = panel && tell(panel, event);
+    const lines = panel && tooltipAt(panel, event);
     if (lines) showTip(root, lines, event);
   });
   svg.addEventListener("pointerleave", () => hideTip(root, panels));

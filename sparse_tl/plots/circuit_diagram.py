@@ -5,7 +5,7 @@
    (``attention_edges.js``, run by `javascript`).
 3. Draw the static SVG (`circuit_svg`).
 4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
-   the reader changes the threshold or another option.
+   the reader changes an option.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sparse_tl.plots.rounded_graph import (
 from sparse_tl.plots.token_text import shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
-"""Smallest weight to draw; 0 shows every edge that is not 0."""
+"""Smallest weight to draw; 0 shows every edge with a non-zero weight."""
 
-# Maximum number of attention weights in the script, and of effects, at six to ten bytes each.
+# Maximum number of attention weights on a page, and of effects, at six to ten bytes each.
 _MAX_WEIGHTS = 25_000
 
 
@@ -61,14 +61,13 @@ def circuit_diagram(
     """Draw which attention edges move information to a predicted token.
 
     Columns are token positions and rows are layers, upwards. An edge is drawn if the largest
-    weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
-    from which drawn edges do not lead to the predicted token are light; of the others, the 32 that
-    carry most are dark, whatever is attended to (``attention_edges.js`` says how that is computed).
-    If MLPs have gates, a square below a node is an open MLP that writes to it.
+    weight of any head in its layer reaches the threshold; darker and thicker lines have larger
+    weights. Edges that are not connected to the predicted token through drawn edges are light; of
+    the others, the 32 that carry most are dark (see ``attention_edges.js``). If MLPs have gates, a
+    square below a node is an open MLP that writes to it.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
-    6 pt at a width of 5.5 in. Longer prompts make wider images, 16 px per token, whose text is
-    smaller in print.
+    6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
 
     Args:
         panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
@@ -78,10 +77,9 @@ def circuit_diagram(
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
             query's residual stream that the edge writes, relative to the panel's largest;
             ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
-            ``"first-order"``: estimate of that. Where an effect was not computed, the estimate is
-            shown instead. Lines of estimates are dotted.
-        threshold: smallest absolute weight to draw, in 0..1, after rounding weights to
-            thousandths.
+            ``"first-order"``: estimate of that. Estimates also replace effects that were not
+            computed; their lines are dotted.
+        threshold: smallest absolute weight to draw, in 0..1, after rounding to thousandths.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: title above the panels.
 
@@ -114,27 +112,27 @@ def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
         raise ValueError(
             'expected at least one panel; got none; pass {"Base Model": trace_attention(...)}'
         )
-    for name, flow in panels.items():
-        if 0 in flow.attention.shape:
+    for name, graph in panels.items():
+        if 0 in graph.attention.shape:
             raise ValueError(
                 f"expected at least one layer, head and column in panel {name!r}; got attention "
-                f"of shape {tuple(flow.attention.shape)}; trace a prompt that is not empty"
+                f"of shape {tuple(graph.attention.shape)}; trace a prompt that is not empty"
             )
     first_name, first = next(iter(panels.items()))
-    for name, flow in panels.items():
+    for name, graph in panels.items():
         for what in ("n_columns", "targets"):
-            expected, got = getattr(first, what), getattr(flow, what)
+            expected, got = getattr(first, what), getattr(graph, what)
             if expected != got:
                 raise ValueError(
-                    f"expected panels that trace the same prompt, since a position means the same "
-                    f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
+                    f"expected panels that trace the same prompt, so that columns correspond; got "
+                    f"{what} {expected} in {first_name!r} and {got} in "
                     f"{name!r}; draw different prompts as separate figures"
                 )
 
     metrics = {
-        name: flow.metric
-        for name, flow in panels.items()
-        if flow.effect is not None or flow.attribution is not None
+        name: graph.metric
+        for name, graph in panels.items()
+        if graph.effect is not None or graph.attribution is not None
     }
     if len(set(metrics.values())) > 1:
         raise ValueError(
@@ -144,7 +142,7 @@ def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
 
 
 def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
-    # Effects that are not known exactly are estimated to first order.
+    # First-order estimates replace missing effects.
     shown = {"effect", "first-order"} if weight == "effect" else {weight}
     for panel in panels:
         if weight == "carried":
@@ -156,13 +154,13 @@ def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
             )
 
 
-def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
-    n_targets = len(next(iter(flows.values())).targets)
+def _checked_target(graphs: Mapping[str, AttentionGraph], target: int) -> int:
+    n_targets = len(next(iter(graphs.values())).targets)
     if not -n_targets <= target < n_targets:
-        allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a flow that has targets"
+        allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a graph with targets"
         raise ValueError(
-            f"expected a target {allowed}; got {target}; it is an index into the {n_targets} "
-            "targets of the flows, not a column"
+            f"expected a target {allowed}; got {target}; a target is an index into the {n_targets} "
+            "targets of the graphs, not a column"
         )
     return target % n_targets
 
@@ -170,7 +168,7 @@ def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
 def _script_data(
     panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """The data with which the script redraws the lines of the static figure."""
+    """The data from which the script redraws the lines of the static figure."""
     floors = _smallest_thresholds(panels, state)
     return {
         "state": state,
@@ -188,15 +186,15 @@ def _script_data(
         "targets": panels[0].graph.targets,
         "given": panels[0].graph.given,
         "panels": [
-            _panel_data(panel, floors, layout, place)
-            for panel, place in zip(panels, layout.panels, strict=True)
+            _panel_data(panel, floors, layout, panel_layout)
+            for panel, panel_layout in zip(panels, layout.panels, strict=True)
         ],
     }
 
 
 def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
-    """For each weight, the lowest threshold, in thousandths, at which a figure of bounded size can
-    show every edge of every target; at most the threshold that is asked for."""
+    """For each weight, the lowest threshold, in thousandths, at which a page of bounded size holds
+    every edge of every target; at most the requested threshold."""
     weights = {
         "attention": [panel.attention for panel in panels],
         "carried": [panel.carried for panel in panels if panel.carried is not None],
@@ -217,21 +215,21 @@ def _listed(
     floor: int,
     exact: Bool[Tensor, "layer head query key"] | None = None,
 ) -> dict[str, list[Any]]:
-    """The weights that are rounded to at least `floor`, with four digits, the steps between their
-    places in the flat tensor, and, where some are estimates, whether each is exact."""
-    places = (values.abs().round() >= floor).flatten().nonzero().squeeze(1)
-    steps = places.diff(prepend=torch.zeros(1, dtype=places.dtype))
-    weights: list[float] = values.flatten()[places].tolist()
+    """The weights that round to at least `floor`, with four digits; the steps between their indices
+    in the flat tensor; and, if some are estimates, whether each is exact."""
+    indices = (values.abs().round() >= floor).flatten().nonzero().squeeze(1)
+    steps = indices.diff(prepend=torch.zeros(1, dtype=indices.dtype))
+    weights: list[float] = values.flatten()[indices].tolist()
     if values.is_floating_point():
         weights = [float(f"{weight:.4g}") for weight in weights]
     listed: dict[str, list[Any]] = {"steps": steps.tolist(), "values": weights}
     if exact is not None and not bool(exact.all()):
-        listed["exact"] = exact.flatten()[places].int().tolist()
+        listed["exact"] = exact.flatten()[indices].int().tolist()
     return listed
 
 
 def _panel_data(
-    panel: RoundedGraph, floors: Mapping[str, int], layout: Layout, place: PanelLayout
+    panel: RoundedGraph, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
 ) -> dict[str, Any]:
     graph = panel.graph
     outputs = [visible_text(token) for token in graph.output_tokens]
@@ -241,15 +239,16 @@ def _panel_data(
     return {
         "name": shorten(visible_text(panel.name)),
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
-        "levels": place.levels,
-        "bend": place.bend,
-        "swing": place.swing,
+        "levels": panel_layout.levels,
+        "bend": panel_layout.bend,
+        "swing": panel_layout.swing,
         "input": [shorten(visible_text(token)) for token in graph.input_tokens],
         "output": [shorten(token) for token in outputs],
-        # What stands above a given column where it is the one that is shown.
+        # The text above a given column if its prediction is shown.
         "above": {column: drawn_token(outputs[column], layout) for column in graph.given},
         "arrows": [
-            prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
+            prediction_arrow(layout, panel_layout, column, read_at)
+            for column, read_at in graph.targets
         ],
         "quantity": quantity_data(graph),
         "nEstimated": int((graph.gates & ~panel.exact).sum()),

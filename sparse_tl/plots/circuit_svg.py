@@ -1,7 +1,7 @@
 """The static circuit diagram: an SVG without script, style sheet or network access.
 
-What depends on the edges that are drawn comes from the script of the interactive figure, which
-takes over the groups that carry ``data-role``.
+The script of the interactive figure computes everything that depends on the drawn edges; on a page,
+it redraws the groups with a ``data-role``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparse_tl.plots.diagram_legend import legend
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     ACCENT,
-    GROUND,
+    BACKGROUND,
     INK,
     LABEL_SIZE,
     NODE_REACHED,
@@ -43,8 +43,8 @@ _WIDTHS: dict[EdgeKind, tuple[float, float]] = {
 
 
 def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float, str]]:
-    """Kind, colour, width and dots of all lines, in drawing order: light kinds first, and within
-    each kind weak grades first, in blue and in orange. Darker and thicker means more weight.
+    """Kind, colour, width and dashes of all lines, in drawing order: light kinds first, and in each
+    kind weak grades first, both in blue and in orange. Stronger lines are darker and thicker.
 
     Args:
         scale: thickness relative to a figure with wide columns; dark lines shrink less.
@@ -73,12 +73,12 @@ def draw_svg(
     """The figure as an SVG element.
 
     Args:
-        panels: graph of each panel, from top to bottom, and what ``firstView`` of
-            ``attention_edges.js`` says of it.
+        panels: graph of each panel, from top to bottom, with its ``firstView`` from
+            ``attention_edges.js``.
         layout: layout of the panels.
         surround: title and arrows around the panels.
         target: index of the predicted token.
-        weight: weight that lines show.
+        weight: weight shown by lines.
     """
     content: list[str] = []
     for index, (graph, view) in enumerate(panels):
@@ -97,21 +97,21 @@ def _panel(
     layout: Layout,
     target: int,
 ) -> Iterator[str]:
-    place = layout.panels[index]
-    yield f'<g data-panel="{index}"{_written(view["counts"])}>'
-    yield from panel_frame(layout.left, layout.right, place, name, view["caption"], below=True)
-    yield from _residual_stream(view["residual"], layout, place)
+    panel = layout.panels[index]
+    yield f'<g data-panel="{index}"{_attributes(view["counts"])}>'
+    yield from panel_frame(layout.left, layout.right, panel, name, view["caption"], below=True)
+    yield from _residual_stream(view["residual"], layout, panel)
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     for path in view["edges"]:
-        yield f"<path{_written(path)}/>"
+        yield f"<path{_attributes(path)}/>"
     yield "</g>"
-    yield from _nodes(set(view["reached"]), layout, place)
-    yield from _mlps(graph, layout, place)
-    yield from _layer_names(graph.n_layers, layout, place)
+    yield from _nodes(set(view["reached"]), layout, panel)
+    yield from _mlps(graph, layout, panel)
+    yield from _layer_names(graph.n_layers, layout, panel)
     column, read_at = graph.targets[target]
-    yield from _tokens("input", graph.input_tokens, layout, place.input_y)
-    yield from _tokens("output", graph.output_row(target), layout, place.output_y, column)
-    line, head = prediction_arrow(layout, place, column, read_at)
+    yield from _tokens("input", graph.input_tokens, layout, panel.input_y)
+    yield from _tokens("output", graph.output_row(target), layout, panel.output_y, column)
+    line, head = prediction_arrow(layout, panel, column, read_at)
     yield (
         f'<path data-role="arrow" d="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
         f'<path data-role="arrow-head" d="{head}" fill="{INK}"/>'
@@ -119,12 +119,12 @@ def _panel(
     yield "</g>"
 
 
-def _written(attributes: Mapping[str, Any]) -> str:
+def _attributes(attributes: Mapping[str, Any]) -> str:
     return "".join(f' {name}="{value}"' for name, value in attributes.items())
 
 
-def _residual_stream(on_path: str, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    every = "".join(f"M{x} {place.levels[0]}V{place.levels[-1]}" for x in layout.columns)
+def _residual_stream(on_path: str, layout: Layout, panel: PanelLayout) -> Iterator[str]:
+    every = "".join(f"M{x} {panel.levels[0]}V{panel.levels[-1]}" for x in layout.columns)
     style = f'fill="none" stroke-width="{RULE_WEIGHT}"'
     yield (
         f'<path d="{every}" {style} stroke="{palette.RESIDUAL}"/>'
@@ -133,21 +133,21 @@ def _residual_stream(on_path: str, layout: Layout, place: PanelLayout) -> Iterat
     )
 
 
-def _layer_names(n_layers: int, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    """The names of the layers, on a ground, since a page that scrolls moves them over lines."""
+def _layer_names(n_layers: int, layout: Layout, panel: PanelLayout) -> Iterator[str]:
+    """Layer names, with an outline, since scrolling pages move them over lines."""
     yield (
         f'<g data-role="layers" text-anchor="end" font-size="{LABEL_SIZE:g}" '
-        f'paint-order="stroke" stroke="{GROUND}" stroke-width="5" stroke-linejoin="round">'
+        f'paint-order="stroke" stroke="{BACKGROUND}" stroke-width="5" stroke-linejoin="round">'
     )
     for layer in range(n_layers):
-        y = place.levels[layer + 1] + 4.5
+        y = panel.levels[layer + 1] + 4.5
         yield f'<text x="{layout.columns[0] - 24}" y="{y:g}">Layer {layer}</text>'
     yield "</g>"
 
 
-def _nodes(on_path: Set[str], layout: Layout, place: PanelLayout) -> Iterator[str]:
+def _nodes(on_path: Set[str], layout: Layout, panel: PanelLayout) -> Iterator[str]:
     yield f'<g data-role="nodes" stroke-width="{RULE_WEIGHT}">'
-    for level, y in enumerate(place.levels):
+    for level, y in enumerate(panel.levels):
         for column, x in enumerate(layout.columns):
             reached = f"{level},{column}" in on_path
             fill, stroke = NODE_REACHED if reached else NODE_UNREACHED
@@ -159,7 +159,7 @@ def _nodes(on_path: Set[str], layout: Layout, place: PanelLayout) -> Iterator[st
     yield "</g>"
 
 
-def _mlps(graph: AttentionGraph, layout: Layout, place: PanelLayout) -> Iterator[str]:
+def _mlps(graph: AttentionGraph, layout: Layout, panel: PanelLayout) -> Iterator[str]:
     """A square below each node that an open MLP writes to; closed MLPs are not drawn."""
     if graph.mlps is None:
         return
@@ -168,7 +168,7 @@ def _mlps(graph: AttentionGraph, layout: Layout, place: PanelLayout) -> Iterator
     yield f'<g data-role="mlps" fill="{fill}" stroke="{stroke}" stroke-width="{RULE_WEIGHT}">'
     for layer, column in graph.mlps.nonzero().tolist():
         x = layout.columns[column] - side / 2
-        y = place.levels[layer + 1] + layout.node_radius + 2
+        y = panel.levels[layer + 1] + layout.node_radius + 2
         yield (
             f'<rect x="{x:g}" y="{y:g}" width="{side:g}" height="{side:g}" rx="1">'
             f"<title>MLP of layer {layer}, open</title></rect>"
@@ -186,17 +186,17 @@ def _tokens(
         text = visible_text(token)
         if layout.rotated:
             lean = x + (4 if role == "input" else 2)
-            place = f'transform="translate({lean} {y}) rotate(-45)"'
+            at = f'transform="translate({lean} {y}) rotate(-45)"'
         else:
-            place = f'x="{x}" y="{y}"'
+            at = f'x="{x}" y="{y}"'
         emphasis = f' font-weight="bold" fill="{ACCENT}"' if column == predicted else ""
         yield (
-            f'<text data-column="{column}" {place}{emphasis}>{xml_text(drawn_token(text, layout))}'
+            f'<text data-column="{column}" {at}{emphasis}>{xml_text(drawn_token(text, layout))}'
             f"<title>{xml_text(shorten(text))}</title></text>"
         )
     yield "</g>"
 
 
 def drawn_token(text: str, layout: Layout) -> str:
-    """A visible text as far as it fits above or below its column."""
+    """A visible text, clipped to the width of its column."""
     return clip_text(text, layout.token_size, layout.token_width)

@@ -1,4 +1,4 @@
-// The card of a node: its edges as tables, its label and note, whether it is pinned or a supernode.
+// The card of a node: tables of its edges, label and note, and buttons to pin or ungroup it.
 
 const MOST_ROWS = 100;
 
@@ -9,7 +9,7 @@ function scoreText(score, unit) {
 
 const percent = (share) => `${Number((100 * share).toPrecision(2))} %`;
 
-// All lines of the circuit at a node, strongest first, each with whether it is shown.
+// All lines of the circuit at a node, strongest first, and whether each is shown.
 function linesAt(drawn, panel, node, end) {
   const members = new Set(node.members ?? [node.index]), other = 1 - end;
   const shown = new Set(panel.links.flatMap((link) => link.lines));
@@ -38,7 +38,7 @@ function edgeTable(drawn, data, panel, node, end, heading, go) {
   return [make("h4", {}, `${heading} (${count})`), ...(lines.length ? [table] : []), ...more];
 }
 
-// The neurons of an MLP, strongest first; each opens to its tokens and to what it promotes.
+// The neurons of an MLP, strongest first; each opens to its tokens and the logits that it changes.
 function neuronList(found, name, unit) {
   const ends = ([clean, corrupted]) => `${scoreText(clean, "")} \u2192 ${scoreText(corrupted, "")}`;
   const rest = found.readers.length - 6;
@@ -58,14 +58,14 @@ function neuronList(found, name, unit) {
       make("div", { class: "titles" }, ...spans(["", `effect${unit ? ` (${unit})` : ""}`, "activation"])), ...rows)];
 }
 
-// The neurons at a node: those of its panel, or of both where two circuits are drawn as one.
+// The neurons of a node in its panel, or in both if two circuits are drawn as one.
 function neuronsAt(data, view, panelIndex, node) {
   const mlp = node.name.split("@")[0];
   return data.neurons.flatMap((lists, i) => (Object.hasOwn(lists, mlp) && (view.difference || i === panelIndex)
     ? neuronList(lists[mlp], view.difference ? data.panels[i].name.slice(0, 40) : "", data.unit) : []));
 }
 
-// Fills the card; act changes the view: {go, pin, label, note, ungroup, close}.
+// Fills the card; its functions in `act` change the view: {go, pin, label, note, ungroup, close}.
 function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const panel = drawn.panels[panelIndex], { name } = node, pinned = view.pins.includes(name);
   const field = (tag, key, text) => {

@@ -1,4 +1,4 @@
-// The controls of a component diagram. Returns a function that brings them up to date.
+// The controls of a component diagram. Returns a function that updates them.
 
 function componentControls(root, data, figure) {
   const { most, status, chosen, change, draw } = figure, view = () => figure.view();
@@ -16,7 +16,7 @@ function componentControls(root, data, figure) {
     addControl(root, text, box);
   }
 
-  // Half of the slider's way is for the first root(most) edges, which are the legible ones.
+  // Half of the slider's range is for the first sqrt(most) edges, which are legible.
   const range = make("input", { type: "range", min: 0, max: 1000, "aria-label": "Circuit edges",
     oninput: () => change({ edges: Math.round(most ** (range.value / 1000)) }) });
   const number = make("input", { type: "number", name: "edges", min: 1, max: most,
@@ -50,7 +50,7 @@ function componentControls(root, data, figure) {
       change({ groups: {} });
       change({ groups: groupsOf(data, figure.drawn(), how) });
       const n = Object.keys(view().groups).length;
-      status.textContent = n ? `${n} supernodes` : "no two nodes belong together";
+      status.textContent = n ? `${n} supernodes` : "no nodes to group";
     } else change({ groups: {} });
     grouping.value = how;
   });

@@ -1,4 +1,4 @@
-"""What a component diagram's script reads, and the state that its page saves."""
+"""The data of a component diagram's script, and the state that its page saves."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Ranking = Literal["influence", "score"]
 @checked
 @dataclass(frozen=True)
 class View:
-    """What is shown of the circuits.
+    """The reader's choices of what to show.
 
     Args:
-        edges: number of circuit edges; the path that the last one belongs to is completed.
-        by: what edges are ranked by.
-        slots: whether q, k and v of a head are drawn apart.
+        edges: number of circuit edges; the path of the last one is completed.
+        by: ranking of edges.
+        slots: whether q, k and v of a head are drawn separately.
         off_path: whether edges on no path from input to logits are drawn.
         colour: what the colour of a link encodes.
-        difference: whether two circuits are drawn as one, by which of them has a link.
+        difference: whether two circuits are drawn as one, coloured by which has a link.
         groups: members of every supernode, by name.
-        pins: nodes that are shown in any case, with the most influential path through them.
-        labels: texts in place of the names of nodes.
-        notes: remarks on nodes.
+        pins: nodes that are always shown, with the most influential path through them.
+        labels: texts that replace names of nodes.
+        notes: notes on nodes.
     """
 
     edges: AtLeastOne = 100
@@ -49,21 +49,21 @@ class View:
 
 
 def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
-    """The view that a page has saved.
+    """The view in a state saved by a page.
 
     Args:
-        state: path of the file, its content, or nothing.
-        view: the view where the state says nothing.
+        state: path of the file, its content, or None.
+        view: view with the defaults of fields that the state lacks.
 
     Raises:
-        ValueError: the state is not one, or has a field of another type.
+        ValueError: it is no such state, or a field has the wrong type.
     """
     if state is None:
         return view
     content = state if isinstance(state, Mapping) else read_json(Path(state))
     if not isinstance(content, Mapping) or content.get("format") != STATE_FORMAT:
         raise ValueError(
-            f"expected a state that a component diagram has saved, with format {STATE_FORMAT!r}; "
+            f"expected a state saved by a component diagram, with format {STATE_FORMAT!r}; "
             f"got {str(content)[:80]}"
         )
     given = {key: value for key, value in content.items() if key != "format"}

@@ -1,5 +1,5 @@
-// Makes the static component diagram interactive: draws every view of the circuits, and keeps what
-// was chosen as a state that can be saved and opened again.
+// Makes the static component diagram interactive: draws every view of the circuits, and keeps the
+// reader's choices as a state that can be saved and opened.
 
 function start(root, data) {
   "use strict";
@@ -31,7 +31,7 @@ function start(root, data) {
     zoomTo(box);
     tip.hidden = true;
     listenToNodes();
-    // A text that is being written on the card stays.
+    // A text that the reader is typing on the card stays.
     if (!node) card.hidden = true;
     else if (!keepsCard) showCard(node);
     syncControls();
@@ -39,11 +39,11 @@ function start(root, data) {
 
   function change(changes, keepsCard) {
     view = { ...view, ...changes };
-    status.textContent = "";  // what was said is of what was shown before
+    status.textContent = "";  // it was about the previous view
     draw(keepsCard);
   }
 
-  // Zooming changes what part of the figure is seen; null is all of it, at which text is full-size.
+  // Shows a part of the figure; null is the whole figure, with text at full size.
   function zoomTo(part) {
     box = part;
     const [x, y, w, h] = part ?? [0, 0, ...size];
@@ -102,7 +102,7 @@ function start(root, data) {
       },
       close: () => focusOn(null),
     });
-    // At the height of the node, on the other side of the figure.
+    // Beside the node's height, on the opposite side of the figure.
     const outer = root.getBoundingClientRect(), shown = svg.getBoundingClientRect();
     const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 }, scale = shown.width / size[0];
     const x = at.x + drawn.panels[index].shift;
@@ -126,7 +126,7 @@ function start(root, data) {
       for (const edge of edges.slice(0, 6)) {
         text.push(panel.scores ? `${panel.names[edge]}  ${scoreText(panel.scores[edge], data.unit)}` : panel.names[edge]);
       }
-      if (edges.length > 6) text.push(`and ${edges.length - 6} circuit edges more`);
+      if (edges.length > 6) text.push(`and ${edges.length - 6} more circuit edges`);
     }
     text.push(worth(panel, link));
     if (!link.onPath) text.push("on no path from input to logits");
@@ -178,7 +178,7 @@ function start(root, data) {
     }
     showTip(root, linkText(panel, shape), event);
   });
-  // No longer shows what the pointer is on, in any panel.
+  // Removes the marks of the item under the pointer from all panels.
   function unmark() {
     hideTip(root, drawn.panels);
     for (const node of svg.querySelectorAll("[data-same]")) node.removeAttribute("data-same");

@@ -7,9 +7,9 @@
 3. Combine this static SVG, the paths and the script in one HTML fragment. There it draws every
    other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
 
-The static SVG has neither script nor style sheet. It is 720 pixels wide, more where many positions
-need it: printed at 5.5 inches, its smallest text has 6 points. Above about 60 links a printed
-picture shows where a circuit is busy; to follow single links, use the interactive page.
+The static SVG has neither script nor style sheet. It is 720 pixels wide, or wider for many
+positions: printed at 5.5 inches, its smallest text has 6 points. Above about 60 links, print only
+shows where a circuit is dense; to follow single links, use the interactive page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sparse_tl.plots.token_text import visible_text
 from sparse_tl.positioned_graph import PositionedGraph
 
 MOST_EDGES = 2000
-"""Maximum number of circuit edges of a panel that the page holds."""
+"""Maximum number of circuit edges per panel on a page."""
 WIDTH = 720
 """Width of static figures in pixels."""
 
@@ -87,38 +87,37 @@ def component_diagram(
     """Draw which components circuits connect, and through which slot.
 
     Rows are layers, upwards, from the input to the logits; with positions, columns are positions.
-    A circuit with positions does not say which query attends to which key: what a head reads as
-    keys and values at one position leads, by a dashed line, to the same head at every position at
+    A circuit over positions does not record which query attends to which key: a dashed line leads
+    from the keys and values that a head reads at one position to the same head at every position at
     or after it where the circuit keeps the head (in spans, at every position).
 
-    Edges enter by their influence on the answer: the share of the logits' paths that run through an
-    edge, where a node's paths divide over its inputs by ``|score|``. Each edge enters with its
-    whole path from the input to the logits. A node has the same place in every panel. The page
-    draws panels side by side where that is legible, otherwise one above the other, as static files
-    do; what is pointed at or selected in one is marked in all, and "Difference" draws two circuits
-    as one. The page holds up to 2,000 edges of each circuit, the strongest ones; its caption says
-    how many.
+    Edges are chosen by their influence on the answer: the share of the logits' paths that run
+    through an edge, where a node's paths divide over its inputs by ``|score|``. Each edge is drawn
+    with its whole path from the input to the logits. A node has the same position in every panel.
+    The page draws panels side by side if that is legible, otherwise one above the other, as static
+    files do; a selection in one is marked in all, and "Difference" draws two circuits as one. The
+    page holds up to 2,000 edges of each circuit, the strongest ones; its caption gives the number.
 
     Args:
         panels: circuits of circuit edges by panel name, in order, or one circuit.
-        scores: scores of the circuits' edges, by panel name, or of the only one; negative: patching
-            the edge lowers the metric, so it helps. Without scores, all edges count alike.
-        max_circuit_edges: number of edges drawn at first, and in static files.
+        scores: scores of the circuits' edges, by panel name or for all panels; negative: patching
+            the edge lowers the metric, so it helps. Without scores, all edges count the same.
+        max_circuit_edges: number of edges shown initially, and in static files.
         colour: ``"slot"`` colours links by their reader: the query, key or value input of a head,
             or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score) or
             hurts.
-        slots: whether to draw q, k and v of a head apart instead of merged.
+        slots: whether to draw q, k and v of a head separately.
         off_path: whether to draw edges on no path from the input to the logits, in grey.
-        difference: whether to draw two circuits as one, coloured by which of them has a link.
-        roles: colours heads by their role, or by what they do, as from `head_behaviour`; by panel
+        difference: whether to draw two circuits as one, coloured by which has a link.
+        roles: head roles, or head behaviour from `head_behaviour`, to colour heads by; by panel
             name, or for all panels. Behaviour for all panels also adds a short label to each name.
         neurons: neurons of one MLP or several, from `neuron_effects`, listed on the page when the
             MLP is selected; by panel name, or for all panels.
         tokens: texts of the columns, for circuits over token positions.
-        state: state that the page has saved, as a path or its content. It replaces the arguments
-            above where it says something.
+        state: state saved by the page, as a path or its content; its fields override the arguments
+            above.
         unit: unit of the scores, such as "logits" or "nats".
-        marked: heads to frame wherever they are drawn, as in `head_map`.
+        marked: heads to frame, as in `head_map`.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: title above the panels.
 
@@ -127,8 +126,8 @@ def component_diagram(
 
     Raises:
         ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
-            scores, a difference of other than two circuits is requested, panels differ in their
-            positions, more than 2,000 edges have no scores to choose by, the first panel's model
+            scores, a difference is requested of other than two circuits, panels differ in their
+            positions, a circuit of more than 2,000 edges has no scores, the first panel's model
             lacks a marked head, roles are of another model, an MLP with neurons is not in any
             panel, there are too many mark names, or the state cannot be read.
         TypeError: a panel is not a `Circuit`.
@@ -178,7 +177,7 @@ def component_diagram(
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
-    """The circuit, or its edges of largest ``|score|``."""
+    """The circuit, or its edges with the largest ``|score|``."""
     if len(circuit) <= MOST_EDGES:
         return circuit
     if scores is None:
@@ -186,9 +185,9 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
             f"expected scores, to choose the {MOST_EDGES:,} strongest of the {len(circuit):,} "
             f"edges of {name!r}; got none; pass scores={{name: attribute_circuit_edges(...)}}"
         )
-    places = circuit.mask.cpu().nonzero()
-    values = scores.mean().detach().cpu()[tuple(places.T)].abs()
-    best = places[values.argsort(descending=True, stable=True)[:MOST_EDGES]]
+    indices = circuit.mask.cpu().nonzero()
+    values = scores.mean().detach().cpu()[tuple(indices.T)].abs()
+    best = indices[values.argsort(descending=True, stable=True)[:MOST_EDGES]]
     mask = torch.zeros_like(circuit.mask, device="cpu")
     mask[tuple(best.T)] = True
     return Circuit(circuit.site, mask)
@@ -210,18 +209,18 @@ def _check_options(
     if len(positions) > 1:
         raise ValueError(
             f"expected panels with the same positions; got {sorted(map(list, positions))}; "
-            "circuit.at(position) has those of one position"
+            "circuit.at(position) is the circuit at one position"
         )
     columns = list(positions.pop())
-    for name, some in scores.items():
-        if name not in panels or some.site != panels[name].site:
+    for name, of_panel in scores.items():
+        if name not in panels or of_panel.site != panels[name].site:
             raise ValueError(
                 f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
-                f"scores of {some.site!r} for {name!r}"
+                f"scores of {of_panel.site!r} for {name!r}"
             )
     if colour == "sign" and not scores:
         raise ValueError(
-            "expected scores in some panel, to colour by their sign; got none; pass "
+            "expected scores of at least one panel, to colour by sign; got none; pass "
             "scores={name: attribute_circuit_edges(...)}, or colour='slot'"
         )
     if tokens is not None:
@@ -239,8 +238,8 @@ def _marked_nodes(
     """The names of the marked heads of the first panel's model, by legend entry."""
     grid = _heads_of(next(iter(panels.values())))
     return {
-        visible_text(name): [str(Node("head", *place)) for place in places]
-        for name, places in marked_heads(grid, marked).items()
+        visible_text(name): [str(Node("head", *head)) for head in heads]
+        for name, heads in marked_heads(grid, marked).items()
     }
 
 
@@ -261,17 +260,17 @@ def _roles(
         ValueError: the roles are of another model.
     """
     by_panel = roles if isinstance(roles, Mapping) else dict.fromkeys(panels, roles)
-    found = list[dict[str, str]]()
+    of_heads = list[dict[str, str]]()
     for name, circuit in panels.items():
         given, grid = by_panel.get(name), _heads_of(circuit)
         if given is not None and given.grid != grid:
             raise ValueError(f"expected roles for {name!r} of {grid!r}; got {given.grid!r}")
-        found.append({} if given is None else given.main)
-    return found
+        of_heads.append({} if given is None else given.main)
+    return of_heads
 
 
 def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
-    """The texts of heads of some kind, by the name of their node: "a5.h1 ind+"."""
+    """The texts of heads that have a kind, such as "a5.h1 ind+", by the name of their node."""
     heads = [(name, name.split("@")[0]) for name, *_ in nodes]
-    said = behaviour.labels
-    return {name: f"{head} {said[head]}" for name, head in heads if head in said}
+    labels = behaviour.labels
+    return {name: f"{head} {labels[head]}" for name, head in heads if head in labels}

@@ -1,18 +1,18 @@
-// Draws one view of a component diagram, as markup: in the browser, and in Python for static files.
+// Draws a view of a component diagram as markup: in the browser, and in Python for static files.
 
 const [THIN, THICK, WEAKEST] = [0.9, 4.6, 0.8];
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 // Characters that are invisible, change the direction of a text, or are not allowed in XML.
 const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufffe\uffff]/gu;
 
-// Text of any kind, for an element or an attribute.
+// Any text, escaped for an element or attribute.
 const escaped = (text) => String(text).replace(UNPRINTABLE, "\ufffd").replace(/[&<>"]/g, (c) => ESCAPES[c]);
 
-// An element around markup; svgText writes text. Attributes that are null are left out.
+// An element around markup, without attributes that are null; use svgText for text.
 function svgElement(tag, attributes, ...markup) {
-  const said = Object.entries(attributes).filter(([, value]) => value !== null).map(([name, value]) =>
+  const written = Object.entries(attributes).filter(([, value]) => value !== null).map(([name, value]) =>
     ` ${name}="${typeof value === "number" ? Math.round(100 * value) / 100 : escaped(value)}"`);
-  const start = `<${tag}${said.join("")}`;
+  const start = `<${tag}${written.join("")}`;
   return markup.length ? `${start}>${markup.join("")}</${tag}>` : `${start}/>`;
 }
 
@@ -49,7 +49,7 @@ function captionOf(data, view, panel) {
   return `${n(panel.nEdges)} of ${of} circuit edges, by ${by}${paths} (model: ${n(panel.existing)})`;
 }
 
-// The first view, for a page whose script does not run: its width, its height and its markup.
+// The initial view, for static figures: its width, height and markup.
 function firstView(data, width) {
   const drawn = viewOf(data, data.view, width);
   const chosen = { focus: null, selected: new Set(), found: new Set() };
@@ -148,9 +148,9 @@ function nearOf(panel, { focus }) {
 }
 
 function paintOf(data, view, panel, node) {
-  const own = panel.linksAt.get(node.index) ?? [];
-  const state = own.some((k) => k.onPath) ? "path" : own.length ? "open" : "absent";
-  const sides = new Set(own.map((k) => k.only)), { colours } = data;
+  const links = panel.linksAt.get(node.index) ?? [];
+  const state = links.some((k) => k.onPath) ? "path" : links.length ? "open" : "absent";
+  const sides = new Set(links.map((k) => k.only)), { colours } = data;
   const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];
   if (state === "absent") return [state, colours.absentNode];
   if (view.difference && sides.size === 1 && !sides.has(null)) return [state, colours.sides[[...sides][0]]];

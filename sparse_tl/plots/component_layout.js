@@ -3,17 +3,17 @@
 // 1. Rows, upwards: the input; each layer's heads with its MLP beside them, or above them if the MLP
 //    reads from one of these heads; the logits. A layer without nodes has no row; nodes that do not
 //    fit side by side take several rows. With positions, every position has a column.
-// 2. Trunks: a node that is read further up has one trunk, with a bend in every row that it passes,
-//    and links branch off below their readers. So a row is passed by as many lines as there are nodes
-//    below it, not by all links: 2,000 links need 150 bends a row, not 1,000.
-// 3. Order and place nodes and bends (layered_layout.js), each column by itself.
+// 2. Trunks: a node with readers further up has one trunk, with a bend in every row that it passes, and
+//    links branch off below their readers. At most one line per node below passes a row, instead of
+//    all links: 2,000 links need 150 bends per row, not 1,000.
+// 3. Order and position nodes and bends (layered_layout.js), separately in each column.
 //
-// The whole layout is as wide as the figure, so its text is never scaled down. A node's vertex is its
-// index; the bend of its trunk in a row has a larger number.
+// The layout is as wide as the figure, so text is never scaled down. The vertex of a node is its index;
+// bends of its trunk have larger numbers.
 //
 // Libraries were tried on 2,000 circuit edges of GPT-2 small's shape: dagre 3.1 takes 13 s for a
 // picture 38,500 pixels wide, ELK 0.12 (1.6 MB of script) 21 s and 18,900 pixels; d3-dag 1.2 takes
-// 4.5 s for 500 edges. All three route every edge by itself, so that at the width of a page the text
+// 4.5 s for 500 edges. All three route every edge separately, so that at the width of a page text
 // would be smaller than a pixel. None bundles the edges of a source.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
@@ -24,7 +24,7 @@ const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~
 function textWidth(text, size) {
   let em = 0;
   for (const c of text) {
-    // East Asian letters are wide; the dashes and arrows between them are not.
+    // East Asian letters are wide; dashes and arrows in this range are not.
     const code = c.codePointAt(0), isWide = code >= 0x1100 && !(code >= 0x2000 && code < 0x2e80);
     em += isWide || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
       : c !== c.toLowerCase() ? 0.76 : 0.64;
@@ -53,14 +53,14 @@ function wrapText(text, size, room) {
 function nodeText(node, labels) {
   const plain = node.position === null || node.kind === "group";
   const name = labels[node.name] || (plain ? node.name : node.name.split("@")[0]);
-  const said = node.kind === "keys" ? name.replace("<kv>", " kv") : name;
-  const text = said.slice(0, 200) + (node.kind === "group" ? ` (${node.size})` : "");
+  const shown = node.kind === "keys" ? name.replace("<kv>", " kv") : name;
+  const text = shown.slice(0, 200) + (node.kind === "group" ? ` (${node.size})` : "");
   return clipText(text, NODE_TEXT, MOST_LABEL);
 }
 
 const portOffset = (width, slot) => ({ q: -0.3, v: 0.3 }[slot] ?? 0) * width;
 
-// links: {source, reader, port} by index, of all panels, each once, in order.
+// links: {source, reader, port} by index; the ordered union over all panels.
 function layOut(nodes, links, labels, bounds, nColumns) {
   let used = [...new Set(links.flatMap(({ source, reader }) => [source, reader]))];
   used.sort((a, b) => a - b);
@@ -189,13 +189,13 @@ function network(inside, rows, top, upwards, column, widths, nRows, bendAt) {
   for (const i of inside) size.set(rows.get(i), (size.get(rows.get(i)) ?? 0) + 1);
   const segments = [], members = new Set(inside);
   for (const i of inside) {
-    const own = rows.get(i), before = number.get(own) ?? 0;
-    const at = (before + 0.5) / size.get(own);
-    number.set(own, before + 1);
-    net[own].push([at, i]);
-    for (let row = own + 1; row <= top.get(i); row++) {
+    const start = rows.get(i), before = number.get(start) ?? 0;
+    const at = (before + 0.5) / size.get(start);
+    number.set(start, before + 1);
+    net[start].push([at, i]);
+    for (let row = start + 1; row <= top.get(i); row++) {
       net[row].push([at, bendAt(i, row)]);
-      const first = row === own + 1, lower = first ? i : bendAt(i, row - 1);
+      const first = row === start + 1, lower = first ? i : bendAt(i, row - 1);
       segments.push({ lower, upper: bendAt(i, row), weight: first ? 2 : 8, port: 0 });
     }
   }

@@ -1,12 +1,12 @@
-// Where the panels of a component diagram stand: side by side where all of them can be read like
-// that, otherwise one above the other. All have the layout of the first one.
+// Positions of the panels of a component diagram: side by side if all are legible like that, otherwise
+// one above the other. All have the same layout.
 
 const LEFT = 8, TOP = 8, TITLE = 34, GAP = 18, HEADING = 54, LINE = 16, COLUMN_HEADING = 22;
 const ARROW_LEFT = 76, ARROW_ABOVE = 50;
-// A panel beside others is at least so wide, and its lines as far apart (9 px times this).
+// Least width of a panel beside others, and least spacing of its lines, in units of 9 px.
 const [LEAST_PANEL, LEAST_SPACING] = [420, 0.3];
 
-// What is drawn: the nodes, the panels with their links, the layout, and each panel's corner.
+// A view: nodes, panels with their links and positions, and the layout that panels share.
 function viewOf(data, view, width) {
   const place = new Map(data.nodes.map(([name], i) => [name, i]));
   const ends = ["input", "logits"].map((end) =>
@@ -19,7 +19,7 @@ function viewOf(data, view, width) {
   union.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.port < b.port ? -1 : 1));
   const label = Math.max(0, ...nodes.filter((node) => node.layer !== null)
     .map((node) => textWidth(`Layer ${node.layer}`, 12.5)));
-  // The layout of a panel from x = left to x = right, and where its columns make it end.
+  // The layout of a panel from x = left to x = right, and the right edge that its columns need.
   const between = (left, right) => {
     const bounds = [left + 14 + label, right - 8];
     const layout = layOut(nodes, union, view.labels, bounds, data.columns.length || 1);
@@ -42,7 +42,7 @@ function viewOf(data, view, width) {
   return { nodes, at, place, panels, layout, left, right, above, height, beside, width: whole };
 }
 
-// An arrow from each panel to the next, and what is said about all of them.
+// An arrow from each panel to the next, and their common text.
 function arrowsOf({ panels, height, left, right, beside, width }, data) {
   const first = panels[0].top, parts = [], { ink } = data.colours;
   const arrow = (line, head) => parts.push(
@@ -70,7 +70,7 @@ function arrowsOf({ panels, height, left, right, beside, width }, data) {
   return parts;
 }
 
-// The shapes of another panel that are the same piece of the same links as one of this panel.
+// The shapes in another panel that are the same part of the same links as a shape of this panel.
 function counterparts(panel, shape, other) {
   const keys = new Set(shape.links.map((k) => panel.links[k].key));
   const isPiece = ({ rows }) => (rows && shape.rows

@@ -1,8 +1,8 @@
-// Links as curves: trunks that leave nodes, and what branches off them.
+// Links as curves: trunks that leave nodes, and branches off them.
 //
-// A curve leaves and enters a row vertically and turns between rows, so it runs through no node. Links
-// that leave or enter the same side of a box are spread over it, in the order of their other ends. A
-// line that leads downwards, as one to an early node in a supernode may, has an arrowhead half-way.
+// A curve leaves and enters rows vertically and turns between them, so it crosses no node. Links that
+// leave or enter the same side of a box are spread over it in the order of their other ends. A line
+// that leads downwards, possible with supernodes, has an arrowhead half-way.
 
 const keyOf = ({ source, reader, port }) => `${source}>${reader}${port}`;
 
@@ -72,7 +72,7 @@ function route(layout, links) {
   return { sides, turn, branch, trunk };
 }
 
-// The curves of a panel's links, those on top last: {d, links, stroke, strength}, trunks with rows.
+// The curves of a panel's links in drawing order: {d, links, stroke, strength}; trunks also have rows.
 function shapesOf(layout, links, stroke, shared) {
   const { sides, turn, branch, trunk } = layout.routes, trunks = new Map(), branches = [];
   const strokes = links.map(stroke);

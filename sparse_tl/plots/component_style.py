@@ -1,4 +1,4 @@
-"""Colours of a component diagram by what they mean, and the words of its legend."""
+"""Colours of a component diagram by meaning, and the texts of its legend."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 from sparse_tl.circuits.paths import CROSSING
 from sparse_tl.plots import palette
-from sparse_tl.plots.palette import GROUND, INK, Colour
+from sparse_tl.plots.palette import BACKGROUND, INK, Colour
 
 ONLY: tuple[Colour, Colour] = palette.MODEL_PAIRS[0]
-"""Links of the first, and of the second of two circuits alone."""
+"""Links that only the first or only the second of two circuits has."""
 
 
 def _node(line: Colour, share: float) -> tuple[Colour, Colour, Colour]:
     """Fill, line and text colour of a node: a share of the line's colour fills it."""
-    return palette.blend(GROUND, line, share), line, INK
+    return palette.blend(BACKGROUND, line, share), line, INK
 
 
 COLOURS: dict[str, Any] = {
-    # By the input that a link enters: of a head, several of one, of an MLP or the logits.
+    # By the input that a link enters: q, k, v or several of a head; an MLP or the logits.
     "slots": {
         "q": palette.QUERY,
         "k": palette.KEY,
@@ -49,7 +49,7 @@ COLOURS: dict[str, Any] = {
     "nodes": {
         "head": (*palette.HEAD_NODE, INK),
         "mlp": (*palette.MLP_NODE, INK),
-        "keys": (GROUND, palette.CROSSES, INK),
+        "keys": (BACKGROUND, palette.CROSSES, INK),
         "group": (palette.SUPERNODE, palette.SEVERAL, INK),
         "input": (*palette.END_NODE, INK),
         "logits": (*palette.END_NODE, INK),
@@ -61,4 +61,4 @@ COLOURS: dict[str, Any] = {
     },
     "sides": [_node(line, 0.15) for line in ONLY],
 }
-"""What the script draws with."""
+"""Colours and texts for the script."""

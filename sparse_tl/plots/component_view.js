@@ -1,12 +1,12 @@
-// Which nodes and links a view of the circuits shows.
+// Chooses the nodes and links that a view of the circuits shows.
 //
 // 1. Edges enter path by path (circuits/paths.py), as many as the view asks for, and the path through
 //    every pinned node. Lines on no path among these are left out, unless the view shows them.
-// 2. Nodes become the supernode that they belong to; lines inside one are not drawn.
-// 3. Lines with the same ends are merged into a link, unless the view tells q, k and v apart. Its
-//    strength is the sum of |score| over that of the strongest link of its panel.
+// 2. Supernodes replace their members; lines inside one are not drawn.
+// 3. Lines with the same ends are merged into a link, unless the view separates q, k and v. The
+//    strength of a link is its sum of |score|, relative to the strongest link of the panel.
 //
-// A line is [source, reader, slot, edge, weight]; that of a circuit edge has the weight of its score.
+// A line is [source, reader, slot, edge, weight]; lines of circuit edges have the weight of the score.
 
 const CROSSING = "attention", MERGED = "several";
 
@@ -47,7 +47,7 @@ function shownLines(panel, view, place, ends) {
   return [chosen.filter(kept), onPath];
 }
 
-// All nodes with the supernodes, and the index of the node that each plain one is drawn as.
+// All nodes, including supernodes, and the index of the node that represents each plain one.
 function nodesOf(data, view, place) {
   const nodes = data.nodes.map(([name, kind, step, position, layer]) =>
     ({ name, kind, step, position, layer, size: 1, members: null }));
@@ -112,7 +112,7 @@ function differenceOf([first, second]) {
   return { ...first, name: `${first.name} and ${second.name}`, links, nEdges: links.length };
 }
 
-// Supernodes: all nodes of each band of layers, or nodes of one layer read by the same nodes.
+// Supernodes: all nodes in each band of layers, or nodes of one layer with the same readers.
 function groupsOf(data, drawn, how) {
   const inner = drawn.nodes.filter((node) => node.layer !== null && drawn.layout.boxes.has(node.index));
   const found = new Map();

@@ -1,6 +1,6 @@
 """Figure of explained effect against the number of parts kept: one panel per task.
 
-1. Check the panels, and find the pairs of models, which share colours and a legend.
+1. Check the panels, and collect pairs of models, which share colours and a legend.
 2. Give all panels the same effect range, with room for the multiplier above all curves.
 3. Draw each curve with its interval, or the curves of all seeds and their median; and a dashed line
    between two curves at the level, with the multiplier above it.
@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from sparse_tl.arguments import Share, checked
 from sparse_tl.circuits.effect import EffectCurve
 from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
-from sparse_tl.plots.effect_axis import axis_places, axis_ticks, extent
+from sparse_tl.plots.effect_axis import axis_positions, axis_ticks, extent
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.legends import (
     add_legend,
@@ -35,7 +35,14 @@ from sparse_tl.plots.palette import (
     RULE_WEIGHT,
     channels,
 )
-from sparse_tl.plots.panels import add_line, fitting_width, in_rows, panel_figure, places, ticks
+from sparse_tl.plots.panels import (
+    add_line,
+    fitting_width,
+    in_rows,
+    panel_figure,
+    panel_positions,
+    ticks,
+)
 from sparse_tl.plots.token_text import text_width
 
 Parts = Literal["heads", "circuit_edges"]
@@ -43,7 +50,7 @@ Parts = Literal["heads", "circuit_edges"]
 _GAP, _WIDEST = 54, 240
 # Pixels per unit of effect, and the maximum height of a plot.
 _UNIT, _MAX_HEIGHT = 147, 300
-# Height of a line of text above the curves, and of their surroundings in units of effect.
+# Height of a line of text above the curves, and the margin around them in units of effect.
 _LABEL_HEIGHT, _MARGIN = 18, 0.04
 # Line style of one seed among several.
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
@@ -62,14 +69,14 @@ def effect_figure(
     """Draw the explained effect against the parts kept, one panel per task.
 
     Single curves are drawn with their intervals; several seeds are thin lines with a thick median.
-    A dashed line at the level connects both models, and above it is the multiplier; for several
-    seeds its median and range, and the number of seeds that miss the level. The dashed line is
-    left out if a thick line does not reach the level. The logarithmic axis of circuit edges starts
-    at a power of ten below all measured sizes; a size of 0 is drawn there.
+    A dashed line at the level connects both models, with the multiplier above it; for several seeds
+    its median and range, and the number of seeds that do not reach the level. There is no dashed
+    line if a thick line does not reach the level. The logarithmic axis of circuit edges starts at a
+    power of ten below all measured sizes, or has a tick for a size of 0.
 
     Args:
-        panels: curves by panel title, one panel per task: the dense model's curve, or those of its
-            seeds, then the sparse model's; or a single model's.
+        panels: curves by panel title, one panel per task: the dense model's curve, or its
+            `SeedCurves`, then the sparse model's; or those of a single model.
         parts: ``"heads"`` for a linear axis, ``"circuit_edges"`` for a logarithmic one.
         level: explained effect at which the models are compared, above 0 and at most 1.
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
@@ -79,15 +86,15 @@ def effect_figure(
 
     Raises:
         ValueError: there is no panel, a panel has no curve, more than two or two of one name,
-            dense and sparse curves have different seeds, there are more pairs of models than
-            colours, or an option is out of range.
+            dense and sparse curves have different seeds, there are fewer colours than pairs of
+            models, or an option is out of range.
     """
     drawn = {title: [_of_seeds(curve) for curve in curves] for title, curves in panels.items()}
     pairs = _checked_pairs(drawn, colours)
-    said = {title: _words(curves, level) for title, curves in drawn.items()}
+    labels = {title: _words(curves, level) for title, curves in drawn.items()}
     log = parts == "circuit_edges"
     order = list(dict.fromkeys(pairs.values()))
-    label_height = _LABEL_HEIGHT * max(1, *map(len, said.values()))
+    label_height = _LABEL_HEIGHT * max(1, *map(len, labels.values()))
     effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
     low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
     unit = min(_UNIT, (_MAX_HEIGHT - label_height) / (high - low))
@@ -104,29 +111,31 @@ def effect_figure(
         shared=False,
     )
     figure.update_yaxes(range=span, **ticks(0, 1, 2))
-    for place, (title, curves) in zip(places(rows), drawn.items(), strict=True):
+    for position, (title, curves) in zip(panel_positions(rows), drawn.items(), strict=True):
         start, stop = extent(curves, log)
-        # A margin at both ends, so that no line is cut off.
+        # With a margin at both ends, so that no line is clipped.
         margin = 0.02 * (stop - start)
         least = 10**start if log else 0.0
         figure.update_xaxes(
             type="log" if log else "linear",
             range=(start - margin, stop + margin),
             **axis_ticks(start, stop, log),
-            row=place[0],
-            col=place[1],
+            row=position[0],
+            col=position[1],
         )
         for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
-            _add_curve(figure, place, curve, colour, parts, least)
-        found = (curve.median.size_at(level) for curve in curves)
-        sizes = sorted(max(size, least) for size in found if size is not None)
+            _add_curve(figure, position, curve, colour, parts, least)
+        reached = (curve.median.size_at(level) for curve in curves)
+        sizes = sorted(max(size, least) for size in reached if size is not None)
         if len(sizes) == 2:
             line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
-            add_line(figure, *place, colour=INK, **line)
+            add_line(figure, *position, colour=INK, **line)
         middle = (
-            float(axis_places(sizes, start, log).mean()) if len(sizes) == 2 else (start + stop) / 2
+            float(axis_positions(sizes, start, log).mean())
+            if len(sizes) == 2
+            else (start + stop) / 2
         )
-        for number, words in enumerate(reversed(said[title])):
+        for number, words in enumerate(reversed(labels[title])):
             size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
             half = text_width(words, size) / width / 2 * (stop - start)
             figure.add_annotation(
@@ -136,16 +145,16 @@ def effect_figure(
                 xanchor="center",
                 y=span[1] - (label_height - number * _LABEL_HEIGHT) / unit,
                 yanchor="bottom",
-                row=place[0],
-                col=place[1],
+                row=position[0],
+                col=position[1],
             )
     # The legend of a pair appears in its first panel only.
     first = {names: title for title, names in reversed(pairs.items())}
     with_legend = [drawn[title] for title in first.values()]
     if all(_has_room(curves, log, width, low, unit) for curves in with_legend):
-        for place, title in zip(places(rows), drawn, strict=True):
+        for position, title in zip(panel_positions(rows), drawn, strict=True):
             if first[pairs[title]] == title:
-                add_legend(figure, *place)
+                add_legend(figure, *position)
     else:
         add_legend_below(figure)
     add_notes(figure, _notes(drawn))
@@ -160,13 +169,13 @@ def _words(curves: Curves, level: float) -> tuple[str, ...]:
     """The text above the dashed line, line by line."""
     if len(curves) != 2:
         return ()
-    found = seed_multipliers(*curves, level=level)
-    # For a single seed, the missing dashed line already says that the level is not reached.
-    return () if len(found.seeds) == len(found.missing) == 1 else found.words()
+    ratios = seed_multipliers(*curves, level=level)
+    # For a single seed, the missing dashed line shows that the level is not reached.
+    return () if len(ratios.seeds) == len(ratios.missing) == 1 else ratios.words()
 
 
 def _notes(panels: Mapping[str, Curves]) -> list[str]:
-    """Explanation of the lines, if there are several seeds."""
+    """An explanation of the lines, if there are several seeds."""
     counts = sorted({len(curve.seeds) for curves in panels.values() for curve in curves})
     if counts[-1] == 1:
         return []
@@ -177,7 +186,7 @@ def _notes(panels: Mapping[str, Curves]) -> list[str]:
 
 
 def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
-    """All effects that are drawn: ends of the interval, or curves of all seeds without one."""
+    """All effects to draw: a single curve with its interval, or the curves of all seeds."""
     for one in curve.curves:
         yield from one.mean
         if len(curve.curves) == 1:
@@ -191,7 +200,7 @@ def _has_room(curves: Curves, log: bool, width: float, low: float, unit: float) 
     behind = np.linspace(stop - share * (stop - start), stop, 33)
     top = low + legend_height(len(curves)) / unit
     return share < 1 and all(
-        np.interp(behind, axis_places(one.sizes, start, log), ends).min() > top
+        np.interp(behind, axis_positions(one.sizes, start, log), ends).min() > top
         for seeds in curves
         for one in seeds.curves
         for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
@@ -208,8 +217,8 @@ def _checked_pairs(
     for title, names in pairs.items():
         if len(names) not in (1, 2) or len(set(names)) != len(names):
             raise ValueError(
-                f"expected a dense and a sparse curve, of different names, in panel {title!r}; got "
-                f"{list(names)}; draw other models in panels of their own"
+                f"expected a dense and a sparse curve with different names in panel {title!r}; got "
+                f"{list(names)}; draw other models in separate panels"
             )
     n_pairs = len(set(pairs.values()))
     if n_pairs > len(colours):
@@ -225,7 +234,7 @@ def _checked_pairs(
 
 def _add_curve(
     figure: go.Figure,
-    place: tuple[int, int],
+    position: tuple[int, int],
     seeds: SeedCurves,
     colour: str,
     parts: Parts,
@@ -235,23 +244,24 @@ def _add_curve(
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
         style = {"low": one.low, "high": one.high, "name": one.name}
-        return _add_line(figure, place, one, colour, parts, least, one.name, "Interval", **style)
+        return _add_line(figure, position, one, colour, parts, least, one.name, "Interval", **style)
     thin = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": seeds.name}
     for seed, one in zip(seeds.seeds, seeds.curves, strict=True):
-        said = f"{one.name}, seed {seed}"
-        _add_line(figure, place, one, colour, parts, least, said, "Interval", **thin)
-    said = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
-    _add_line(figure, place, seeds.median, colour, parts, least, said, "Seeds", name=seeds.name)
+        heading = f"{one.name}, seed {seed}"
+        _add_line(figure, position, one, colour, parts, least, heading, "Interval", **thin)
+    heading = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
+    median = seeds.median
+    _add_line(figure, position, median, colour, parts, least, heading, "Seeds", name=seeds.name)
 
 
 def _add_line(
     figure: go.Figure,
-    place: tuple[int, int],
+    position: tuple[int, int],
     curve: EffectCurve,
     colour: str,
     parts: Parts,
     least: float,
-    said: str,
+    heading: str,
     interval: str,
     **style: Any,
 ) -> None:
@@ -260,7 +270,7 @@ def _add_line(
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [
         (
-            said,
+            heading,
             f"{size:,} {what if size != 1 else what[:-1]} kept",
             f"Explained effect {mean:.3f}",
             f"{interval} {low:.3f} to {high:.3f}",
@@ -268,4 +278,4 @@ def _add_line(
         for size, mean, low, high in rows
     ]
     x = [max(size, least) for size in curve.sizes]
-    add_line(figure, *place, x=x, y=curve.mean, colour=colour, hover=hover, **style)
+    add_line(figure, *position, x=x, y=curve.mean, colour=colour, hover=hover, **style)

@@ -1,6 +1,6 @@
 """Layout of a circuit diagram: all coordinates, in pixels at full size.
 
-Python draws with them what does not change, and the script the edges.
+Python draws the fixed parts with them, and the script draws the edges.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NARROWEST = 726
 
 _MIN_COLUMN_WIDTH = 16
 _MAX_COLUMN_WIDTH = 80
-# Lines that rise less within a column would touch the next node.
+# Lines that rise less per column would touch the next node.
 _CLEARANCE = 4
 _MAX_ROTATED_LABEL = 104.0
 _ROOMY_COLUMN_WIDTH = 48
@@ -34,7 +34,7 @@ _ROOMY_COLUMN_WIDTH = 48
 
 @dataclass(frozen=True)
 class PanelLayout(Frame):
-    """One frame and its contents.
+    """The layout of one panel: its frame and contents.
 
     Args:
         levels: y coordinate of each level, the input first.
@@ -52,7 +52,7 @@ class PanelLayout(Frame):
 
     @property
     def swing(self) -> int:
-        """Vertical extent of each bend of an edge that leaves and arrives upright."""
+        """Vertical extent of each bend of an edge that leaves and enters nodes vertically."""
         return round(0.5 * (self.levels[0] - self.levels[1]))
 
 
@@ -67,13 +67,13 @@ class Layout:
         token_size: font size of the tokens.
         token_width: width beyond which a token is clipped.
         rotated: whether tokens are written at 45 degrees.
-        bow: horizontal distance from the residual line of what bends the edge from a column to
-            itself, which comes three quarters as far.
+        bow: horizontal distance from the residual line of the control points of an edge from a
+            column to itself, whose curve reaches three quarters of it.
         node_radius: radius of the node circles.
-        reach: number of columns that a straight edge may span; a longer one swings round nodes.
+        reach: number of columns that a straight edge may span; longer edges curve round nodes.
         line_scale: line thickness relative to a figure with wide columns.
-        hook: horizontal distance from a token's middle to the tip of the arrow that curves round
-            its side; ``None`` where columns are too narrow for it.
+        hook: horizontal distance from a token's middle to the tip of an arrow that curves round its
+            side; ``None`` if columns are too narrow.
         panels: frames from top to bottom.
     """
 
@@ -93,14 +93,16 @@ class Layout:
     panels: tuple[PanelLayout, ...]
 
 
-def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
-    """Place the panels of these graphs below one another."""
-    n_columns = flows[0].n_columns
+def lay_out(graphs: Sequence[AttentionGraph], surround: Surround) -> Layout:
+    """The layout of panels of these graphs, one below the other."""
+    n_columns = graphs[0].n_columns
     tokens = [
-        visible_text(token) for flow in flows for token in (*flow.input_tokens, *flow.output_tokens)
+        visible_text(token)
+        for graph in graphs
+        for token in (*graph.input_tokens, *graph.output_tokens)
     ]
     left, top = surround.left, surround.top
-    most_layers = max(flow.n_layers for flow in flows)
+    most_layers = max(graph.n_layers for graph in graphs)
     label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
     first_column = left + 14 + label_width + 28
 
@@ -120,8 +122,8 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
     longest = min(token_width, max(text_width(token, token_size) for token in tokens))
     label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
     panels = []
-    for flow in flows:
-        panel = _lay_out_panel(flow, top, rotated, label_height)
+    for graph in graphs:
+        panel = _lay_out_panel(graph, top, rotated, label_height)
         panels.append(panel)
         top += panel.height + PANEL_GAP
     right = width - MARGIN
@@ -129,7 +131,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
     row_height = min(panel.levels[0] - panel.levels[1] for panel in panels)
     return Layout(
         width=width,
-        height=top - PANEL_GAP + legend_height(flows, left, right),
+        height=top - PANEL_GAP + legend_height(graphs, left, right),
         left=left,
         right=right,
         columns=columns,
@@ -153,14 +155,16 @@ def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
     return (SMALLEST_SIZE, True) if spacing < 64 else (12.0, False)
 
 
-def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: int) -> PanelLayout:
-    row_height = min(45, max(25, 5 * (340 // flow.n_layers // 5)))
+def _lay_out_panel(
+    graph: AttentionGraph, top: int, rotated: bool, label_height: int
+) -> PanelLayout:
+    row_height = min(45, max(25, 5 * (340 // graph.n_layers // 5)))
     # An arrow from one token to the next arches over the output row.
-    has_arch = not rotated and any(column != read_at for column, read_at in flow.targets)
+    has_arch = not rotated and any(column != read_at for column, read_at in graph.targets)
     output_y = top + (52 + label_height if rotated else 88 if has_arch else 68)
     top_level = output_y + 30
     levels = tuple(
-        top_level + (flow.n_layers - level) * row_height for level in range(flow.n_layers + 1)
+        top_level + (graph.n_layers - level) * row_height for level in range(graph.n_layers + 1)
     )
     input_y = levels[0] + (15 if rotated else 26)
     bottom = input_y + (label_height + 8 if rotated else 14)
@@ -172,8 +176,8 @@ def prediction_arrow(
 ) -> tuple[str, str]:
     """The arrow at a predicted token: line and head, as SVG path data.
 
-    It runs from the column where the token is computed to the predicted one. If both are the same,
-    it curves from the last node round the side of the token, or, in narrow columns, straight up.
+    It leads from the column where the token is computed to the predicted column. If both are the
+    same, it curves from the last node round the token's side, or is straight in narrow columns.
     """
     end_x, start_x = layout.columns[column], layout.columns[read_at]
     node_top = panel.levels[-1] - layout.node_radius - 3

@@ -18,7 +18,7 @@ _UNSIGNED = ("attention", "carried")
 
 
 def legend_height(graphs: Sequence[AttentionGraph], left: int, right: int) -> int:
-    """Height of the legend of these graphs between two edges, in pixels."""
+    """Height of the legend of these graphs between `left` and `right`, in pixels."""
     return _ABOVE + max(y for *_, y in _placed(graphs, left, right)) + _BELOW
 
 
@@ -33,10 +33,10 @@ def legend(
     """The legend as SVG, in as many lines as it needs.
 
     Args:
-        graphs: what the panels show.
-        left, right, top: where it stands, in pixels.
-        weight: weight that lines show at first; the script shows and hides what is about effects.
-        estimated: whether a line is an estimate at first.
+        graphs: graphs of the panels.
+        left, right, top: its position in pixels.
+        weight: weight shown initially; the script shows and hides entries about effects.
+        estimated: whether any line is an estimate initially.
     """
     yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
     for role, symbol, words, x, y in _placed(graphs, left, right):
@@ -52,7 +52,7 @@ def legend(
 def _placed(
     graphs: Sequence[AttentionGraph], left: int, right: int
 ) -> Iterator[tuple[str, str, str, float, int]]:
-    """The entries, each with its place: x, and y below the first line."""
+    """The entries, each with its position: x, and y below the first line."""
     x, y = float(left), 0
     for role, symbol, words in _entries(graphs):
         width = _SYMBOL + 6 + text_width(words, LABEL_SIZE)
@@ -63,7 +63,7 @@ def _placed(
 
 
 def _entries(graphs: Sequence[AttentionGraph]) -> Iterator[tuple[str, str, str]]:
-    """Role, symbol at (0, 0) with its middle 4 above, and words."""
+    """Role, symbol and text; the middle of a symbol is 4 px above y = 0."""
     yield "main", _stroke(palette.MAIN[1], 4), "carries most to the prediction"
     yield "path", _stroke(palette.ON_PATH[1], 2), "leads to it"
     yield "open", _stroke(palette.OFF_PATH[1], 1.6), "does not lead to it"

@@ -12,13 +12,13 @@ from sparse_tl.circuits.seeds import SeedCurves
 from sparse_tl.plots.panels import ticks
 
 _ASIDE = 0.5
-"""Least distance of the place for 0 from the first power of ten, in powers of ten."""
+"""Least distance of 0 from the first power of ten, in powers of ten."""
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
-    """The ends of an axis, without margin. A logarithmic one begins with a place for 0, if that was
-    measured, below the power of ten at or below the smallest other size."""
+    """The ends of an axis, without margin. A logarithmic axis starts at the power of ten up to the
+    smallest size above 0 or, if 0 was measured, at a position for 0 below that."""
     measured = sorted({size for seeds in curves for curve in seeds.curves for size in curve.sizes})
     if not log:
         return 0.0, max(float(measured[-1]), 1.0)
@@ -28,8 +28,8 @@ def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
     return first - aside * (measured[0] == 0), stop
 
 
-def axis_places(sizes: Sequence[float], start: float, log: bool) -> np.ndarray:
-    """Positions of sizes on an axis, in units of its range; 0 stands at its start."""
+def axis_positions(sizes: Sequence[float], start: float, log: bool) -> np.ndarray:
+    """Positions of sizes on an axis, in units of its range; 0 is at its start."""
     return np.log10(np.maximum(sizes, 10**start)) if log else np.asarray(sizes, dtype=float)
 
 
@@ -38,7 +38,7 @@ def axis_ticks(start: float, stop: float, log: bool) -> dict[str, Any]:
     if not log:
         return ticks(start, stop, 5, whole=True)
     powers = range(math.ceil(start), math.floor(stop + 1e-9) + 1)
-    places = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
+    labels = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
     if start < powers[0]:
-        places = {10.0**start: "0", **places}
-    return {"tickvals": list(places), "ticktext": list(places.values())}
+        labels = {10.0**start: "0", **labels}
+    return {"tickvals": list(labels), "ticktext": list(labels.values())}

@@ -1,4 +1,4 @@
-"""Common parts of circuit figures: white ground, title, framed panels, arrows between them."""
+"""Common parts of circuit figures: background, title, framed panels, arrows between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 from sparse_tl.plots.palette import (
+    BACKGROUND,
     FONT_FAMILY,
     FRAME_TITLE_SIZE,
     FRAME_WEIGHT,
-    GROUND,
     INK,
     LABEL_SIZE,
     MUTED,
@@ -104,9 +104,9 @@ def svg_start(width: int, height: int, panel_names: Sequence[str], title: str | 
 def figure_start(
     width: int, height: int, panel_names: Sequence[str], title: str | None
 ) -> Iterator[str]:
-    """The opening of the SVG element, its ground and title; close it with ``</svg>``."""
+    """The opening of the SVG element, its background and title; close it with ``</svg>``."""
     yield svg_start(width, height, panel_names, title)
-    yield f'<rect width="{width}" height="{height}" fill="{GROUND}"/>'
+    yield f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>'
     if title:
         heading = clip_text(visible_text(title), TITLE_SIZE, width - 2 * 20)
         yield (
@@ -123,19 +123,19 @@ def panel_frame(
     Args:
         left, right, frame: extent of the frame.
         name, caption: text in its corner.
-        below: whether the caption stands below the name, not beside it.
+        below: whether the caption is below the name, not beside it.
     """
     yield (
         f'<rect x="{left}" y="{frame.top}" width="{right - left}" '
-        f'height="{frame.height}" rx="7" fill="{GROUND}" stroke="{INK}" '
+        f'height="{frame.height}" rx="7" fill="{BACKGROUND}" stroke="{INK}" '
         f'stroke-width="{FRAME_WEIGHT}"/>'
     )
     room = right - left - 2 * 14 if below else (right - left) * 0.45
     clipped = clip_text(visible_text(name), FRAME_TITLE_SIZE, room)
-    place, size = (f'x="{left + 14}" dy="17"', TICK_SIZE) if below else ('dx="14"', LABEL_SIZE)
+    position, size = (f'x="{left + 14}" dy="17"', TICK_SIZE) if below else ('dx="14"', LABEL_SIZE)
     yield (
         f'<text x="{left + 14}" y="{frame.top + 25}"><tspan font-size="{FRAME_TITLE_SIZE:g}" '
-        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan {place} font-size="{size:g}" '
+        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan {position} font-size="{size:g}" '
         f'fill="{MUTED}" data-role="caption">{xml_text(caption)}</tspan></text>'
     )
 

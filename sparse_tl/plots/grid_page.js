@@ -1,4 +1,4 @@
-// Shows the tooltip of the cell, or of the point of a line, that is nearest to the pointer.
+// Shows the tooltip of the cell, or of the line's point, that is nearest to the pointer.
 
 function start(root, data) {
   "use strict";
@@ -6,7 +6,7 @@ function start(root, data) {
   svg.addEventListener("pointermove", (event) => {
     const { x, y } = pointIn(svg, event);
     let [nearest, least] = [null, 1];
-    for (const [column, row, across, up, lines] of data.places) {
+    for (const [column, row, across, up, lines] of data.targets) {
       const off = Math.max(Math.abs(x - column) / across, Math.abs(y - row) / up);
       if (off <= least) [nearest, least] = [lines, off];
     }

@@ -13,10 +13,10 @@ from typing import Any
 from sparse_tl.plots.interactive_html import STYLE, interactive_html, read_assets
 
 _REACH = 12.0
-"""How near to a point of a line the pointer has to be, in pixels."""
+"""Distance in pixels from a point of a line within which its tooltip is shown."""
 
-Place = tuple[float, float, float, float, list[str]]
-"""The middle of a place, its reach across and upwards, in pixels, and its tooltip, line by line."""
+Target = tuple[float, float, float, float, list[str]]
+"""Centre of a hover target, its reach across and upwards, in pixels, and its tooltip's lines."""
 
 
 def page_html(drawn: Any, svg: str) -> str:
@@ -26,10 +26,10 @@ def page_html(drawn: Any, svg: str) -> str:
         drawn: the figure.
         svg: its static drawing.
     """
-    places = [
+    targets = [
         [*(round(number, 1) for number in numbers), lines]
         for trace in drawn.data
-        for *numbers, lines in _places(drawn.layout, trace)
+        for *numbers, lines in _targets(drawn.layout, trace)
     ]
     content = (
         f"<style>\n{read_assets(STYLE)}</style>\n"
@@ -39,11 +39,11 @@ def page_html(drawn: Any, svg: str) -> str:
     script = read_assets("interactive_figure.js", "grid_page.js")
     # Tooltips may be wider than the figure.
     attributes = 'class="sparse-tl-circuit" style="max-width: none"'
-    return interactive_html(attributes, content, script, {"places": places})
+    return interactive_html(attributes, content, script, {"targets": targets})
 
 
-def _places(layout: Any, trace: Any) -> Iterator[Place]:
-    """Where a trace has tooltips."""
+def _targets(layout: Any, trace: Any) -> Iterator[Target]:
+    """The hover targets of a trace."""
     x_axis, y_axis = trace.xaxis or "x", trace.yaxis or "y"
     if trace.type == "heatmap":
         columns = _pixels(layout, x_axis, range(len(trace.z[0]) + 1))
@@ -51,7 +51,7 @@ def _places(layout: Any, trace: Any) -> Iterator[Place]:
         across, up = abs(columns[1] - columns[0]) / 2, abs(rows[1] - rows[0]) / 2
         for y, values, texts in zip(rows[:-1], trace.z, trace.text, strict=True):
             for x, value, text in zip(columns[:-1], values, texts, strict=True):
-                if not math.isnan(value):  # there is no cell
+                if not math.isnan(value):  # NaN: no cell
                     yield x, y, across, up, _lines(text)
     elif trace.hovertext:
         columns, rows = _pixels(layout, x_axis, trace.x), _pixels(layout, y_axis, trace.y)
@@ -60,11 +60,11 @@ def _places(layout: Any, trace: Any) -> Iterator[Place]:
 
 
 def _pixels(layout: Any, name: str, values: Iterable[float]) -> list[float]:
-    """The pixels of values on an axis, from the left or from the top."""
+    """Values on an axis in pixels, from the left or from the top."""
     axis, margin = layout[f"{name[0]}axis{name[1:]}"], layout.margin
     (start, stop), (first, last) = axis.range, axis.domain
-    places = [math.log10(value) if axis.type == "log" else value for value in values]
-    shares = [first + (last - first) * (place - start) / (stop - start) for place in places]
+    coordinates = [math.log10(value) if axis.type == "log" else value for value in values]
+    shares = [first + (last - first) * (at - start) / (stop - start) for at in coordinates]
     if name[0] == "x":
         return [margin.l + share * (layout.width - margin.l - margin.r) for share in shares]
     room = layout.height - margin.t - margin.b

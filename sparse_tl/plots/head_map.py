@@ -33,11 +33,11 @@ def head_map(
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
 ) -> GridFigure:
-    """Draw how much every head matters, or what it does, one panel per model.
+    """Draw scores or behaviour of heads, one panel per model.
 
-    Of scores, blue heads help (negative score), orange heads hurt; full colour is the panel's
-    largest ``|score|``, at the ends of its colour bar. Of behaviour, colours and labels say which
-    kind each head is of, where it is of one; all its scores are in the tooltip.
+    For scores, blue heads help (negative score) and orange heads hurt; full colour is the panel's
+    largest ``|score|``, at the ends of its colour bar. For behaviour, colours and labels show the
+    kind of each head, if it has one; tooltips list all its scores.
 
     Args:
         panels: scores or behaviour of heads, by panel title.
@@ -50,18 +50,20 @@ def head_map(
 
     Raises:
         ValueError: there is no panel, scores are not of heads, models differ in shape, a model
-            lacks a marked head, or there are more mark names than colours.
+            lacks a marked head, or there are more names of marks than colours.
     """
     grid = _checked(panels)
     framed = marked_heads(grid, marked or {})
-    behaviours = {name: some for name, some in panels.items() if isinstance(some, HeadBehaviour)}
+    behaviours = {
+        name: result for name, result in panels.items() if isinstance(result, HeadBehaviour)
+    }
     if behaviours:
-        figure, places = behaviour_panels(behaviours)
+        figure, positions = behaviour_panels(behaviours)
     else:
-        scores = {name: some for name, some in panels.items() if isinstance(some, Scores)}
-        figure, places = _score_panels(scores, grid, framed, unit)
-    for place in places:
-        _add_frames(figure, place, framed)
+        scores = {name: result for name, result in panels.items() if isinstance(result, Scores)}
+        figure, positions = _score_panels(scores, grid, framed, unit)
+    for position in positions:
+        _add_frames(figure, position, framed)
     if any(trace.name for trace in figure.data):
         add_legend_below(figure)
     add_notes(figure, behaviour_notes(behaviours))
@@ -82,16 +84,17 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
 
 
 def _checked(panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour]) -> HeadGrid:
-    """The heads that all panels share."""
+    """The grid of heads that all panels share."""
     sites = {
-        some.grid if isinstance(some, HeadBehaviour) else some.site for some in panels.values()
+        result.grid if isinstance(result, HeadBehaviour) else result.site
+        for result in panels.values()
     }
     site = sites.pop() if len(sites) == 1 else None
     if not isinstance(site, HeadGrid):
         raise ValueError(
-            "expected scores of the heads of one model, or of models of one shape, as "
-            f"attribute_heads returns them, or their behaviour; got {list(panels.values())}. "
-            "Circuit edges are drawn as a circuit: scores.figure()"
+            "expected scores of heads from attribute_heads, or head behaviour, of models of one "
+            f"shape; got {list(panels.values())}. Draw scores of circuit edges with "
+            "scores.figure()"
         )
     return site
 
@@ -99,41 +102,41 @@ def _checked(panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour]) -> Head
 def _score_panels(
     panels: Mapping[str, Scores], grid: HeadGrid, framed: _Heads, unit: str
 ) -> tuple[Any, list[tuple[int, int]]]:
-    """Maps of scores; and the row and column of each."""
+    """Maps of scores, and the row and column of each."""
     means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
-    figure, places = head_panels(list(means), grid.n_layers, grid.n_heads)
-    for place, mean in zip(places, means.values(), strict=True):
+    figure, positions = head_panels(list(means), grid.n_layers, grid.n_heads)
+    for position, mean in zip(positions, means.values(), strict=True):
         largest = mean.abs().max().item() or 1.0
-        _add_cells(figure, place, mean.tolist(), largest, framed, unit)
-    return figure, places
+        _add_cells(figure, position, mean.tolist(), largest, framed, unit)
+    return figure, positions
 
 
 def _add_cells(
     figure: go.Figure,
-    place: tuple[int, int],
+    position: tuple[int, int],
     scores: Sequence[Sequence[float]],
     largest: float,
     framed: _Heads,
     unit: str,
 ) -> None:
     measured, unit = (f"Score, {unit}", f" {unit}") if unit else ("Score", "")
-    called: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    names: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, heads in framed.items():
         for head in heads:
-            called[head].append(name)
-    said = [
+            names[head].append(name)
+    tooltips = [
         [
-            hover_text([f"a{layer}.h{head}", f"{score:+.3g}{unit}", *called[layer, head]])
+            hover_text([f"a{layer}.h{head}", f"{score:+.3g}{unit}", *names[layer, head]])
             for head, score in enumerate(row)
         ]
         for layer, row in enumerate(scores)
     ]
     colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
-    add_cells(figure, place, scores, said, colours, (-largest, largest), measured)
+    add_cells(figure, position, scores, tooltips, colours, (-largest, largest), measured)
 
 
-def _add_frames(figure: go.Figure, place: tuple[int, int], framed: _Heads) -> None:
-    """One broken line per name, made of the frames of its heads."""
+def _add_frames(figure: go.Figure, position: tuple[int, int], framed: _Heads) -> None:
+    """Add one line with gaps per name: the frames of its heads."""
     corners = ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1), (math.nan, math.nan))
     for (name, heads), colour in zip(framed.items(), MARKS, strict=False):
         at = [
@@ -142,4 +145,4 @@ def _add_frames(figure: go.Figure, place: tuple[int, int], framed: _Heads) -> No
             for across, up in corners
         ]
         x, y = zip(*at, strict=True) if at else ((), ())
-        add_line(figure, *place, x=x, y=y, colour=colour, name=name, width=MARK_WEIGHT)
+        add_line(figure, *position, x=x, y=y, colour=colour, name=name, width=MARK_WEIGHT)

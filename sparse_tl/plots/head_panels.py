@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sparse_tl.plots.cells import BAR_ROOM
-from sparse_tl.plots.panels import fitting_width, in_rows, panel_figure, places, ticks
+from sparse_tl.plots.panels import fitting_width, in_rows, panel_figure, panel_positions, ticks
 
 _GAP, _LEAST_PLOT = 20, 140
 _SMALLEST_CELL, _LARGEST_CELL = 6, 26
@@ -18,13 +18,13 @@ _TICK_ROOM = 20
 def head_panels(
     titles: Sequence[str], n_layers: int, n_heads: int, *, label_width: float = 0
 ) -> tuple[Any, list[tuple[int, int]]]:
-    """Empty maps of heads, in rows of at most four; and the row and column of each.
+    """Empty maps of heads, in rows of at most four, and the row and column of each.
 
     Args:
         titles: titles of the maps.
         n_layers, n_heads: size of each.
-        label_width: width of labels in cells, which are then wider than high, in pixels; 0 for
-            square cells with a colour bar below.
+        label_width: width in pixels of the labels in cells; 0 for square cells without labels and
+            with a colour bar below.
     """
     rows = in_rows(titles)
     most = max(label_width, _LARGEST_CELL)
@@ -44,4 +44,4 @@ def head_panels(
     ):
         most = max(int(length // _TICK_ROOM), 1)
         update(range=(-0.5, count - 0.5), **ticks(0, count - 1, min(most, 16), whole=True))
-    return figure, places(rows)
+    return figure, panel_positions(rows)

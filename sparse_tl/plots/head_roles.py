@@ -51,18 +51,18 @@ _CROWDED = 0.7
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
 _GAP = 18
-# With more models there is no room for a legend beside the panels.
+# For more models, there is no room for a legend beside the panels.
 _MOST_BESIDE_LEGEND = 4
 
 
 @checked
 def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
-    """Delta log-probability of the target response against the number of ablated heads.
+    """Draw the change in log-probability of the target response against ablated heads.
 
-    One row of panels per task, with axes of its own; one column per model. Lines are means over
-    seeds, shaded from minimum to maximum. A line is in full colour while heads of its role are
-    ablated; beyond them, and for a role without heads, which a note names, it is thin and pale. A
-    line ends where its model has no heads left. The first control of a panel is its random order.
+    One row of panels per task, with its own axes, and one column per model. Lines are means over
+    seeds, with a shaded range. A line has full colour while heads of its role are ablated; after
+    these, or if the role has no heads (a note says so), it is thin and pale. A line ends when its
+    model has no heads left. The first control of a panel is drawn as its random order.
 
     Args:
         rows: curves of each panel, by task title and then model title.
@@ -92,7 +92,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         height=max(140, legend_height(len(legend)) if len(rows) == 1 and is_beside else 0),
         gap=_GAP,
     )
-    # Samples in full colour, whatever the lines of the first panel are like.
+    # Samples in full colour, even if the lines of the first panel are pale.
     for name, style in legend.items():
         add_line(figure, 1, 1, x=[None], y=[None], name=name, **style)
     for number, row in enumerate(rows.values(), start=1):
@@ -109,12 +109,12 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     add_outer_titles(figure, across, f"{upwards} of Target Response")
     (add_side_legend if is_beside else add_legend_below)(figure)
     add_notes(figure, _empty_roles(rows))
-    said = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
-    return GridFigure(figure, said)
+    title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
+    return GridFigure(figure, title)
 
 
 def _legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
-    """Line styles by name: orders in which heads are ablated, then full colour and pale."""
+    """Line styles by name: the orders of ablation, then full colour and pale."""
     used = {curve.by for curve in curves}
     used |= {"random"} if any(curve.control is not None for curve in curves) else set()
     styles: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def _legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
 
 
 def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> Iterator[str]:
-    """The panels with a curve of a role that has no heads, one note per role."""
+    """One note per role, listing the panels in which it has no heads."""
     for role in ROLES:
         empty: dict[str, list[str]] = defaultdict(list)
         for task, row in rows.items():
@@ -156,24 +156,24 @@ def _n_in_role(curve: AblationCurve) -> int:
 def _add_missing(figure: go.Figure, row: int, column: int) -> None:
     # plotly draws no axes without a trace
     figure.add_scatter(x=[], y=[], showlegend=False, row=row, col=column)
-    place = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
-    place |= {"xanchor": "center", "yanchor": "middle"}
+    centre = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
+    centre |= {"xanchor": "center", "yanchor": "middle"}
     font = {"size": LABEL_SIZE, "color": MUTED}
-    figure.add_annotation(text="not measured", font=font, row=row, col=column, **place)
+    figure.add_annotation(text="not measured", font=font, row=row, col=column, **centre)
 
 
 @checked
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
-    """Mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
+    """Draw mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 
-    A note states the cost of removing all heads of a role from the model, in nats per target token;
-    tooltips state the cost of removing one head.
+    A note gives the cost of removing all heads of a role, in nats per target token; tooltips give
+    the cost of removing one head.
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
-    figure, places = head_panels([role.capitalize() for role in ROLES], *roles.removed.shape)
-    for place, (role, rows) in zip(places, scores.items(), strict=True):
-        said = [
+    figure, positions = head_panels([role.capitalize() for role in ROLES], *roles.removed.shape)
+    for position, (role, rows) in zip(positions, scores.items(), strict=True):
+        tooltips = [
             [
                 hover_text(
                     (
@@ -187,7 +187,8 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
             for layer, row in enumerate(rows)
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
-        add_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
+        label = f"{role.capitalize()} score"
+        add_cells(figure, position, rows, tooltips, colours, (0, 1), label)
     each = ", ".join(f"{role} {costs[role]:+.2f}" for role in ROLES)
     add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
     return GridFigure(figure, "Roles of heads")
@@ -195,10 +196,10 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
 
 @checked
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
-    """Every head's gate, mean over seeds, in the three stages, coloured by its strongest role."""
+    """Draw each head's mean gate over seeds in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
-    heads = {role: (strongest == place).nonzero().tolist() for place, role in enumerate(ROLES)}
-    heads = {role: found for role, found in heads.items() if found}
+    heads = {role: (strongest == index).nonzero().tolist() for index, role in enumerate(ROLES)}
+    heads = {role: members for role, members in heads.items() if members}
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
     beside = legend_width(_NAMES[role] for role in heads)
     width = fitting_width(len(titles), gap=_GAP, most=200, beside=beside)
@@ -206,7 +207,7 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
     _span_updates(figure, max(roles.recorded_at))
     figure.update_yaxes(range=(-0.03, 1.03), **ticks(0, 1, 2))
     for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
-        # The largest role is drawn first, so that it covers no other.
+        # The role with most heads is drawn first, so that it covers no other.
         for role in sorted(heads, key=lambda role: -len(heads[role])):
             for layer, head in heads[role]:
                 values = gates[:, layer, head].tolist()
@@ -250,7 +251,7 @@ def _add_curve(
     values: Float[Tensor, "seed count"],
     in_role: int,
 ) -> None:
-    """The mean, in full colour while there are heads of the role, then thin and pale."""
+    """Add the mean, in full colour while there are heads of the role, then thin and pale."""
     name = _NAMES[order]
     mean, low, high = (
         over_seeds.tolist()
@@ -260,10 +261,10 @@ def _add_curve(
         (
             name,
             f"{count} ablated",
-            f"{mean[place]:+.3f} nats",
-            f"Range over seeds {low[place]:+.3f} to {high[place]:+.3f}",
+            f"{mean[index]:+.3f} nats",
+            f"Range over seeds {low[index]:+.3f} to {high[index]:+.3f}",
         )
-        for place, count in enumerate(counts)
+        for index, count in enumerate(counts)
     ]
     end = bisect_right(counts, in_role) - 1
     for first, stop, in_colour in ((0, end, True), (end, len(counts) - 1, False)):
@@ -288,13 +289,12 @@ def _add_curve(
 
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
-    """A range that holds every mean and 0, and as much of the spread as leaves means legible."""
-    values = [
-        some for curve in curves for some in (curve.values, curve.control) if some is not None
-    ]
-    means = [mean for some in values for mean in some.mean(dim=0).tolist()]
+    """A range with every mean and 0, and as much of the spread as leaves the means legible."""
+    both = ((curve.values, curve.control) for curve in curves)
+    values = [changes for pair in both for changes in pair if changes is not None]
+    means = [mean for changes in values for mean in changes.mean(dim=0).tolist()]
     low, high = min(0.0, *means), max(0.0, *means)
     room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)
-    lowest = min(some.min().item() for some in values)
-    highest = max(0.0, *(some.max().item() for some in values))
+    lowest = min(changes.min().item() for changes in values)
+    highest = max(0.0, *(changes.max().item() for changes in values))
     return max(lowest, low - more) - room, min(highest, high + more) + room

@@ -1,4 +1,4 @@
-// What the interactive figures share: elements, controls, the tooltip.
+// Shared by interactive figures: elements, controls, the tooltip.
 
 function setAttributes(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -7,7 +7,7 @@ function setAttributes(element, attributes) {
   }
 }
 
-// An element with attributes, or with listeners where the name starts with "on", and children.
+// An element with attributes (listeners if the name starts with "on") and children.
 function make(tag, attributes, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -25,8 +25,8 @@ function makePath(attributes) {
   return path;
 }
 
-// The panels of a figure, each with its group in the SVG, the parts of that by their role, and an
-// empty path over its lines, which shows the one under the pointer.
+// The panels of a figure, each with its SVG group, the parts of that by role, and a path over its lines
+// that marks the line under the pointer.
 function findPanels(svg, data, pointed) {
   return data.panels.map((panel, index) => {
     const group = svg.querySelector(`g[data-panel="${index}"]`);
@@ -40,8 +40,8 @@ function findPanels(svg, data, pointed) {
   });
 }
 
-// Makes a node a button: a click, Enter or the space bar press it, and an arrow key leads on to the
-// next of all nodes of its panel. One of them is reached by Tab.
+// Makes a node a button: a click, Enter or the space bar press it, and arrow keys move to the next of
+// all nodes of its panel. Tab reaches one of them.
 function addButton(element, label, reachedByTab, press, all) {
   setAttributes(element, {
     tabindex: reachedByTab ? 0 : -1, role: "button", "aria-label": label,
@@ -79,7 +79,7 @@ function addControl(root, text, ...controls) {
   root.querySelector(".controls").append(make("label", {}, text, ...controls));
 }
 
-// A choice among [value, label] pairs; onChange gets the value as text.
+// A menu of [value, label] pairs; onChange receives the value as text.
 function addSelect(root, text, name, options, value, onChange) {
   const choices = options.map(([option, label]) => new Option(label, option));
   const select = make("select", { name, onchange: () => onChange(select.value) }, ...choices);
@@ -88,7 +88,7 @@ function addSelect(root, text, name, options, value, onChange) {
   return select;
 }
 
-// Calls reset() at Escape, for as long as a figure is on the page.
+// Calls reset() on Escape, as long as a figure is on the page.
 function onEscape(root, reset) {
   document.addEventListener("keydown", function listener(event) {
     // A notebook removes the figure when its cell runs again.
@@ -127,7 +127,7 @@ function pointIn(element, { clientX, clientY }) {
 
 const PEN = document.createElement("canvas").getContext("2d");
 
-// The line nearest to a point within six pixels; lines on a path win over light ones there.
+// The line nearest to a point, within six pixels; lines on a path take precedence over light ones.
 function nearestLine(lines, { x, y }) {
   let found = lines;
   for (const reach of [6, 4, 3, 2]) {

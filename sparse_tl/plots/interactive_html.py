@@ -13,7 +13,7 @@ from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import shorten, visible_text
 
 CIRCUIT_DRAWING = ("reach.js", "attention_edges.js", "attention_text.js")
-"""What draws the edges of a circuit diagram, on a page and in Python."""
+"""Scripts that draw the edges of a circuit diagram, on a page and in Python."""
 COMPONENT_DRAWING = (
     "reach.js",
     "layered_layout.js",
@@ -23,7 +23,7 @@ COMPONENT_DRAWING = (
     "component_panels.js",
     "component_draw.js",
 )
-"""What draws a component diagram, on a page and in Python."""
+"""Scripts that draw a component diagram, on a page and in Python."""
 STYLE = "interactive_figure.css"
 
 
@@ -57,7 +57,7 @@ class PanelFigure(SelfContainedFigure):
 
 
 def interactive_html(attributes: str, content: str, script: str, data: Mapping[str, Any]) -> str:
-    """A figure as an HTML fragment, which shows its static content if scripts do not run.
+    """A figure as an HTML fragment, which shows static content if scripts do not run.
 
     Args:
         attributes: attributes of the element around the figure.
@@ -67,8 +67,8 @@ def interactive_html(attributes: str, content: str, script: str, data: Mapping[s
         data: data for the script.
     """
     payload = script_json(data)
-    # The same figure always has the same id; the script starts every copy on the page that is
-    # not running yet, so that a figure can be shown twice.
+    # The same figure always has the same id, and the script starts every copy on the page that is
+    # not running yet, so a figure can be shown twice.
     digest = hashlib.sha256((content + payload).encode()).hexdigest()[:12]
     return (
         f'<div {attributes} data-figure="{digest}">\n{content}\n</div>\n'
@@ -85,7 +85,7 @@ def read_assets(*names: str, package: str = "sparse_tl.plots") -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that is safe inside a script element, for any tokens."""
+    """JSON that is safe inside a script element, whatever the tokens."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     # ensure_ascii has escaped U+2028 and U+2029 already.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

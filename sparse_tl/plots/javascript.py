@@ -9,11 +9,11 @@ from typing import Any
 from sparse_tl.plots.interactive_html import read_assets
 
 ROOM = 2**41
-"""Bytes of address space, not of memory, in which V8 fits beside all else: it reserves 1.5 TB."""
+"""Bytes of address space (not memory) that suffice for V8, which reserves 1.5 TB."""
 
 
 def check_address_space() -> None:
-    """Check that V8 can start; where it cannot, it would end the process.
+    """Check that V8 can start; otherwise it would end the process.
 
     Raises:
         MemoryError: the address space of this process is limited.
@@ -25,32 +25,32 @@ def check_address_space() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ROOM:
         raise MemoryError(
-            "expected no limit on address space: static drawings are made by V8, which reserves "
-            "1.5 TB of it, though little memory; this process is limited to "
-            f"{limit / 1e9:.1f} GB. `ulimit -v unlimited` lifts the limit"
+            "expected no limit on address space: V8, which makes static drawings, reserves 1.5 TB "
+            f"of it, but uses little memory; this process is limited to {limit / 1e9:.1f} GB. "
+            "`ulimit -v unlimited` lifts the limit"
         )
 
 
 def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
-    """Call a function of some scripts in V8, which has no page, files or network.
+    """Call a JavaScript function in V8, without page, files or network.
 
-    Each call has an engine of its own, which takes 10 ms: none outlives a call, so that any thread,
-    event loop or forked process can draw.
+    Each call starts an engine in 10 ms. None outlives a call, so that any thread, event loop or
+    forked process can draw.
 
     Args:
         names: file names of the scripts, in this package.
         function: name of the function.
-        arguments: its arguments, of types that JSON has.
+        arguments: its arguments, of JSON types.
 
     Returns:
-        What the function returns, of such types.
+        The value of the function, of JSON types.
 
     Raises:
         RuntimeError: the script fails; the message has its error, with file and line.
         MemoryError: the address space of this process is limited.
     """
     check_address_space()
-    # Loading the library takes longer than all other imports of this package's plots.
+    # Slow import: takes longer than all others of this package.
     from py_mini_racer import JSEvalException, MiniRacer
 
     with MiniRacer() as engine:

@@ -1,6 +1,6 @@
-"""Maps by layer: what patching restores, what the logit lens predicts, what components write.
+"""Maps by layer: activation patching, the logit lens and direct logit attribution.
 
-Layers upwards; positions, heads or components across. Wide labels are turned by 90 degrees.
+Layers upwards; positions, heads or components across. Wide labels are rotated by 90 degrees.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
 _TEXT_CELL, _LEAST_TEXT_CELL = 58.0, 40.0
 _MOST_TEXTS = 600
-"""Maximum number of cells with a text; those of larger maps are in tooltips."""
+"""Maximum number of cells with texts; larger maps have them in tooltips."""
 _GAP = 18
 _LONGEST_LABEL, _LEAST_PLOT = 90.0, 140.0
 _SIGNED: tuple[tuple[float, Colour], ...] = ((0, HURTS), (0.5, EMPTY_CELL), (1, HELPS))
@@ -43,10 +43,14 @@ _SHARE: tuple[tuple[float, Colour], ...] = (
 
 @dataclass(frozen=True)
 class _Cells:
-    """What one panel shows: what its colours measure, and the cells; NaN for those that do not
-    exist."""
+    """The content of one panel.
 
-    measured: str
+    Args:
+        label: the quantity that colours show.
+        values: values by row and column; NaN for no cell.
+    """
+
+    label: str
     rows: Sequence[str]
     columns: Sequence[str]
     values: Sequence[Sequence[float]]
@@ -63,11 +67,11 @@ Mapped = ActivationPatching | LogitLens | LogitAttribution
 def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     """Draw results by layer in a row with one panel per model.
 
-    Activation patching: the effect of each place, blue where it moves the metric towards the
-    prompts that the activations are from, orange where it moves it away. The logit lens: the most
-    likely token of each layer and position, darker the more probable the answer is. Direct logit
-    attribution: what each component writes, blue towards the answer, orange away from it. 0 is
-    grey. Figures of few columns have the width of a page in print; others grow.
+    Activation patching: the effect at each layer and column, blue if it moves the metric towards
+    the prompts of the patched activations, orange if away. Logit lens: the most likely token per
+    layer and position, darker for a more probable answer. Direct logit attribution: what each
+    component writes, blue towards the answer, orange away from it. 0 is grey. Figures of few
+    columns have the width of a printed page; others are wider.
 
     Args:
         panels: results of one kind by panel title.
@@ -87,29 +91,29 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     drawn = {title: _cells(result) for title, result in panels.items()}
     first = next(iter(drawn.values()))
     if any(len(c.columns) != len(first.columns) or c.rows != first.rows for c in drawn.values()):
-        raise ValueError("expected results of models, and prompts, of one shape; they differ")
+        raise ValueError("expected results of one shape, of models and prompts; shapes differ")
     room = _room(drawn) / len(first.columns)
     few = len(drawn) * len(first.rows) * len(first.columns) <= _MOST_TEXTS
     written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
     figure, cell, bar_top = _empty(drawn, first, _TEXT_CELL if written else _CELL)
     for column, cells in enumerate(drawn.values(), start=1):
-        said = [[hover_text(words) for words in row] for row in cells.hover]
-        values, limits, measured = cells.values, cells.limits, cells.measured
-        place = (1, column)
-        add_cells(figure, place, values, said, cells.colours, limits, measured, bar_top)
+        tooltips = [[hover_text(lines) for lines in row] for row in cells.hover]
+        values, limits, label = cells.values, cells.limits, cells.label
+        position = (1, column)
+        add_cells(figure, position, values, tooltips, cells.colours, limits, label, bar_top)
     if written:
         _write(figure, drawn, cell)
     return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
 
 
 def _room(drawn: Mapping[str, _Cells]) -> float:
-    """Width of a panel, so that the figure has the width of a page in print."""
+    """Width of a panel for a figure of the width of a printed page."""
     return fitting_width(len(drawn), gap=_GAP, most=math.inf)
 
 
 def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any, float, float]:
-    """Panels without cells, with labels below their columns; the width of a cell, and where below
-    the labels there is room for a colour bar."""
+    """Panels with labels but without cells; the width of a cell; and the top of a colour bar, in
+    pixels below the cells."""
     n_rows, n_columns = len(first.rows), len(first.columns)
     cell = max(_LEAST_CELL, min(cell, _room(drawn) / n_columns))
     figure: Any = panel_figure(
@@ -132,30 +136,30 @@ def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any
 
 
 def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> float:
-    """Labels below the columns, upwards where they are wider than a column; where they end."""
+    """Label the columns, vertically if labels are wider than a column; return where labels end."""
     every = math.ceil((TICK_SIZE + 3) / cell)
     labels = {
         column: [clip_text(visible_text(text), TICK_SIZE, _LONGEST_LABEL) for text in cells.columns]
         for column, cells in enumerate(drawn.values(), start=1)
     }
     longest = max(text_width(text, TICK_SIZE) for row in labels.values() for text in row)
-    turned = longest > cell - 4
-    deep = (longest if turned else TICK_SIZE) + 18
+    rotated = longest > cell - 4
+    deep = (longest if rotated else TICK_SIZE) + 18
     bottom = deep + BAR_BELOW
     layout = figure.layout
     figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
     texts = [
-        (column, place, -0.5, row[place])
+        (column, x, -0.5, row[x])
         for column, row in labels.items()
-        for place in range(len(row) - 1, -1, -every)  # the last column has a label
+        for x in range(len(row) - 1, -1, -every)  # the last column has a label
     ]
-    below = {"yanchor": "top", "yshift": -6, "textangle": -90 if turned else 0}
+    below = {"yanchor": "top", "yshift": -6, "textangle": -90 if rotated else 0}
     _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
     return deep
 
 
 def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
-    """Write the texts of cells."""
+    """Add the texts of cells."""
     texts = [
         (column, x, y, clip_text(visible_text(text), TICK_SIZE, cell - 4))
         for column, cells in enumerate(drawn.values(), start=1)
@@ -166,7 +170,7 @@ def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
 
 
 def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **style: Any) -> None:
-    """Add texts at a panel, x and y; all at once, since plotly checks all with every one."""
+    """Add texts, each at a panel, x and y; at once, since plotly validates all at each addition."""
     more = [
         {"text": plain_text(text), "x": x, "y": y, "xanchor": "center"}
         | {"xref": f"x{column}", "yref": f"y{column}"}
@@ -196,11 +200,11 @@ def _(result: ActivationPatching) -> _Cells:
             [
                 (
                     f"{result.at} of layer {layer}, {result.place} "
-                    f"{place if by_position else text}",
+                    f"{index if by_position else text}",
                     *([text] if by_position else []),
                     f"effect {value:+.3f}",
                 )
-                for place, (text, value) in enumerate(zip(result.columns, row, strict=True))
+                for index, (text, value) in enumerate(zip(result.columns, row, strict=True))
             ]
             for layer, row in enumerate(effect)
         ],
@@ -246,11 +250,11 @@ def _(result: LogitAttribution) -> _Cells:
     names = [row + [""] * (len(kinds) - len(row)) for row in names]
     values = [[means.get(name, math.nan) for name in row] for row in names]
     most = _largest(values)
-    said = {"b": "bias", "m": "MLP"}
+    names_of_kinds = {"b": "bias", "m": "MLP"}
     return _Cells(
         f"Logits; sum {result.total.mean():+.3g}",
         ["input", *map(str, range(n_layers)), "bias"],
-        [said.get(kind, kind) for kind in kinds],
+        [names_of_kinds.get(kind, kind) for kind in kinds],
         values,
         [
             [(name, f"{value:+.3g} logits") for name, value in zip(*both, strict=True)]

@@ -1,8 +1,8 @@
 // Layered graph drawing: order each row to reduce crossings, then compute positions. The method of
 // Sugiyama, Tagawa and Toda, as in Graphviz's dot:
 //
-// 1. The caller assigns every vertex to a row. A line that skips rows gets a bend, a vertex of its
-//    own, in each row that it passes, so that every segment joins neighbouring rows.
+// 1. The caller assigns every vertex to a row. A line that skips rows has a bend, which is also a
+//    vertex, in each row that it passes, so that every segment joins neighbouring rows.
 // 2. Order: sweep up and down, sorting each row by the mean position of its neighbours in the row
 //    sorted before; keep the order with the fewest crossings.
 // 3. Positions: sweep up and down, moving each row to the least-squares positions
@@ -10,8 +10,8 @@
 //    the neighbours' positions. After subtracting the separations this is isotonic regression, solved
 //    exactly by pooling adjacent violators; bounds only clip the solution.
 //
-// Vertices are small numbers; a segment is {lower, upper, weight, port}: the weight of its preference
-// for being vertical, and the offset of its upper end from the middle of the vertex, in pixels.
+// Vertices are small integers; a segment is {lower, upper, weight, port}, with the weight of its
+// preference for being vertical, and the offset of its upper end from the vertex, in pixels.
 
 const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01, END_SCALE = 2 ** 30;
 
@@ -72,7 +72,7 @@ function countCrossings(rows, gaps) {
   for (const row of rows) row.forEach((vertex, index) => { place[vertex] = index; });
   let total = 0;
   for (const gap of gaps) {
-    // Both ends in one whole number, so that the sort needs no comparison function.
+    // Both ends as one integer, so that the sort needs no comparison function.
     const n = gap.length, ends = new Float64Array(n);
     gap.forEach(({ lower, upper, port }, i) => {
       ends[i] = place[lower] * END_SCALE + Math.round(1e4 * (1 + place[upper] + PORT_SHARE * port));

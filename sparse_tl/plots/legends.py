@@ -33,24 +33,24 @@ def add_legend(figure: Any, row: int, column: int) -> None:
     """Add a legend to a panel, at its lower right."""
     panel = figure.get_subplot(row, column)
     name = panel.xaxis.plotly_name.replace("xaxis", "legend")
-    place = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
-    figure.update_layout({name: _LEGEND | place | {"xanchor": "right", "yanchor": "bottom"}})
-    listed = {"legend": name, "showlegend": True}
-    figure.update_traces(listed, lambda trace: bool(trace.name), row=row, col=column)
+    position = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
+    figure.update_layout({name: _LEGEND | position | {"xanchor": "right", "yanchor": "bottom"}})
+    in_legend = {"legend": name, "showlegend": True}
+    figure.update_traces(in_legend, lambda trace: bool(trace.name), row=row, col=column)
 
 
 def add_side_legend(figure: Any) -> None:
-    """Add one legend at the right of all panels, which lists each name once."""
+    """Add one legend at the right of all panels, with each name once."""
     layout, left, right = figure.layout, figure.layout.margin.l, figure.layout.margin.r
     room = legend_width(_list_once(figure))
     x = 1 + (right - 6) / (layout.width - left - right)
-    place = {"x": x, "xanchor": "left", "y": 1, "yanchor": "top"}
+    position = {"x": x, "xanchor": "left", "y": 1, "yanchor": "top"}
     width = round(layout.width + room)
-    figure.update_layout(legend=_LEGEND | place, width=width, margin_r=right + room)
+    figure.update_layout(legend=_LEGEND | position, width=width, margin_r=right + room)
 
 
 def add_legend_below(figure: Any) -> None:
-    """Add one legend below all panels, in rows, which lists each name once."""
+    """Add one legend below all panels, in rows, with each name once."""
     names = _list_once(figure)
     flow: dict[str, Any] = {"orientation": "h", "entrywidthmode": "pixels"}
     flow["entrywidth"] = max(text_width(name, LEGEND_SIZE) for name in names)
@@ -58,13 +58,13 @@ def add_legend_below(figure: Any) -> None:
     layout = figure.layout
     inner = layout.height - layout.margin.t - layout.margin.b
     n_rows = -(-len(names) // entries_per_row(layout, layout.legend))
-    begins = grow_below(figure, n_rows * _ENTRY_HEIGHT + 8)
-    place = {"x": 0, "xanchor": "left", "y": (6 - begins) / inner, "yanchor": "top"}
-    figure.update_layout(legend=place)
+    start = grow_below(figure, n_rows * _ENTRY_HEIGHT + 8)
+    position = {"x": 0, "xanchor": "left", "y": (6 - start) / inner, "yanchor": "top"}
+    figure.update_layout(legend=position)
 
 
 def entries_per_row(layout: Any, legend: Any) -> int:
-    """How many entries of a legend stand beside each other."""
+    """Number of entries per row of a legend."""
     if legend.orientation != "h":
         return 1
     room = layout.width - layout.margin.l - layout.margin.r
@@ -72,14 +72,14 @@ def entries_per_row(layout: Any, legend: Any) -> int:
 
 
 def grow_below(figure: Any, by: float) -> float:
-    """Add space at the bottom of a figure; returns how far below the last row it begins."""
-    layout, begins = figure.layout, figure.layout.margin.b
-    figure.update_layout(height=layout.height + round(by), margin_b=begins + round(by))
-    return begins
+    """Add space at the bottom of a figure; return its start, in pixels below the last row."""
+    layout, start = figure.layout, figure.layout.margin.b
+    figure.update_layout(height=layout.height + round(by), margin_b=start + round(by))
+    return start
 
 
 def add_notes(figure: Any, notes: Iterable[str]) -> None:
-    """Add notes below all panels, at the left, with as many per line as fit."""
+    """Add notes below all panels, at the left, as many per line as fit."""
     layout, lines = figure.layout, []
     for note in notes:
         room = layout.width - layout.margin.l - 4
@@ -101,7 +101,7 @@ def add_notes(figure: Any, notes: Iterable[str]) -> None:
 
 
 def _list_once(figure: Any) -> list[str]:
-    """List the first trace of each name, in order."""
+    """Show the first trace of each name in the legend; return the names in order."""
     first = {trace.name: trace for trace in figure.data[::-1] if trace.name}
     names = list(dict.fromkeys(trace.name for trace in figure.data if trace.name))
     for name in names:

@@ -15,7 +15,7 @@ _POINT_SIZE, _POINT_OPACITY = 7, 0.8
 
 @checked
 def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") -> GridFigure:
-    """Draw the neurons that are patched exactly, one row each, with their scores beside them.
+    """Draw exact effects of neurons, one row each, with their first-order scores.
 
     Args:
         neurons: the neurons.
@@ -26,8 +26,8 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
         The figure; call its `save` to write it to a file.
     """
     table = neurons.to_pandas().head(len(neurons.tokens))
-    n, of = len(table), f" ({unit})" if unit else ""
-    axes = {"x": f"Effect{of}", "y": f"Neuron of {neurons.mlp}"}
+    n, suffix = len(table), f" ({unit})" if unit else ""
+    axes = {"x": f"Effect{suffix}", "y": f"Neuron of {neurons.mlp}"}
     figure = panel_figure([[title]], **axes, width=_WIDTH, height=_ROW * n)
     values = [0.0, *table["effect"], *table["score"]]
     margin = _MARGIN * (max(values) - min(values)) or 1.0
@@ -41,7 +41,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
         hover_text(
             [
                 str(row.neuron),
-                f"Exact effect {row.effect:.3g}{of}, to first order {row.score:.3g}",
+                f"Exact effect {row.effect:.3g}{suffix}, to first order {row.score:.3g}",
                 f"Activation {row.clean:.3g}, corrupted {row.corrupted:.3g}",
                 f"At {row.tokens}",
                 f"Promotes {row.promotes}",

@@ -1,4 +1,4 @@
-"""What the card of an MLP lists on a component diagram's page: its neurons."""
+"""The neurons that the card of an MLP lists on a component diagram's page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_tl.plots.token_text import running_text, visible_text
 Neurons = NeuronEffects | Sequence[NeuronEffects]
 
 _BEFORE, _TOKEN, _AFTER = 80, 40, 40
-"""Maximum number of characters of a prompt that are shown, and of a token."""
+"""Maximum number of characters shown before, of and after a token."""
 
 
 def neuron_lists(
@@ -22,7 +22,7 @@ def neuron_lists(
 
     Args:
         neurons: neurons by panel name, or for all panels.
-        panels: the panels.
+        panels: circuits by panel name.
 
     Raises:
         ValueError: there is no such panel, or no panel has the MLP.

@@ -1,12 +1,12 @@
 """Visual style of all figures: colours by meaning, type sizes, line weights, dark theme.
 
-Colours are for a white ground. A dark figure is the light one with every colour turned: mixed 92 %
-of the way to its negative, then hues rotated by 180 degrees. Light and dark swap, and blue stays
-blue. Both steps are linear in sRGB and equal the CSS filters ``invert`` and ``hue-rotate``: one CSS
-rule turns a page with everything its scripts draw, and `dark_colour` and `dark_svg` turn images
-consistently.
+Colours are for a white background. A dark figure is the light one with every colour inverted: mixed
+92 % of the way to its negative, then its hue rotated by 180 degrees. Light and dark swap, and blue
+stays blue. Both steps are linear in sRGB and equal the CSS filters ``invert`` and ``hue-rotate``:
+one CSS rule inverts a page with everything that its scripts draw, and `dark_colour` and `dark_svg`
+invert images consistently.
 
-Reference: Filter Effects Module Level 1 (W3C), 8.5 and 8.6, for the matrix of the turned hues.
+Reference: Filter Effects Module Level 1 (W3C), 8.5 and 8.6, for the matrix of the hue rotation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Colour = str
 FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
 
 TITLE_SIZE = 18.0
-"""Font size of a figure's title in pixels, as all sizes here."""
+"""Font size of a figure's title in pixels, like all sizes here."""
 FRAME_TITLE_SIZE = 16.0
 """Title of a framed panel, as in diagrams."""
 PANEL_TITLE_SIZE = 14.0
@@ -36,7 +36,7 @@ LEGEND_SIZE = 11.5
 
 FRAME_WEIGHT = 1.3
 RULE_WEIGHT = 1.4
-"""Lines that encode no number: residual streams, levels, outlines of nodes."""
+"""Lines that encode no number: residual streams, levels, node outlines."""
 CURVE_WEIGHT = 2.0
 THIN_CURVE_WEIGHT = 1.3
 """For panels with one curve per head."""
@@ -45,9 +45,9 @@ DASHES = (4, 3)
 INTERVAL_ALPHA = 0.18
 """Opacity of the shading around a mean."""
 
-# ---- ground and ink ----------------------------------------------------------------------------
+# ---- background and text -----------------------------------------------------------------------
 
-GROUND: Colour = "#ffffff"
+BACKGROUND: Colour = "#ffffff"
 CLEAR = "rgba(0,0,0,0)"
 """Background of a legend inside a plot: transparent, in light and dark."""
 BAND: Colour = "#f6f7f9"
@@ -61,7 +61,7 @@ ACCENT: Colour = "#0b3a86"
 POINTED: Colour = "#c2410c"
 """The item under the pointer or keyboard focus."""
 
-# ---- rules: lines that are only looked at when they are looked for -----------------------------
+# ---- rules: unobtrusive lines -----------------------------
 
 GRID: Colour = "#e6e8ec"
 AXIS: Colour = "#7d8590"
@@ -86,7 +86,7 @@ ROLES: dict[str, Colour] = {
     "random": "#868e9b",
 }
 
-# ---- kinds of heads, by what they do ---------------------------------------------------------
+# ---- kinds of heads, by behaviour ---------------------------------------------------------
 
 KINDS_OF_HEADS: dict[str, Colour] = {
     "mover": "#0062ac",
@@ -115,7 +115,7 @@ OFF_PATH_NEGATIVE: Scale = ("#faeae1", "#f5d7c4")
 ATTENTION: Scale = ("#f7fafe", "#08307a")
 """Cells of attention patterns."""
 MASKED: Colour = "#cdd2da"
-"""Hatching of cells that the causal mask leaves out."""
+"""Hatching of cells that the causal mask excludes."""
 
 # ---- circuit edges -----------------------------------------------------------------------------
 
@@ -125,13 +125,13 @@ RESIDUAL_READER: Colour = "#2a2e37"
 SEVERAL: Colour = "#7b3294"
 """Edges into several of q, k and v of a head."""
 CROSSES: Colour = "#7a6a00"
-"""What attention carries from one position to another."""
+"""Links between positions, through attention."""
 TRUNK: Colour = "#8a92a0"
-"""What edges of several colours share."""
+"""Trunks shared by edges of several colours."""
 SUPERNODE: Colour = "#eadff0"
 HELPS, HURTS = "#0a3e8c", "#c2540c"
 
-# ---- heads that are framed, by what they are called --------------------------------------------
+# ---- frames of marked heads --------------------------------------------
 
 MARKS: tuple[Colour, ...] = (
     "#290000",
@@ -142,19 +142,19 @@ MARKS: tuple[Colour, ...] = (
     "#b87a00",
     "#4c4c00",
 )
-"""Distinct from the two hues for heads that help or hurt."""
+"""Distinct from the colours of heads that help or hurt."""
 MARK_WEIGHT = 2.2
 
 
 # ---- nodes: (fill, line) -----------------------------------------------------------------------
 
 NODE_REACHED = ("#bcd2f0", ACCENT)
-NODE_UNREACHED = (GROUND, BORDER)
+NODE_UNREACHED = (BACKGROUND, BORDER)
 HEAD_NODE = ("#dfeafa", ACCENT)
 MLP_NODE = ("#efe9dc", "#6d5a2e")
-END_NODE = (GROUND, INK)
-OPEN_NODE = (GROUND, "#b9c0ca")
-ABSENT_NODE = (GROUND, "#e3e6eb")
+END_NODE = (BACKGROUND, INK)
+OPEN_NODE = (BACKGROUND, "#b9c0ca")
+ABSENT_NODE = (BACKGROUND, "#e3e6eb")
 OPEN_NODE_INK, ABSENT_NODE_INK = CONTROL_INK, "#6b7380"
 
 # ---- mixing ------------------------------------------------------------------------------------
@@ -185,22 +185,22 @@ def dots(width: float) -> str:
 
 # ---- dark --------------------------------------------------------------------------------------
 
-_TURNED = 0.92
-DARK_FILTER = f"invert({_TURNED}) hue-rotate(180deg)"
-"""CSS filter that turns a page dark."""
+_INVERTED = 0.92
+DARK_FILTER = f"invert({_INVERTED}) hue-rotate(180deg)"
+"""CSS filter that makes a page dark."""
 _HALF_CIRCLE = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
 _SVG_PAINT = re.compile(r'\b(fill|stroke)(="|: )(#[0-9a-fA-F]{6})(?=["; ])')
 
 
 def dark_colour(colour: Colour) -> Colour:
     """The dark version of a colour."""
-    negative = [255 * _TURNED + part * (1 - 2 * _TURNED) for part in channels(colour)]
-    turned = (sum(w * part for w, part in zip(row, negative, strict=True)) for row in _HALF_CIRCLE)
-    return _hex(min(max(round(part), 0), 255) for part in turned)
+    negative = [255 * _INVERTED + part * (1 - 2 * _INVERTED) for part in channels(colour)]
+    rotated = (sum(w * part for w, part in zip(row, negative, strict=True)) for row in _HALF_CIRCLE)
+    return _hex(min(max(round(part), 0), 255) for part in rotated)
 
 
 def dark_svg(svg: str) -> str:
-    """An SVG document with its colours turned dark; texts do not change.
+    """An SVG document with its colours made dark, and its texts unchanged.
 
     Quotation marks in texts are escaped, so no text can look like an attribute.
     """

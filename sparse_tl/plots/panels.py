@@ -16,11 +16,11 @@ from plotly.subplots import make_subplots
 
 from sparse_tl.plots.palette import (
     AXIS,
+    BACKGROUND,
     CURVE_WEIGHT,
     DASHES,
     FONT_FAMILY,
     GRID,
-    GROUND,
     INK,
     INTERVAL_ALPHA,
     LABEL_SIZE,
@@ -33,13 +33,13 @@ from sparse_tl.plots.palette import (
 from sparse_tl.plots.token_text import clip_text, fit_text, text_width, visible_text
 
 MAX_WIDTH = 724
-"""Width of a figure: in print, 5.5 inches wide, the smallest text then has 6 points."""
+"""Maximum width of a figure: printed at 5.5 inches, its smallest text has 6 points."""
 _TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 60, 12
 _LEAST_WIDTH = 56
 _ROW_GAP, ROW_TITLE_WIDTH = 36, 26
 _TITLE_HEIGHT, _AXIS_TITLE_HEIGHT = 28, 18
 LEFT_LINE, _X_TITLE = 16, 20
-"""Width of a line of a vertical axis title, and the middle of a horizontal one above the edge."""
+"""Width of a line of a vertical axis title; height of the middle of a horizontal one."""
 LONGEST_NAME = 144
 """Maximum width of a name in a legend."""
 
@@ -54,10 +54,10 @@ _AXIS_TITLE = {"size": LABEL_SIZE, "color": INK}
 _TEMPLATE = go.layout.Template(
     layout={
         "font": {"family": FONT_FAMILY, "color": INK, "size": TICK_SIZE},
-        "paper_bgcolor": GROUND,
-        "plot_bgcolor": GROUND,
+        "paper_bgcolor": BACKGROUND,
+        "plot_bgcolor": BACKGROUND,
         "hovermode": "closest",
-        "hoverlabel": {"bgcolor": GROUND, "font": {"size": LABEL_SIZE, "color": INK}},
+        "hoverlabel": {"bgcolor": BACKGROUND, "font": {"size": LABEL_SIZE, "color": INK}},
         "xaxis": _AXIS
         | {
             "title": {"font": _AXIS_TITLE, "standoff": 8},
@@ -80,13 +80,13 @@ _TEMPLATE = go.layout.Template(
 
 
 def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Panels in rows of similar length, each with at most four."""
+    """Panels in rows of similar length, with at most four each."""
     n_rows = -(-len(panels) // 4)
     per_row = -(-len(panels) // n_rows)
     return [list(panels[start : start + per_row]) for start in range(0, len(panels), per_row)]
 
 
-def places(rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+def panel_positions(rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
     """Row and column of each panel, counted from 1."""
     return [(r, c) for r, row in enumerate(rows, 1) for c, _ in enumerate(row, 1)]
 
@@ -125,11 +125,11 @@ def panel_figure(
         width, height: size of one plot.
         gap: gap between two plots of a row.
         below: additional space below every row, for a colour bar.
-        shared: whether the panels of a row share their vertical axis, labelled at the first one.
+        shared: whether the panels of a row share a vertical axis, labelled at the first one.
     """
     n_rows, n_columns = len(titles), len(titles[0])
     inner_width = n_columns * (width + gap) - gap
-    # Where every row has titles of its own, it has horizontal axis titles too.
+    # If every row has panel titles, it also has horizontal axis titles.
     is_wrapped = any(map(any, titles[1:]))
     row_gap = _ROW_GAP + below + (_TITLE_HEIGHT + _AXIS_TITLE_HEIGHT if is_wrapped else 0)
     inner_height = n_rows * (height + row_gap) - row_gap
@@ -150,22 +150,22 @@ def panel_figure(
     )
     figure.update_xaxes(title_text=x, row=None if is_wrapped else n_rows)
     figure.update_yaxes(title_text=y, col=1 if shared else None)
-    for (row, column), title in zip(places(titles), chain(*titles), strict=True):
-        place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "yshift": 5}
-        _add_title(figure, row, column, title, width + min(12, gap), place)
+    for (row, column), title in zip(panel_positions(titles), chain(*titles), strict=True):
+        position = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "yshift": 5}
+        _add_title(figure, row, column, title, width + min(12, gap), position)
     for row, title in enumerate(row_titles, start=1):
-        place = {"x": 1, "xanchor": "center", "xshift": 0.6 * ROW_TITLE_WIDTH}
-        place |= {"y": 0.5, "yanchor": "middle", "textangle": 90}
-        _add_title(figure, row, n_columns, title, height, place)
+        position = {"x": 1, "xanchor": "center", "xshift": 0.6 * ROW_TITLE_WIDTH}
+        position |= {"y": 0.5, "yanchor": "middle", "textangle": 90}
+        _add_title(figure, row, n_columns, title, height, position)
     return figure
 
 
 def add_outer_titles(figure: Any, x: str, y: str) -> None:
-    """Add axis titles for all panels together, the vertical one in two lines if need be."""
+    """Add axis titles for all panels together, the vertical one in two lines if necessary."""
     layout, n_lines = figure.layout, 1
     if text_width(y, LABEL_SIZE) > layout.height - layout.margin.t - layout.margin.b:
-        spaces = (place for place, character in enumerate(y) if character == " ")
-        middle = min(spaces, key=lambda place: abs(place - len(y) / 2))
+        spaces = (i for i, character in enumerate(y) if character == " ")
+        middle = min(spaces, key=lambda i: abs(i - len(y) / 2))
         y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
         wider = {"width": layout.width + LEFT_LINE, "margin_l": layout.margin.l + LEFT_LINE}
         figure.update_layout(**wider)
@@ -178,14 +178,14 @@ def add_outer_titles(figure: Any, x: str, y: str) -> None:
 
 
 def _add_title(
-    figure: go.Figure, row: int, column: int, title: str, room: float, place: dict[str, Any]
+    figure: go.Figure, row: int, column: int, title: str, room: float, position: dict[str, Any]
 ) -> None:
-    """A title, as large as fits, at a position in panel units."""
+    """Add a title, as large as fits, at a position in panel units."""
     if not title:
         return
     shown, size = fit_text(visible_text(title), PANEL_TITLE_SIZE, room)
-    place = place | {"xref": "x domain", "yref": "y domain", "font": {"size": size}}
-    figure.add_annotation(text=plain_text(shown), row=row, col=column, **place)
+    position = position | {"xref": "x domain", "yref": "y domain", "font": {"size": size}}
+    figure.add_annotation(text=plain_text(shown), row=row, col=column, **position)
 
 
 def add_line(
@@ -212,13 +212,12 @@ def add_line(
         row, column: panel of the line.
         x, y: points of the line.
         colour: colour of the line and, paler, of its intervals.
-        name: name in the legend; lines of one name are toggled together, where a legend lists
-            it.
-        group: name by which the line is toggled, if no legend lists it.
+        name: name in the legend, which toggles all lines of this name together.
+        group: name with which the line is toggled, if it has none in the legend.
         low, high: ends of the interval at each point; empty for none.
         hover: lines of text in the tooltip of each point, the first one bold.
         width: line width in pixels.
-        opacity: opacity of the line; below 1 for a pale line.
+        opacity: opacity of the line.
         dashed: whether the line is dashed.
     """
     style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
@@ -250,13 +249,13 @@ def add_line(
 
 
 def hover_text(words: Sequence[str]) -> str:
-    """A tooltip of several lines, the first one bold."""
+    """A tooltip from lines of text, the first one bold."""
     first, *rest = map(plain_text, map(visible_text, words))
     return "<br>".join([f"<b>{first}</b>", *rest])
 
 
 def plain_text(text: str) -> str:
-    """A text escaped so that plotly, which parses some HTML, shows it unchanged."""
+    """The text, escaped so that plotly, which parses some HTML, shows it unchanged."""
     return escape(text, quote=False)
 
 
@@ -270,8 +269,8 @@ def ticks(low: float, high: float, most: int = 4, *, whole: bool = False) -> dic
     """
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    places = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
-    shown = [float(place) for place in places if low <= place <= high]
+    values = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
+    shown = [float(value) for value in values if low <= value <= high]
     formatter = ScalarFormatter(useOffset=False)
     formatter.set_scientific(False)
     formatter.create_dummy_axis()

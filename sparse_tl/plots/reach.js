@@ -1,5 +1,5 @@
-// All nodes that can be reached from one over lines {source, reader}, upwards or downwards, itself
-// included.
+// All nodes that can be reached from one along lines {source, reader}, upwards or downwards, including
+// itself.
 function reach(lines, start, upwards) {
   const following = new Map();
   for (const { source, reader } of lines) {
@@ -8,7 +8,7 @@ function reach(lines, start, upwards) {
     following.get(near).push(far);
   }
   const reached = new Set([start]);
-  // A set that grows is walked to its new end.
+  // Iterating a set includes elements added meanwhile.
   for (const node of reached) following.get(node)?.forEach((next) => reached.add(next));
   return reached;
 }

@@ -1,4 +1,4 @@
-"""Figures that display and save themselves without loading anything from the network."""
+"""Figures that are displayed and saved without loading anything from the network."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Literal, TypeVar, get_args
 from circuitsvis.utils.render import RenderedHTML
 
 from sparse_tl.files import atomic_file
-from sparse_tl.plots.palette import DARK_FILTER, GROUND, dark_svg
+from sparse_tl.plots.palette import BACKGROUND, DARK_FILTER, dark_svg
 
 Theme = Literal["auto", "light", "dark"]
-"""Ground of a figure. ``"auto"``: in a notebook, the notebook's theme; in a saved page, that of the
+"""Theme of a figure. ``"auto"``: in notebooks, the notebook's theme; in saved pages, that of the
 reader's system; saved images are light."""
 
 AUTO = "sparse-tl-auto"
-"""Class of HTML that is drawn for a light ground and turned in dark notebooks."""
+"""Class of HTML that is drawn for light pages and inverted in dark notebooks."""
 DARK_NOTEBOOKS = (
     'body[data-jp-theme-light="false"]',  # JupyterLab, Notebook 7, and nbconvert's HTML
     "body.vscode-dark",
@@ -27,13 +27,13 @@ DARK_NOTEBOOKS = (
     'body[data-vscode-theme-kind="vscode-high-contrast"]',
     'html[theme="dark"]',  # Colab
 )
-"""Selectors of which one matches in a notebook with a dark theme."""
+"""Selectors, one of which matches in a notebook with a dark theme."""
 
 Kind = TypeVar("Kind", bound="Figure")
 
 
 class Figure:
-    """A figure on a light or dark ground that can be saved to files.
+    """A figure on a light or dark background that can be saved to files.
 
     Args:
         title: title of the page, when saved as HTML.
@@ -47,17 +47,17 @@ class Figure:
 
     @property
     def is_dark(self) -> bool:
-        """Whether the figure has a dark ground wherever it is shown."""
+        """Whether the figure is always dark."""
         return self.theme == "dark"
 
     @property
     def light_html(self) -> str:
-        """An HTML fragment that shows the figure on a light ground."""
+        """An HTML fragment with the light figure."""
         raise NotImplementedError
 
     @property
     def light_svg(self) -> str:
-        """A static SVG element on a light ground."""
+        """The light figure as a static SVG element."""
         raise NotImplementedError
 
     @property
@@ -66,20 +66,20 @@ class Figure:
         return dark_svg(self.light_svg) if self.is_dark else self.light_svg
 
     def dark(self: Kind) -> Kind:
-        """The same figure on a dark ground, whatever the notebook's theme."""
+        """The same figure, dark whatever the notebook's theme."""
         return self._themed("dark")
 
     def light(self: Kind) -> Kind:
-        """The same figure on a light ground, whatever the notebook's theme."""
+        """The same figure, light whatever the notebook's theme."""
         return self._themed("light")
 
     def _themed(self: Kind, theme: Theme) -> Kind:
-        turned = copy(self)
-        turned.theme = theme
-        return turned
+        themed = copy(self)
+        themed.theme = theme
+        return themed
 
-    def _turnable(self, html: str) -> str:
-        """HTML of the figure in its own theme, which is turned in dark notebooks if it is auto."""
+    def _with_theme(self, html: str) -> str:
+        """HTML of the figure, inverted in dark notebooks if its theme is auto."""
         if self.theme != "auto":
             return html
         return f'<div class="{AUTO}">\n{notebook_style()}\n{html}\n</div>'
@@ -92,7 +92,7 @@ class Figure:
         Args:
             path: path ending in ``.html`` (interactive), ``.svg`` or ``.png``; see `file_kinds`.
             scale: pixels of a PNG per pixel of the figure.
-            theme: ``"light"``, ``"dark"``, or ``"auto"``: as chosen by `light` or `dark`; otherwise
+            theme: ``"light"``, ``"dark"`` or ``"auto"``: the figure's theme; if that is auto too,
                 HTML follows the reader's system, and images are light.
 
         Returns:
@@ -132,8 +132,8 @@ class Figure:
 class SelfContainedFigure(Figure, RenderedHTML):
     """A figure that consists of one piece of HTML.
 
-    circuitsvis checks for an internet connection and then chooses between two sources; here there
-    is a single source, which contains everything.
+    circuitsvis checks for an internet connection and chooses between two sources of HTML; here, a
+    single one contains everything.
 
     Args:
         html: HTML fragment with every tag closed, which also works without JavaScript.
@@ -156,22 +156,22 @@ class SelfContainedFigure(Figure, RenderedHTML):
     def _repr_html_(self) -> str:
         if self.is_dark:
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
-        return self._turnable(self.light_html)
+        return self._with_theme(self.light_html)
 
-    # circuitsvis's names for the same; the sources that its class chooses from are never made.
+    # circuitsvis's names for the same, instead of its choice of a source.
     __str__ = __html__ = show_code = _repr_html_
 
 
 def notebook_style() -> str:
-    """A style element that turns figures of the class `AUTO` in dark notebooks."""
-    # plotly's own display has no classes of ours; a mark on a trace becomes one of its classes.
+    """A style element that inverts figures of the class `AUTO` in dark notebooks."""
+    # plotly draws elements without our class, but turns the uid of a trace into a class.
     ours = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
     rule = f":is({', '.join(DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
     return f"<style>@media screen {{ {rule} }}</style>"
 
 
 def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
-    """Render an SVG document, without a browser, and with text even if no fonts are installed.
+    """Render an SVG document without a browser, with text even if no fonts are installed.
 
     Raises:
         ValueError: the scale is not positive.
@@ -201,22 +201,22 @@ def html_page(title: str, body: str, *, margin: int, theme: Theme = "auto") -> s
 
     Args:
         title: title of the page.
-        body: HTML fragment, drawn for a light ground.
+        body: HTML fragment, drawn for light pages.
         margin: margin in pixels.
-        theme: whether the page is dark: always, never, or following the reader's system.
+        theme: ``"light"``, ``"dark"``, or ``"auto"`` to follow the reader's system.
     """
-    # Applied to the root element, the filter includes the ground around the figure.
-    turned = f":root {{ filter: {DARK_FILTER}; }}"
+    # Applied to the root element, the filter includes the background around the figure.
+    inverted = f":root {{ filter: {DARK_FILTER}; }}"
     rule = {
-        "auto": f"@media screen and (prefers-color-scheme: dark) {{ {turned} }}\n",
+        "auto": f"@media screen and (prefers-color-scheme: dark) {{ {inverted} }}\n",
         "light": "",
-        "dark": f"{turned}\n",
+        "dark": f"{inverted}\n",
     }[theme]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>\n:root {{ background: {GROUND}; }}\nbody {{ margin: {margin}px; }}\n{rule}"
+        f"<style>\n:root {{ background: {BACKGROUND}; }}\nbody {{ margin: {margin}px; }}\n{rule}"
         "</style>\n"
         f"</head>\n<body>\n{body}\n</body>\n</html>\n"
     )

@@ -1,8 +1,8 @@
-"""The weights of a circuit diagram's attention edges: checked, and in thousandths.
+"""The weights of a circuit diagram's attention edges, checked and in thousandths.
 
-The static and the interactive figure both draw them rounded to integers, so that they compare the
-same numbers with the threshold. ``attention_edges.js`` chooses the edges to draw. Scores are kept
-unrounded: tooltips tell the value.
+The static and the interactive figure draw weights rounded to integers, so that they compare the
+same numbers with the threshold. ``attention_edges.js`` chooses the edges to draw. Scores stay
+unrounded for tooltips.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sparse_tl.plots.palette import LABEL_SIZE
 from sparse_tl.plots.token_text import clip_text, visible_text
 
 STEPS = 1000
-"""Weights are integers: the number of steps between a weight of 0 and of 1."""
+"""Number of integer steps between weights of 0 and 1."""
 _ROOM = 70
-"""Largest width of an answer in a caption, in pixels."""
+"""Maximum width of an answer in a caption, in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +32,13 @@ class RoundedGraph:
         name: name of its panel.
         graph: the traced graph.
         attention: gate times attention, 0..1000.
-        carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if it is not known.
-        most_carried: the largest share that an edge carries.
+        carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if unknown.
+        most_carried: the largest share carried by an edge.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
             edge helps; -1000..1000 for each target, relative to `scales`, and not rounded.
-            Effects that were not computed are estimates.
+            Estimates replace effects that were not computed.
         scales: largest absolute effect of each target, in the metric's unit.
-        exact: edges whose effects were computed.
+        exact: which edges have computed effects.
     """
 
     name: str
@@ -52,7 +52,7 @@ class RoundedGraph:
 
 
 def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
-    """What effects change, as the scripts write it: the metric, its unit, and its answers."""
+    """The quantity that effects change, for the scripts: the metric, its unit and its answers."""
     clipped = [
         [clip_text(visible_text(text), LABEL_SIZE, _ROOM) for text in texts]
         for texts in (graph.answers, graph.wrong)
@@ -89,12 +89,12 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
     if graph.causal and attention.triu(diagonal=1).any():
         raise ValueError(
             f"expected no attention from later positions in panel {name!r}; got a weight above "
-            "the diagonal; check that the last two dimensions are (query, key), or say "
-            "causal=False where attention is bidirectional"
+            "the diagonal; check that the last two dimensions are (query, key), or pass "
+            "causal=False for bidirectional attention"
         )
     if attention[~graph.gates.cpu()].any():
         raise ValueError(
-            f"expected attention 0 where the gate is closed in panel {name!r}; got other weights; "
+            f"expected attention of 0 at closed gates in panel {name!r}; got other weights; "
             "multiply the attention probabilities by the gates first"
         )
     rounded = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
@@ -104,8 +104,8 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
         _check_finite(shares, f"what edges carry in panel {name!r}")
         if shares.shape != attention.shape or bool((shares < 0).any()):
             raise ValueError(
-                f"expected shares of 0 or more as `carried` of panel {name!r}, one per attention "
-                f"edge; got shape {tuple(shares.shape)}, from {shares.min():.4g} on"
+                f"expected shares of at least 0 as `carried` of panel {name!r}, one per attention "
+                f"edge; got shape {tuple(shares.shape)} and a minimum of {shares.min():.4g}"
             )
         most = float(shares.max())
         carried = (shares / max(most, 1e-30) * STEPS).round().to(torch.int32)

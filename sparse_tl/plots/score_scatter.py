@@ -16,7 +16,7 @@ from sparse_tl.plots.panels import (
     hover_text,
     in_rows,
     panel_figure,
-    places,
+    panel_positions,
     ticks,
 )
 
@@ -28,7 +28,7 @@ _NAMES: dict[Drawn, str] = {"strongest": "Strongest", "random": "Drawn at Random
 
 @checked
 def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFigure:
-    """Draw scores against the exact effects of the same parts; on the dashed line, both are equal.
+    """Draw scores against exact effects of the same parts; on the dashed line, both are equal.
 
     Args:
         checks: checked scores by panel title.
@@ -42,24 +42,25 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
     """
     if not checks:
         raise ValueError("expected at least one panel; got none")
-    rows, of = in_rows(list(checks)), f" ({unit})" if unit else ""
+    rows, suffix = in_rows(list(checks)), f" ({unit})" if unit else ""
     width = fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
-    axes = {"x": f"Exact Effect{of}", "y": f"Score{of}"}
+    axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
     figure = panel_figure(rows, **axes, width=width, height=width, gap=_GAP, shared=False)
-    for place, check in zip(places(rows), checks.values(), strict=True):
+    for position, check in zip(panel_positions(rows), checks.values(), strict=True):
         values = [*check.score.tolist(), *check.exact.tolist()]
         low, high = min(0.0, *values), max(0.0, *values)
         margin = _MARGIN * (high - low) or 1.0
         ends = low - margin, high + margin
         for update in (figure.update_xaxes, figure.update_yaxes):
-            update(range=ends, **ticks(*ends), row=place[0], col=place[1])
-        add_line(figure, *place, x=ends, y=ends, colour=MUTED, width=RULE_WEIGHT, dashed=True)
+            update(range=ends, **ticks(*ends), row=position[0], col=position[1])
+        add_line(figure, *position, x=ends, y=ends, colour=MUTED, width=RULE_WEIGHT, dashed=True)
         for drawn, colour in zip(get_args(Drawn), MODEL_PAIRS[0], strict=True):
-            some = [i for i, how in enumerate(check.drawn) if how == drawn]
-            score, exact = ([each[i].item() for i in some] for each in (check.score, check.exact))
+            indices = [i for i, choice in enumerate(check.drawn) if choice == drawn]
+            both = check.score, check.exact
+            score, exact = ([values[i].item() for i in indices] for values in both)
             hover = [
-                (check.parts[i], f"Exact effect {x:.3g}{of}", f"Score {y:.3g}{of}")
-                for i, x, y in zip(some, exact, score, strict=True)
+                (check.parts[i], f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
+                for i, x, y in zip(indices, exact, score, strict=True)
             ]
             figure.add_scatter(
                 x=exact,
@@ -72,8 +73,8 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
                 showlegend=False,  # listed once, below
                 hoverinfo="text",
                 hovertext=[hover_text(words) for words in hover],
-                row=place[0],
-                col=place[1],
+                row=position[0],
+                col=position[1],
             )
     add_legend_below(figure)
     return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")

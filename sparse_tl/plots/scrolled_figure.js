@@ -1,7 +1,7 @@
-// A figure that is wider than its place is scrolled to what it predicts, and its names stay in sight.
+// Scrolls a figure that is wider than its container to its prediction, and keeps its names in view.
 //   names     elements at its left, which move along
-//   between() the ends of what should be in view, in pixels of the figure
-// Returns what brings that into view again.
+//   between() the ends of the range to show, in pixels of the figure
+// Returns a function that scrolls to that range again.
 function followScrolling(svg, names, between) {
   const MARGIN = 8;
   const canvas = svg.parentElement;

@@ -1,5 +1,5 @@
-"""A plotly figure of panels as static SVG, drawn by matplotlib: no browser, no script, and text
-as outlines, so that it looks the same on every machine.
+"""A plotly figure of panels as static SVG, drawn by matplotlib without browser or script, and with
+text as outlines, so that it looks the same on every machine.
 
 Supports what `panels`, `head_panels` and `legends` produce: lines, points, areas and heat maps with
 colour bars, axes with given ranges and ticks, annotations and legends.
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from sparse_tl.plots.legends import entries_per_row
 from sparse_tl.plots.palette import (
     AXIS,
+    BACKGROUND,
     DASHES,
     GRID,
-    GROUND,
     INK,
     LABEL_SIZE,
     LEGEND_SIZE,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# matplotlib's SVG has 72 dots per inch, so its points are our pixels.
+# matplotlib's SVG has 72 dots per inch, so that points are pixels.
 _DOTS = 72
 # Distance between a plot and the middle of its vertical axis title.
 _TITLE_ASIDE = 44
@@ -41,25 +41,25 @@ _DESCENT = 0.22
 _BAR_STEPS = 64
 
 
-def draw_svg(figure: Any, said: str) -> str:
+def draw_svg(figure: Any, title: str) -> str:
     """The figure as an SVG element; deterministic.
 
     Args:
         figure: plotly figure.
-        said: text description of the figure.
+        title: text description of the figure.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     traces, layout = figure.data, figure.layout
-    # The user's matplotlib style is left unchanged, and does not affect this figure.
+    # The user's matplotlib style stays unchanged, and does not affect this figure.
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "sparse_tl", "lines.scale_dashes": False})
         # Characters that DejaVu Sans lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         size = (layout.width / _DOTS, layout.height / _DOTS)
-        page = Figure(size, dpi=_DOTS, facecolor=GROUND)
+        page = Figure(size, dpi=_DOTS, facecolor=BACKGROUND)
         panels: dict[str, Axes] = {}
         listed: dict[str, dict[str, Artist]] = defaultdict(dict)
         for trace in traces:
@@ -78,11 +78,11 @@ def draw_svg(figure: Any, said: str) -> str:
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         page.savefig(file, format="svg", metadata=nothing)
-    return _as_element(file.getvalue(), said)
+    return _as_element(file.getvalue(), title)
 
 
 def _on_page(layout: Any, x: float, y: float) -> tuple[float, float]:
-    """A position between plotly's margins, in page units."""
+    """A position inside plotly's margins, in page units."""
     margin, width, height = layout.margin, layout.width, layout.height
     return (
         (margin.l + x * (width - margin.l - margin.r)) / width,
@@ -109,7 +109,7 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
         drawn.set_tick_params(color=AXIS, labelcolor=MUTED, labelsize=TICK_SIZE)
         drawn.set_label_text(axis.title.text or "", size=LABEL_SIZE, color=INK)
         drawn.labelpad = 6
-    # At the same place in all rows, whatever the ticks.
+    # At the same position in all rows, whatever the ticks.
     axes.yaxis.set_label_coords(-_TITLE_ASIDE / axes.bbox.width, 0.5)
     axes.tick_params("y", length=0)
     axes.tick_params("x", length=4)
@@ -123,9 +123,9 @@ def _add_colour_bar(page: Figure, layout: Any, trace: Any, drawn: Any) -> None:
     axes = page.add_axes((left, top - height, bar.len / layout.width, height))
     axes.spines[:].set_visible(False)
     step = (trace.zmax - trace.zmin) / _BAR_STEPS
-    ends = [trace.zmin + place * step for place in range(_BAR_STEPS + 1)]
+    ends = [trace.zmin + i * step for i in range(_BAR_STEPS + 1)]
     style = {"cmap": drawn.cmap, "norm": drawn.norm, "edgecolors": "face", "linewidth": 0.4}
-    # As shapes, whose colours a dark figure turns; matplotlib's own colour bar is an image.
+    # As shapes, which a dark figure can invert; matplotlib's own colour bar is an image.
     axes.pcolormesh(ends, (0, 1), [[end + step / 2 for end in ends[:-1]]], **style)
     axes.set(xlim=(trace.zmin, trace.zmax), yticks=[])
     axes.xaxis.set_ticks([], minor=True)
@@ -138,10 +138,10 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
         from matplotlib.colors import LinearSegmentedColormap
 
         colours = LinearSegmentedColormap.from_list("", [colour for _, colour in trace.colorscale])
-        edges = ([place - 0.5 for place in range(n + 1)] for n in (len(trace.z[0]), len(trace.z)))
+        edges = ([i - 0.5 for i in range(n + 1)] for n in (len(trace.z[0]), len(trace.z)))
         ends = {"vmin": trace.zmin, "vmax": trace.zmax}
         return axes.pcolormesh(
-            *edges, trace.z, cmap=colours, **ends, edgecolors=GROUND, linewidth=trace.xgap
+            *edges, trace.z, cmap=colours, **ends, edgecolors=BACKGROUND, linewidth=trace.xgap
         )
     if trace.fill:
         return axes.fill(trace.x, trace.y, color=trace.fillcolor, alpha=trace.opacity, lw=0)[0]
@@ -154,7 +154,7 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
 
 
 def _write(axes: Axes, layout: Any, text: Any) -> None:
-    """Draw an annotation; its text is never parsed as a formula."""
+    """Draw an annotation, without parsing its text as a formula."""
     at, unit = (text.x, text.y), "axes fraction"
     if text.xref == "paper":
         at, unit = _on_page(layout, text.x, text.y), "figure fraction"
@@ -196,19 +196,19 @@ def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Arti
         handletextpad=0.5,
         labelspacing=0.3,
     )
-    # Set afterwards: matplotlib drops labels starting with an underscore, and parses $ as math.
+    # Set afterwards, since matplotlib drops labels with a leading underscore and parses $ as math.
     for written, name in zip(drawn.get_texts(), samples, strict=True):
         written.set(text=unescape(name), parse_math=False)
 
 
 def _by_column(samples: dict[str, Artist], n_columns: int) -> dict[str, Artist]:
-    """Entries that fill rows, in the order in which matplotlib fills columns."""
+    """Entries reordered to fill rows, since matplotlib fills columns."""
     names = list(samples)
     return {name: samples[name] for column in range(n_columns) for name in names[column::n_columns]}
 
 
-def _as_element(document: str, said: str) -> str:
-    """The SVG element alone, in pixels, labelled, and without styles for the rest of the page."""
+def _as_element(document: str, title: str) -> str:
+    """The SVG element alone: in pixels, labelled, and without styles that affect the page."""
     svg = document[document.index("<svg ") :].strip()
     svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
     # Hundredths of a pixel are enough, and half as long.
@@ -216,4 +216,4 @@ def _as_element(document: str, said: str) -> str:
     head, rest = svg.split(">", 1)
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', head)
     joins = 'stroke-linejoin="round" stroke-linecap="butt"'
-    return f'{head} role="img" aria-label="{escape(said, quote=True)}" {joins}>{rest}'
+    return f'{head} role="img" aria-label="{escape(title, quote=True)}" {joins}>{rest}'

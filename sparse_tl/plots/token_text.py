@@ -12,7 +12,7 @@ ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 SMALLEST_SIZE = 11.0
 """Smallest font size that is easy to read, in pixels."""
 SPACE = "\N{MIDDLE DOT}"
-# Beside a full stop or a comma, or alone, a dot would look like one of them.
+# Next to punctuation, or alone, a dot would look like a full stop.
 SPACE_IN_PUNCTUATION = "\N{OPEN BOX}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -20,19 +20,19 @@ _WHITESPACE = {
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
     "\t": "\N{RIGHTWARDS ARROW TO BAR}",
 }
-# Widths in em of DejaVu Sans, which is wider than other common sans-serif fonts: what fits by
-# this table fits everywhere.
+# Widths in em of DejaVu Sans, which is wider than other common sans-serif fonts: text that fits by
+# this table fits in all of them.
 _NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
 _NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
 _WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS + SPACE_IN_PUNCTUATION)
-# Format characters are invisible, and some reorder the text around them, so that a label would
-# misrepresent the token.
+# Format characters are invisible, and some reorder the text around them: a label would misrepresent
+# the token.
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _LONGEST_TEXT = 200
 
 
 def visible_text(token: str) -> str:
-    """The token as written in a figure, with every character visible and valid in XML.
+    """The token for a figure, with every character visible and valid in XML.
 
     Spaces at the ends become middle dots, or open boxes in a token without letters and digits. Line
     feeds and tabs become arrows, other control characters their Unicode pictures. Characters that
@@ -49,7 +49,7 @@ def visible_text(token: str) -> str:
 
 
 def running_text(text: str) -> str:
-    """A longer text: as `visible_text`, but spaces stay spaces."""
+    """A longer text: like `visible_text`, but with plain spaces."""
     return "".join(map(_visible_character, text))
 
 
@@ -68,7 +68,7 @@ def _visible_character(character: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """A visible text as it is told on hover: the beginning and the length of a very long one."""
+    """A visible text for tooltips; of a very long one, the beginning and the length."""
     if len(text) <= _LONGEST_TEXT:
         return text
     return f"{text[:_LONGEST_TEXT]}{ELLIPSIS} ({len(text):,} characters)"
@@ -90,10 +90,7 @@ def _em_width(character: str) -> float:
 
 
 def clip_text(text: str, font_size: float, max_width: float) -> str:
-    """The text, or its beginning followed by an ellipsis, within a width.
-
-    The first character is kept even if it is wider.
-    """
+    """The text, or its beginning with an ellipsis, within a width; always its first character."""
     if text_width(text, font_size) <= max_width:
         return text
     ends = accumulate(map(_em_width, text), initial=_em_width(ELLIPSIS))
@@ -103,7 +100,7 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
 
 
 def wrap_text(text: str, font_size: float, max_width: float) -> list[str]:
-    """The words of a text in lines that fit, except for single words that do not."""
+    """The words of a text in lines that fit; a word that is too long has its own line."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -115,8 +112,8 @@ def wrap_text(text: str, font_size: float, max_width: float) -> list[str]:
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
-    """A text, and the largest font size up to `font_size` in which it fits; clipped at the smallest
-    legible size."""
+    """A text with the largest font size up to `font_size` at which it fits, or clipped at the
+    smallest legible size."""
     fitting = max_width / max(text_width(text, 1.0), 1e-9)
     size = max(SMALLEST_SIZE, min(font_size, fitting))
     return clip_text(text, size, max_width), size

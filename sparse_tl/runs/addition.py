@@ -62,12 +62,12 @@ def run_addition(
 
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
-        form: form of the sums.
+        form: how sums are written.
         seed: random seed for everything.
         dense_steps: maximum number of dense training steps; by default as in `addition_recipe`.
         steps: number of post-training steps; by default as in `addition_recipe`.
         target_loss: nats per answer character; by default as in `addition_recipe`.
-        device: device for training; a GPU by default if there is one.
+        device: device for training; by default a GPU if there is one.
         restart: discard an earlier run.
         progress: whether to show a progress bar.
 
@@ -77,10 +77,10 @@ def run_addition(
     """
     check_address_space()
     task = AdditionTask(form)
-    asked = {"steps": steps, "target_loss": target_loss}
+    options = {"steps": steps, "target_loss": target_loss}
     recipe = addition_recipe(form).changed(
         dense={} if dense_steps is None else {"steps": dense_steps},
-        sparse={name: value for name, value in asked.items() if value is not None},
+        sparse={name: value for name, value in options.items() if value is not None},
     )
     TargetLoss.parse(recipe.sparse["target_loss"])
     settings = {
@@ -109,7 +109,7 @@ def run_addition(
 
 
 def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
-    """The figure: ``36+28``, with every answer character to choose from and the last one shown."""
+    """The figure of ``36+28``; any answer character can be selected, and the last one is shown."""
     prompt = decode(task.prompt(PROMPT).tokens[0])
     return circuit_diagram(
         {"Base Model": dense, "Sparse Model": sparse},
@@ -126,7 +126,7 @@ def _circuits(
     models: dict[str, Model | SparseTransformer],
     progress: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Heads and circuit edges that each digit needs, per side, and why some digits have none."""
+    """Heads and circuit edges that each digit needs, per model, and why some digits have none."""
     for side, model in models.items():
         folder.pin(f"{side} model", digest(read_parameters(model)))
     titles, failed = {}, []
@@ -136,12 +136,12 @@ def _circuits(
         for side, name in names.items():
             if folder.finished(name):
                 continue
-            pairs, every = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
+            pairs, examples = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
             try:
                 with folder.stage(name):
-                    place, skill = folder / name, {"accuracy": accuracy(models[side], every)}
-                    measure(models[side], pairs, skill, logit_difference, place, progress=progress)
-            except NoEffectError as error:  # the model has not learned the sums
+                    saved, skill = folder / name, {"accuracy": accuracy(models[side], examples)}
+                    measure(models[side], pairs, skill, logit_difference, saved, progress=progress)
+            except NoEffectError as error:  # the model has not learned to add
                 failed.append(f"{title}, {side} model: {error}")
         if all(map(folder.finished, names.values())):
             titles[digit] = title

@@ -1,4 +1,4 @@
-"""The cells of the head-roles grid: each one a model with a task's prompts in its tokens."""
+"""The cells of the head-roles grid: one model with the prompts of one task."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sparse_tl.models import (
     load_task_models,
     task_pairs,
 )
+from sparse_tl.runs.folder import SIDES
 from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask, Task
 from sparse_tl.tasks.questions import QUESTION_SETS
 
@@ -30,7 +31,7 @@ N_SUMS = 1000
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one task: names for files, titles for row and column, and how to load them."""
+    """One model on one task: names for files, titles of row and column, and how to load both."""
 
     task: str
     row: str
@@ -43,45 +44,45 @@ class Cell:
 def built_in_cells(
     tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
 ) -> list[Cell]:
-    """The built-in models, dense and sparse, on the given tasks; on all tasks by default."""
+    """The built-in models, dense and sparse, on the given tasks, by default on all."""
     known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
     unknown = [name for name in tasks if name not in known]
     if unknown:
         raise ValueError(f"expected tasks of {list(known)} for built-in models; got {unknown}")
     chosen = list(dict.fromkeys(tasks or known))
     if prompts > N_SUMS and "addition" in chosen:
-        raise ValueError(f"expected at most {N_SUMS} prompts, the held-out sums; got {prompts}")
+        raise ValueError(f"expected at most {N_SUMS} prompts, all held-out sums; got {prompts}")
 
     @cache
     def pair(addition: bool) -> tuple[HookedModel, HookedModel]:
-        load = load_addition_models if addition else load_task_models
-        return load(seed, device=device, progress=progress)
+        load_pair = load_addition_models if addition else load_task_models
+        return load_pair(seed, device=device, progress=progress)
 
-    def drawn(name: str, model: HookedModel) -> TargetDataset:
+    def read(name: str, model: HookedModel) -> TargetDataset:
         if name == "addition":
             sums = AdditionTask("placeholder").split(seed=seed)[2]
             return TargetDataset(sums).select(slice(0, prompts))
         task = next(task for task in TASKS if task.name == name)
         return TargetDataset.from_pairs(task_pairs(task, prompts, seed=seed), seed=seed)
 
-    def loaded(name: str, side: str) -> HookedModel:
+    def load(name: str, side: str) -> HookedModel:
         dense, sparse = pair(name == "addition")
         return dense if side == "dense" else sparse
 
     cells = []
-    for side in ("dense", "sparse"):
+    for side in SIDES:
         for name in chosen:
-            load, draw = partial(loaded, name, side), partial(drawn, name)
-            cells.append(Cell(name, known[name], side, side.title(), load, draw))
+            functions = partial(load, name, side), partial(read, name)
+            cells.append(Cell(name, known[name], side, side.title(), *functions))
     return cells
 
 
 def cells_of(
     models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
 ) -> list[Cell]:
-    """Models by name or folder on question sets, tasks and text, one model in memory at a time.
+    """Models by name or folder on question sets, tasks and text; by default on all question sets.
 
-    The default tasks are all question sets.
+    One model is in memory at a time.
     """
     chosen = list(dict.fromkeys(tasks or QUESTION_SETS))
     _check_names(chosen)
@@ -90,23 +91,23 @@ def cells_of(
     for model in models:
         if Path(model).is_dir() or Path(model).suffix == ".gguf":
             check_folder(model)
-    held: dict[str, HookedModel] = {}
+    cache: dict[str, HookedModel] = {}
 
     def load(model: str) -> HookedModel:
-        if model not in held:
-            held.clear()  # the previous model may fill the device
-            held[model] = load_named_model(model, load_dense_or_sparse, device=device)
-        return held[model]
+        if model not in cache:
+            cache.clear()  # the previous model may fill the device
+            cache[model] = load_named_model(model, load_dense_or_sparse, device=device)
+        return cache[model]
 
     return [
-        Cell(kind, title, _file_name(column), column, partial(load, model), drawn)
+        Cell(kind, title, _file_name(column), column, partial(load, model), read)
         for column, model in columns.items()
-        for kind, title, drawn in rows
+        for kind, title, read in rows
     ]
 
 
 def _check_names(tasks: Sequence[str]) -> None:
-    """Check the names of all tasks before the source of any is read.
+    """Check the names of all tasks, before any source is read.
 
     Raises:
         ValueError: a task is unknown or given twice.
@@ -120,7 +121,7 @@ def _check_names(tasks: Sequence[str]) -> None:
     ]
     if unknown:
         raise ValueError(
-            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, of "
+            f"expected tasks of {list(QUESTION_SETS)}, each optionally with =SOURCE, of "
             f"{list(TASKS_BY_NAME)}, or text=SOURCE; got {unknown}"
         )
     if len({name.partition("=")[0] for name in tasks}) < len(tasks):
@@ -128,7 +129,7 @@ def _check_names(tasks: Sequence[str]) -> None:
 
 
 def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
-    """A task's name, title and prompts; reads from its source now, before any long work."""
+    """A task's name, title and prompts. Reads its source, so that errors come before long work."""
     kind, _, source = name.partition("=")
     if kind == "text":
         next(iter(read_documents(source)), None)
@@ -151,7 +152,7 @@ def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
 
 
 def _titled(models: Sequence[str]) -> dict[str, str]:
-    """Models by title: the last part of their name, with more parts where titles would clash."""
+    """Models by title: the last part of their name, or more parts if titles would clash."""
     for n_parts in range(1, max(len(Path(model).parts) for model in models) + 1):
         titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]
         if len(set(map(_file_name, titles))) == len(models):

@@ -1,4 +1,4 @@
-"""Scores, circuits and effect curves on every task, and how they compare, dense and sparse."""
+"""The circuits job: scores, circuits and effect curves of a dense and a sparse model per task."""
 
 from __future__ import annotations
 
@@ -26,21 +26,14 @@ from sparse_tl.models import (
     task_pairs,
 )
 from sparse_tl.plots.javascript import check_address_space
-from sparse_tl.runs.comparison import (
-    SIDES,
-    Comparison,
-    measure,
-    measured_file,
-    measured_folder,
-    report,
-)
-from sparse_tl.runs.folder import RunFolder
+from sparse_tl.runs.comparison import Comparison, measure, measured_file, measured_folder, report
+from sparse_tl.runs.folder import SIDES, RunFolder
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
 Pairs = Annotated[int, Ge(4), Le(MOST)]
-"""Half of them score, half evaluate."""
+"""Half score, half evaluate."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
-"""The tasks by default, in the order of their panels."""
+"""The default tasks, in the order of their panels."""
 EXAMPLES = 500
 """Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
 Draw = Callable[[int], PromptPairs]
@@ -64,32 +57,32 @@ def run_circuits(
 ) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
-    First of all, both models' accuracy is measured on 500 prompts of every task. A task that one of
-    them does not do (see `Skill`), or for which the tokenizer lacks the words, has no circuits;
-    ``no_circuits.json`` and the result say why. Of the others, half of the prompt pairs score the
-    edges and heads, the other half evaluates the circuits. 16 pairs of the other half also get
-    circuits of their own (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with
-    its own dense model. Seeds can be added later: existing results of other seeds are kept.
+    First, the accuracy of both models is measured on 500 prompts of every task. A task that either
+    model cannot do (see `Skill`), or whose words the tokenizer lacks, gets no circuits;
+    ``no_circuits.json`` and the result say why. On the other tasks, half of the prompt pairs score
+    the edges and heads, and the other half evaluates the circuits; single-prompt circuits are found
+    for 16 of these (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with the
+    dense model of the same seed. Seeds can be added later: results of other seeds are kept.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        model: name or folder of the dense model, as in `load_language_model` or `load_model`; the
-            built-in task models, dense and sparse, by default.
+        model: name or folder of the dense model, as in `load_language_model` or `load_model`; by
+            default, both built-in task models are analysed.
         sparse: folder of the sparse model made from `model`, or "smollm2" for the one that comes
-            with the package; without it, the dense model alone is analysed.
-        tasks: names of tasks; those of `ORDER` if empty. The built-in models do only these.
+            with the package; without it, only the dense model is analysed.
+        tasks: names of tasks; by default those of `ORDER`, the only ones of the built-in models.
         pairs: prompt pairs per task, at least 4.
         method: attribution method, as in `attribute_circuit_edges`.
         patch: patch at parts outside a circuit.
         batch_size: prompt pairs per forward pass.
-        seeds: seeds of the prompts and of the built-in models, one model pair per seed; all are
-            drawn, with their median. With `model`, seeds affect only the prompts.
+        seeds: seeds of the prompts and of the built-in models, one model pair per seed; figures
+            show all of them and their median. With `model`, seeds affect only the prompts.
         device: device to run on.
         restart: discard an earlier run.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a setting is invalid, there is no seed, or the models do none of the tasks.
+        ValueError: a setting is invalid, there is no seed, or every task fails for a model.
         MemoryError: the address space of this process is limited.
     """
     if model is None and sparse is not None:
@@ -132,9 +125,9 @@ def run_circuits(
         # Keep one pair in memory at a time.
         with folder.stage(f"models of seed {seed}"):
             models = _models(model, sparse, seed, device, progress)
-            for side, one in models.items():
-                which = f", seed {seed}" if model is None else ""
-                folder.pin(f"{side} model{which}", digest(read_parameters(one)))
+            for side, loaded in models.items():
+                suffix = f", seed {seed}" if model is None else ""
+                folder.pin(f"{side} model{suffix}", digest(read_parameters(loaded)))
         draws: dict[str, Draw] = {}
         skills: dict[str, dict[str, Skill]] = {}
         for task in dict.fromkeys(task for task, _ in missing):
@@ -143,11 +136,11 @@ def run_circuits(
             else:
                 draws[task.name] = partial(task.pairs, models["dense"], seed=seed)
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                found = _skills(models, task, draws[task.name], batch_size)
-            if isinstance(found, str):
-                declined.setdefault(task.name, []).append(f"{task.title}, seed {seed}{found}")
+                skill = _skills(models, task, draws[task.name], batch_size)
+            if isinstance(skill, str):
+                declined.setdefault(task.name, []).append(f"{task.title}, seed {seed}{skill}")
             else:
-                skills[task.name] = found
+                skills[task.name] = skill
         for task, side in missing:
             if task.name in declined:
                 continue
@@ -164,7 +157,7 @@ def run_circuits(
                     batch_size=batch_size,
                     progress=progress,
                 )
-    reasons = [reason for several in declined.values() for reason in several]
+    reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}
     if not titles:
         raise ValueError(" ".join(reasons))
@@ -179,7 +172,7 @@ def run_circuits(
 def _skills(
     models: Mapping[str, HookedModel], task: Task, draw: Draw, batch_size: int
 ) -> dict[str, Skill] | str:
-    """How well both models do a task; or why not, as the end of a sentence."""
+    """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
         examples = draw(EXAMPLES)
     except ValueError as error:  # the tokenizer lacks the task's words
@@ -210,11 +203,11 @@ def _models(
         return {"dense": dense}
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
     dense.cfg.default_prepend_bos = wrapped.cfg.default_prepend_bos  # both read the same prompts
-    graphs = [adapt(some).graph for some in (dense, wrapped)]
-    words = [adapt(some).d_vocab for some in (dense, wrapped)]
-    if graphs[0] != graphs[1] or words[0] != words[1]:
+    graphs = [adapt(model).graph for model in (dense, wrapped)]
+    sizes = [adapt(model).d_vocab for model in (dense, wrapped)]
+    if graphs[0] != graphs[1] or sizes[0] != sizes[1]:
         raise ValueError(
-            f"expected a sparse model made from the dense one; got {graphs[0]!r} over {words[0]} "
-            f"tokens and {graphs[1]!r} over {words[1]}"
+            f"expected a sparse model made from the dense one; got {graphs[0]!r} over {sizes[0]} "
+            f"tokens and {graphs[1]!r} over {sizes[1]}"
         )
     return {"dense": dense, "sparse": wrapped}

@@ -1,8 +1,8 @@
 """Compare dense and sparse models: measure scores and curves into a folder, then draw them.
 
-1. `measure` one side on one task: half of the pairs score edges and heads, the others evaluate.
-2. `report` on all tasks and seeds from saved results: tables, figures and circuits, and of both
-   sides multipliers.
+1. `measure` one model on one task: half of the pairs score edges and heads, the others evaluate.
+2. `report` on all tasks and seeds from saved results: tables, figures and circuits, and multipliers
+   between a dense and a sparse model.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.curves import Parts
 from sparse_tl.results import table_html
-from sparse_tl.runs.folder import save_figure, saved
+from sparse_tl.runs.folder import SIDES, save_figure, saved
 
 LEVEL = 0.9
 """The explained effect at which models are compared."""
-SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
-"""Key of the number of circuit edges that a single prompt needs."""
+"""Key of the median number of circuit edges that a single prompt needs."""
 ENDS = ("_low", "_high")
-"""How the keys of a size's 95 % interval over pairs end: of one seed, since seeds have a range."""
+"""Suffixes of the keys of a size's 95 % interval over pairs; absent for medians over seeds."""
 ACCURACY = "accuracy.json"
 PROMPTS = 16
-"""Number of held-out pairs that get circuits of their own."""
+"""Number of held-out pairs for which circuits of single prompts are found."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,13 @@ class Comparison:
     metrics: dict[str, Any]
     curves: pd.DataFrame
     no_circuits: Sequence[str] = ()
-    """Why tasks have no circuits, of those that were asked for."""
+    """Reasons why requested tasks have no circuits."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """Number of parts that each task needs for the level of explained effect, dense and sparse;
-        medians over several seeds. Of a single seed, also the 95 % interval over pairs."""
+        """Number of parts that each task needs for an explained effect of 0.9, per model.
+
+        Of several seeds, medians; of a single seed, also the 95 % interval over pairs.
+        """
         rows = []
         for task, measured in self.metrics.items():
             for parts in PARTS:
@@ -87,8 +88,8 @@ class Comparison:
         return pd.DataFrame(rows)
 
     def _repr_html_(self) -> str:
-        said = [f"Parts needed for an explained effect of {LEVEL}", *self.no_circuits]
-        return table_html(self.to_pandas(), ". ".join(said))
+        caption = [f"Parts needed for an explained effect of {LEVEL}", *self.no_circuits]
+        return table_html(self.to_pandas(), ". ".join(caption))
 
 
 def measure(
@@ -103,16 +104,15 @@ def measure(
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
-    """Measure scores on the first half of the pairs, curves on the other, and circuits of single
-    prompts on some of the other half; how well the model does the task is written beside them.
+    """Save scores from the first half of the pairs, and curves and single-prompt circuits from the
+    second, together with the model's skill at the task.
 
-    Each result is written as soon as it is there, and read where an earlier call wrote it;
-    `measured_file` comes last.
+    Each result is saved as soon as it is computed, and loaded if an earlier call saved it;
+    `measured_file` is written last.
 
     Raises:
         ValueError: there is no effect to explain.
     """
-
     scoring = pairs.select(slice(0, len(pairs) // 2))
     held_out = pairs.select(slice(len(pairs) // 2, None))
     single = held_out.select(slice(0, PROMPTS))
@@ -149,28 +149,28 @@ def measure(
     write_json(folder / ACCURACY, skill)
 
 
-def _with_effect(found: Evaluation) -> Evaluation:
-    """An evaluation, checked to have an effect to explain."""
-    _ = found.effect
-    return found
+def _with_effect(evaluation: Evaluation) -> Evaluation:
+    """The evaluation, checked to have an effect to explain."""
+    _ = evaluation.effect
+    return evaluation
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
-    """Path in a run's folder where `measure` writes one side of a seed."""
+    """Path in a run's folder of the results of `measure` for one model and seed."""
     return f"{task}/seed-{seed}/{side}"
 
 
 def measured_file(task: str, seed: int, side: str) -> str:
-    """The last file that `measure` writes there."""
+    """The last file that `measure` writes in `measured_folder`."""
     return f"{measured_folder(task, seed, side)}/{ACCURACY}"
 
 
 def effect_curves(
     folder: Path, task: str, seeds: Sequence[int], side: str, parts: Parts, name: str
 ) -> SeedCurves:
-    """The curves that `measure` wrote for one side on one task, with a name for figures."""
-    places = [folder / measured_folder(task, seed, side) / parts for seed in seeds]
-    return SeedCurves(seeds, [Evaluation.load(place).curve(name) for place in places])
+    """The curves that `measure` saved for one model on one task, with a name for figures."""
+    folders = [folder / measured_folder(task, seed, side) / parts for seed in seeds]
+    return SeedCurves(seeds, [Evaluation.load(saved).curve(name) for saved in folders])
 
 
 def report(
@@ -186,9 +186,9 @@ def report(
     Args:
         folder: folder with the output of `measure`, laid out as in `measured_folder`.
         tasks: panel titles by task name.
-        names: model names by side; of the dense model alone, or of both.
+        names: model names by side: the dense model's, and the sparse model's if it was measured.
         seeds: seeds that were measured.
-        patch: patch that was used in measuring.
+        patch: patch that `measure` used.
     """
     metrics: dict[str, Any] = {}
     tables: list[pd.DataFrame] = []
@@ -204,20 +204,21 @@ def report(
             if len(curves) > 1:
                 multipliers[f"multiplier_{parts}"] = seed_multipliers(*curves, level=LEVEL)
         by_seed: dict[str, Any] = {}
-        for place, seed in enumerate(seeds):
-            said = by_seed[str(seed)] = {}
+        for index, seed in enumerate(seeds):
+            numbers = by_seed[str(seed)] = {}
             for side in names:
-                said[side], found = _numbers(folder / measured_folder(task, seed, side))
+                numbers[side], sizes = _numbers(folder / measured_folder(task, seed, side))
                 labels = {"task": task, "seed": seed, "side": side}
-                tables += [pd.DataFrame({**labels, "parts": p, **found[p]}) for p in PARTS]
-            said |= {name: some.values[place] for name, some in multipliers.items()}
+                tables += [pd.DataFrame({**labels, "parts": p, **sizes[p]}) for p in PARTS]
+            numbers |= {name: ratios.values[index] for name, ratios in multipliers.items()}
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
-            _draw_circuits(folder / task / f"seed-{seed}", shown, said, names, patch)
+            _draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names, patch)
         metrics[task] = {
-            side: _medians([said[side] for said in by_seed.values()]) for side in names
+            side: _medians([numbers[side] for numbers in by_seed.values()]) for side in names
         }
-        for name, some in multipliers.items():
-            metrics[task] |= {name: some.median, f"{name}_range": some.range and [*some.range]}
+        for name, ratios in multipliers.items():
+            metrics[task] |= {name: ratios.median}
+            metrics[task] |= {f"{name}_range": ratios.range and [*ratios.range]}
         metrics[task]["seeds"] = by_seed
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
@@ -229,46 +230,46 @@ def report(
 
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
-    """The measurements of one side of one seed, and its curves as tables."""
-    skill = read_json(folder / ACCURACY)
-    said: dict[str, Any] = {**skill} if isinstance(skill, dict) else {"accuracy": skill}  # of 0.2
+    """The measurements of one model and seed, and its curves as tables."""
+    skill = read_json(folder / ACCURACY)  # a number in folders of version 0.2
+    numbers: dict[str, Any] = {**skill} if isinstance(skill, dict) else {"accuracy": skill}
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
-        found = Evaluation.load(folder / parts)
-        said[f"{parts}_at_{LEVEL}"] = found.curve(parts).size_at(LEVEL)
-        for end, size in zip(ENDS, found.size_interval(LEVEL), strict=True):
-            said[f"{parts}_at_{LEVEL}{end}"] = size
-        tables[parts] = found.to_pandas()
+        evaluation = Evaluation.load(folder / parts)
+        numbers[f"{parts}_at_{LEVEL}"] = evaluation.curve(parts).size_at(LEVEL)
+        for end, size in zip(ENDS, evaluation.size_interval(LEVEL), strict=True):
+            numbers[f"{parts}_at_{LEVEL}{end}"] = size
+        tables[parts] = evaluation.to_pandas()
     single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
-    said |= {
+    numbers |= {
         PER_PROMPT: single.median,
         "prompts": len(single.sizes),
         "prompts_not_reached": single.not_reached,
         "prompts_no_effect": single.no_effect,
     }
-    return said, tables
+    return numbers, tables
 
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of each number over seeds; counts of prompts are summed."""
     if len(seeds) == 1:
         return dict(seeds[0])
-    found: dict[str, Any] = {}
+    medians: dict[str, Any] = {}
     for name in seeds[0]:
-        values = [said[name] for said in seeds]
+        values = [numbers[name] for numbers in seeds]
         if name.endswith(ENDS):
             continue
         if name.startswith("prompts"):
-            found[name] = sum(values)
+            medians[name] = sum(values)
         else:
-            found[name] = median_size(values) if "_at_" in name else statistics.median(values)
-    return found
+            medians[name] = median_size(values) if "_at_" in name else statistics.median(values)
+    return medians
 
 
 def _draw_circuits(
     folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: PatchName
 ) -> None:
-    """Draw and list the circuit that reaches the level, for both models."""
+    """Draw and list each model's circuit that reaches the level."""
     circuits: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
     for side in names:
@@ -284,7 +285,7 @@ def _draw_circuits(
 
 
 def _smallest(scores: Scores, size: int, patch: PatchName) -> Circuit:
-    """The fewest best-scored edges of which `size` have an effect."""
+    """The fewest top-scored edges of which `size` have an effect."""
     sizes = range(size, scores.site.n_parts)
-    taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))
-    return scores.top(size + taken).connected(patch=patch)
+    extra = bisect_left(sizes, size, key=lambda n: len(scores.top(n).connected(patch=patch)))
+    return scores.top(size + extra).connected(patch=patch)

@@ -1,4 +1,4 @@
-"""Check this machine and, optionally, a model: versions, devices, cache folder, gates."""
+"""Check this machine and, optionally, a model: versions, devices, cache folder, analyses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparse_tl.training.memory import training_memory
 
 
 class Check(NamedTuple):
-    """The result of one check: whether it works, and details."""
+    """The result of one check: whether it passed, and details."""
 
     name: str
     works: bool
@@ -41,13 +41,13 @@ def run_doctor(
     device: str | None = None,
     window: AtLeastOne | None = None,
 ) -> list[Check]:
-    """Check everything that the package needs; problems are reported, not raised.
+    """Check everything that the package needs, and report problems instead of raising them.
 
     Args:
         model: model to check as well: a hub name, a Hugging Face folder, a folder written by
             `save_model`, or a loaded model.
-        device: device to load it on; a GPU by default if there is one.
-        window: tokens per prompt for which to estimate the memory of post-training it.
+        device: device to load it on; by default a GPU if there is one.
+        window: tokens per prompt for which to estimate the memory of post-training.
 
     Raises:
         ValueError: there are several ranks.
@@ -55,10 +55,10 @@ def run_doctor(
     if ranks.count() > 1:
         raise ValueError(
             f"expected one process, to check this machine and a model; got {ranks.count()} ranks. "
-            "Call the doctor without a launcher"
+            "Run the doctor without a launcher"
         )
     with torch.random.fork_rng(devices=[]):
-        checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
+        checks = [*_versions(), *_devices(), _run("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))
         if isinstance(model, (str, Path)):
             load = partial(load_named_model, model, load_dense_or_sparse, device=device)
@@ -76,24 +76,24 @@ def _versions() -> Iterator[Check]:
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
         try:
-            found = metadata.version(needed.name)
+            version = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
-            found = "not installed"
-        if found == "not installed" or found not in needed.specifier:
-            said = f"{found}; expected {needed.specifier}. pip install '{needed}'"
-            yield Check(needed.name, False, said)
+            version = "not installed"
+        if version == "not installed" or version not in needed.specifier:
+            problem = f"{version}; expected {needed.specifier}. pip install '{needed}'"
+            yield Check(needed.name, False, problem)
         elif needed.name in ("torch", "transformer-lens", "transformers"):
-            yield Check(needed.name, True, found)
+            yield Check(needed.name, True, version)
 
 
 def _devices() -> Iterator[Check]:
     yield Check("cpu", True, f"{platform.machine()}, {torch.get_num_threads()} threads")
-    for place in range(torch.cuda.device_count()):
-        free, total = map(decimal, torch.cuda.mem_get_info(place))
-        name = torch.cuda.get_device_name(place)
-        yield Check(f"cuda:{place}", True, f"{name}, {free} of {total} free")
+    for index in range(torch.cuda.device_count()):
+        free, total = map(decimal, torch.cuda.mem_get_info(index))
+        name = torch.cuda.get_device_name(index)
+        yield Check(f"cuda:{index}", True, f"{name}, {free} of {total} free")
     if torch.backends.mps.is_available():
-        yield Check("mps", True, "Apple GPU; used where --device mps asks for it")
+        yield Check("mps", True, "Apple GPU; used only with --device mps")
 
 
 def _cache() -> str:
@@ -107,36 +107,36 @@ def _model(
     """Whether a model loads, and which analyses it supports."""
     loaded: list[HookedModel] = []
 
-    def described() -> str:
+    def load_and_describe() -> str:
         model = load()
-        said = _described(model)
+        description = _describe(model)
         loaded.append(model)
-        return said
+        return description
 
-    yield _tried(name, described)
+    yield _run(name, load_and_describe)
     if loaded:
         adapter = adapt(loaded[0])
-        yield _tried(f"{name}: gates", lambda: _gates(adapter))
-        yield _tried(f"{name}: circuits", lambda: _circuits(adapter))
-        yield _tried(f"{name}: padding", lambda: _padding(adapter))
-        yield _tried(f"{name}: saving", lambda: _saving(adapter))
+        yield _run(f"{name}: gates", lambda: _gates(adapter))
+        yield _run(f"{name}: circuits", lambda: _circuits(adapter))
+        yield _run(f"{name}: padding", lambda: _padding(adapter))
+        yield _run(f"{name}: saving", lambda: _saving(adapter))
         if window is not None:
-            yield _tried(f"{name}: memory", lambda: str(training_memory(loaded[0], window)))
+            yield _run(f"{name}: memory", lambda: str(training_memory(loaded[0], window)))
 
 
-def _described(model: HookedModel) -> str:
+def _describe(model: HookedModel) -> str:
     adapter = adapt(model)
     kind = type(model).__name__
     if adapter.core is not model:
         kind += f" around a {type(adapter.core).__name__}"
     dtype = str(adapter.dtype).removeprefix("torch.")
-    words = "without a tokenizer"
+    tokenizer = "without a tokenizer"
     if model.tokenizer is not None:
         start = model.tokenizer.decode(list(prompt_start(model.tokenizer, prepends_bos(model))))
-        words = f"with a tokenizer, prompts{start_in_words(start).removeprefix(',')}"
+        tokenizer = f"with a tokenizer, prompts{start_in_words(start).removeprefix(',')}"
     return (
         f"{kind}: {adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device} in "
-        f"{dtype}, {adapter.d_vocab} tokens {words}, context {adapter.n_ctx}"
+        f"{dtype}, {adapter.d_vocab} tokens {tokenizer}, context {adapter.n_ctx}"
     )
 
 
@@ -160,13 +160,13 @@ def _padding(adapter: Adapter) -> str:
     padded = torch.cat([tokens[:, :1], tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, 0] = 0
-    found, expected = adapter.final(padded, attention_mask=mask)[:, 1:], adapter.final(tokens)
-    # Token by token: a large activation at one says nothing about the others.
-    off = ((found - expected).abs().amax(-1) / expected.abs().amax(-1)).max().item()
-    if not off < tolerance(adapter.dtype):  # also catches NaN
+    unpadded, shifted = adapter.final(tokens), adapter.final(padded, attention_mask=mask)[:, 1:]
+    # Relative per token: a large activation at one token must not hide errors at others.
+    error = ((shifted - unpadded).abs().amax(-1) / unpadded.abs().amax(-1)).max().item()
+    if not error < tolerance(adapter.dtype):  # also catches NaN
         raise ValueError(
-            "expected prompts to end alike whether or not they are padded on the left; what this "
-            f"model computes differs by {off:.2g}. Give it prompts of one length"
+            "expected the same outputs for prompts with and without padding on the left; this "
+            f"model's differ by {error:.2g}. Use prompts of one length"
         )
     return "prompts may be padded on the left"
 
@@ -176,9 +176,9 @@ def _saving(adapter: Adapter) -> str:
     return "its weights can be trained, copied and saved"
 
 
-def _tried(name: str, check: Callable[[], str]) -> Check:
+def _run(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
-    except Exception as error:  # any failure is a result here
+    except Exception as error:  # a failure is a result
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return Check(name, False, kind + " ".join(str(error).split())[:600])

@@ -1,4 +1,4 @@
-"""The output folder of a command: its settings, finished stages, and results."""
+"""The output folder of a command: its settings, finished stages and results."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sparse_tl.training import DenseAndSparse, HeldOut
 
 Saved = TypeVar("Saved", bound=Result)
 
+SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
 _FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
 
@@ -35,12 +36,12 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
 
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
-    """A result: the one that an earlier call saved in a folder, or a new one, saved there."""
+    """The result that an earlier call saved in a folder, or a new one, then saved there."""
     if ranks.on_first(lambda: recover_folder(folder)):
         return kind.load(folder)
-    found = measured()
-    found.save(folder)
-    return found
+    result = measured()
+    result.save(folder)
+    return result
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,18 +58,18 @@ class SparseRun:
 
     @classmethod
     def read(cls, folder: Path, sparse: SparseTransformer) -> SparseRun:
-        """The results whose ``metrics.json`` a folder holds.
+        """Results from a folder's ``metrics.json``.
 
         Raises:
-            ValueError: a number is missing, or of another type.
+            ValueError: a number is missing or has the wrong type.
         """
         file = folder / "metrics.json"
-        found = cls(read_json(file), sparse)
+        results = cls(read_json(file), sparse)
         try:
-            _ = found.held_out, found.texts, found.verdict + ""
+            _ = results.held_out, results.texts, results.verdict + ""
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected the metrics of a run in {file}; {error!r}") from error
-        return found
+        return results
 
     @property
     def verdict(self) -> str:
@@ -78,7 +79,7 @@ class SparseRun:
     @property
     def held_out(self) -> dict[str, HeldOut]:
         """Held-out measurements of the dense and the sparse model."""
-        return {side: _held_out(self.metrics[side]) for side in ("dense", "sparse")}
+        return {side: _held_out(self.metrics[side]) for side in SIDES}
 
     @property
     def texts(self) -> dict[str, DenseAndSparse]:
@@ -89,12 +90,12 @@ class SparseRun:
         }
 
     def to_pandas(self) -> pd.DataFrame:
-        """Held-out measurements of both models, side by side, or on every text."""
+        """Held-out measurements of both models: on every text if there are several."""
         if self.texts:
             return pd.DataFrame.from_dict(
-                {name: found.row() for name, found in self.texts.items()}, orient="index"
+                {name: both.row() for name, both in self.texts.items()}, orient="index"
             )
-        return pd.DataFrame({side: found.numbers for side, found in self.held_out.items()})
+        return pd.DataFrame({side: measured.numbers for side, measured in self.held_out.items()})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.verdict})"
@@ -104,7 +105,7 @@ class SparseRun:
 
 
 def _held_out(numbers: dict[str, Any]) -> HeldOut:
-    """Measurements as they were written; those that older versions did not write are None."""
+    """Measurements from a file; those that older versions did not write are None."""
     absent = {field.name: None for field in fields(HeldOut) if field.default is None}
     by_group = {
         name: {int(group): value for group, value in numbers.get(name, {}).items()}
@@ -118,17 +119,17 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    It also lists every file that the command writes, which is what `restart` removes. Of several
-    ranks the first looks and writes, and the others are told.
+    It also lists every file that the command writes; `restart` removes these. With several ranks,
+    only the first reads and writes, and passes on what it reads.
 
     Args:
         path: the folder; created if absent.
         settings: everything that determines the results; a folder with other settings is refused.
-        restart: remove what an earlier run wrote first.
+        restart: remove the files of an earlier run first.
 
     Raises:
-        ValueError: the folder cannot be written, is in use by another process, holds another run,
-            or holds other files; ranks have other settings.
+        ValueError: the folder is read-only, in use by another process, or holds another run or
+            other files; or settings differ between ranks.
     """
 
     def __init__(
@@ -136,19 +137,19 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         ranks.check_alike({"out": str(path), **settings})
-        found = ranks.on_first(lambda: self._opened(restart))
+        earlier = ranks.on_first(lambda: self._open(restart))
         empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
-        self._said = found or empty
-        there = self._said["settings"]
+        self._record = earlier or empty
+        recorded = self._record["settings"]
         different = [
-            f"{name} {there.get(name)!r} there, {settings.get(name)!r} here"
-            for name in {**there, **settings}
-            if there.get(name) != settings.get(name)
+            f"{name} {recorded.get(name)!r} there, {settings.get(name)!r} here"
+            for name in {**recorded, **settings}
+            if recorded.get(name) != settings.get(name)
         ]
         if different:
             raise ValueError(
                 f"{self.path} holds a run with other settings ({', '.join(different)}). "
-                "Choose another --out, or begin anew with --restart."
+                "Choose another --out, or start over with --restart."
             )
         self._write()
         writers[self.path.resolve()] = self
@@ -161,111 +162,112 @@ class RunFolder:
         return ranks.on_first(lambda: recover_folder(self.path / name))
 
     def pin(self, name: str, value: Any) -> None:
-        """Record an input of the run that is only known once it is loaded.
+        """Record an input that is known only once it is loaded.
 
         Raises:
-            ValueError: an earlier call of the command used another input.
+            ValueError: an earlier call used another input.
         """
-        earlier = self._said["pinned"].setdefault(name, value)
+        earlier = self._record["pinned"].setdefault(name, value)
         if earlier != value:
             raise ValueError(
                 f"{self.path} holds results of another {name} ({earlier} there, {value} here). "
-                "Choose another --out, or begin anew with --restart."
+                "Choose another --out, or start over with --restart."
             )
         self._write()
 
     @scope
-    def stage(self, name: str, what: str = "") -> Iterator[None]:
+    def stage(self, name: str, title: str = "") -> Iterator[None]:
         """Add the duration of a block to a stage, even if it is interrupted.
 
         Raises:
-            ValueError: the block raised it; the message is prefixed with `what`.
+            ValueError: from the block; the message is prefixed with `title`.
         """
         started = time.monotonic()
         try:
             yield
         except ValueError as error:
-            if not what:
+            if not title:
                 raise
-            raise ValueError(f"{what}: {error}") from error
+            raise ValueError(f"{title}: {error}") from error
         finally:
-            seconds = self._said["seconds"]
+            seconds = self._record["seconds"]
             seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
             self._write()
 
     def writes(self, files: list[Path]) -> None:
-        """Note files before they appear; see `Writer`."""
+        """Record files before they are written; see `Writer`."""
         names = [file.relative_to(self.path.resolve()).as_posix() for file in files]
-        new = {*names} - {*self._said["wrote"], RUN_FILE}
+        new = {*names} - {*self._record["wrote"], RUN_FILE}
         if new:
-            self._said["wrote"] = sorted({*self._said["wrote"], *new})
+            self._record["wrote"] = sorted({*self._record["wrote"], *new})
             self._write()
 
     @property
     def seconds(self) -> float:
         """Total seconds of all stages, over all calls of the command."""
-        return sum(self._said["seconds"].values())
+        return sum(self._record["seconds"].values())
 
-    def _opened(self, restart: bool) -> dict[str, Any] | None:
-        """What an earlier call left in ``run.json``, if the folder goes on from it."""
+    def _open(self, restart: bool) -> dict[str, Any] | None:
+        """Lock the folder; the record of an earlier call, if this one resumes it."""
         check_writable(self.path)
         self._hold = Hold(self.path)
-        found = self._found()
-        if found is None:
+        record = self._read()
+        if record is None:
             return None
-        if not restart and any((self.path / name).exists() for name in found["wrote"]):
-            return found
-        self._clear(found)  # also where an earlier command failed before it produced anything
+        if not restart and any((self.path / name).exists() for name in record["wrote"]):
+            return record
+        self._clear(record)  # also if an earlier command failed before it produced anything
         return None
 
-    def _found(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
-            found = read_json(self.path / RUN_FILE)
-            if isinstance(found, dict) and all(
-                type(found.get(name)) is kind for name, kind in _FIELDS.items()
+            record = read_json(self.path / RUN_FILE)
+            if isinstance(record, dict) and all(
+                type(record.get(name)) is kind for name, kind in _FIELDS.items()
             ):
-                return found
+                return record
             raise ValueError(
-                f"expected the {RUN_FILE} in {self.path} to be one of this version. Remove the "
+                f"expected the {RUN_FILE} in {self.path} to be from this version. Remove the "
                 "folder yourself, or choose another --out."
             )
-        elif all(map(is_temporary, self.path.iterdir())):
+        if all(map(is_temporary, self.path.iterdir())):
             return None
         raise ValueError(
-            f"expected an empty folder or one of an earlier run, with {RUN_FILE}, as output; "
+            f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
             f"{self.path} holds {sorted(p.name for p in self.path.iterdir())[:5]}"
         )
 
-    def _clear(self, found: dict[str, Any]) -> None:
-        """Remove what the earlier run wrote, and nothing else.
+    def _clear(self, record: dict[str, Any]) -> None:
+        """Remove the files of the earlier run, and nothing else.
 
         Raises:
-            ValueError: somebody else's files are in folders that the run wrote.
+            ValueError: folders that the run made hold other files.
         """
-        own = {self.path / str(name) for name in found["wrote"]}
-        folders = {parent for file in own for parent in file.parents if self.path in parent.parents}
+        files = {self.path / str(name) for name in record["wrote"]}
+        parents = {folder for file in files for folder in file.parents}
+        folders = {folder for folder in parents if self.path in folder.parents}
         inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
-        strange = [
+        foreign = [
             os.path.relpath(entry, self.path)
-            for entry in {*inside, *own}
+            for entry in {*inside, *files}
             if not is_temporary(entry)
-            and (entry not in own | folders or (entry in own and entry.is_dir()))
+            and (entry not in files | folders or (entry in files and entry.is_dir()))
         ]
-        place = Path(os.path.realpath(self.path))
-        if strange or any(place not in Path(os.path.realpath(file)).parents for file in own):
+        root = Path(os.path.realpath(self.path))
+        if foreign or any(root not in Path(os.path.realpath(file)).parents for file in files):
             raise ValueError(
-                f"expected nothing but files of the run where it wrote, to begin anew; {self.path} "
-                f"holds {sorted(strange)[:5]}, which would be deleted. Move that elsewhere."
+                f"expected only files of the earlier run, to start over; {self.path} also holds "
+                f"{sorted(foreign)[:5]}, which would be deleted. Move that elsewhere."
             )
-        for file in own:
+        for file in files:
             file.unlink(missing_ok=True)
         for entry in [*folders, *filter(is_temporary, self.path.iterdir())]:
             if entry.is_dir():
-                shutil.rmtree(entry)  # nothing is in it but what is unfinished
+                shutil.rmtree(entry)  # it holds only unfinished files
             else:
                 entry.unlink(missing_ok=True)
         (self.path / RUN_FILE).unlink()
 
     def _write(self) -> None:
         if ranks.is_first():
-            write_json(self.path / RUN_FILE, self._said)
+            write_json(self.path / RUN_FILE, self._record)

@@ -1,8 +1,8 @@
-"""Head roles of several models on several tasks: fit gates, ablate heads, draw the grid.
+"""The head-roles job: fit gates for several models and tasks, ablate heads, draw the grid.
 
 1. `run_head_roles` checks the settings and lists the cells: one per task and model.
-2. Each cell says what it will cost, fits gates on most of its prompts and measures ablation curves
-   on the others. Every result is saved when it is there, and stages save how far they got.
+2. Each cell estimates its cost, fits gates on most of its prompts and measures ablation curves on
+   the others. Every result is saved as soon as it is computed, and every stage saves checkpoints.
 3. `_report` draws the grid and writes the tables from saved results.
 """
 
@@ -43,9 +43,9 @@ FEWEST = 8
 """Minimum number of prompts per task."""
 Prompts = Annotated[int, Ge(FEWEST), Le(MOST)]
 PROMPTS = "prompts.json"
-"""The last file of a cell."""
+"""The last file that a cell writes."""
 HELD_OUT = 0.25
-"""Share of the prompts used for the ablation curves."""
+"""Share of the prompts that are held out, for the ablation curves."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class HeadRolesRun:
     curves: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:
-        """Per task, model and role: number of heads, and nats per response if ablated."""
+        """Per task, model and role: number of heads, and change in nats per response if ablated."""
         rows = [
             {"task": task, "model": model, "role": role, **numbers[role]}
             for task, models in self.metrics["tasks"].items()
@@ -92,21 +92,20 @@ def run_head_roles(
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        model: names or folders of dense or sparse models, one or several, as in
-            `load_language_model`, `load_model` or `SparseTransformer.from_pretrained`; the built-in
-            dense and sparse models by default.
+        model: name or folder of a dense or sparse model, or several, as in `load_language_model`,
+            `load_model` or `SparseTransformer.from_pretrained`; by default the built-in dense and
+            sparse models.
         tasks: with built-in models: addition, greater_than, ioi, docstring, ioi_long. With others:
-            the tasks of `task_report`; syntax, common_sense, math, each with its source (a file, a
-            folder, a dataset) after ``=`` unless it is the published dataset; and ``text=SOURCE``
-            for running text.
-        seeds: number of gate matrices that are fitted together.
+            the tasks of `task_report`; syntax, common_sense and math, with ``=SOURCE`` for a file,
+            folder or dataset other than the published one; and ``text=SOURCE`` for running text.
+        seeds: number of gate matrices, fitted together.
         updates: optimizer steps in each of the three stages.
         lambda_: coefficient of the penalty.
-        prompts: prompts per task; a quarter is held out for the curves.
+        prompts: prompts per task; a quarter of them is held out for the curves.
         batch_size: prompts per update.
         accumulate: micro-batches per update, to save memory.
         max_heads: maximum number of heads to ablate.
-        seed: random seed for prompts, batches and random orders, and seed of the built-in models.
+        seed: random seed for prompts, batches, random orders and the built-in models.
         device: device to run on.
         restart: discard an earlier run.
         progress: whether to show a progress bar.
@@ -116,7 +115,7 @@ def run_head_roles(
             cannot be used.
     """
     if lambda_ == 0:
-        raise ValueError("expected a lambda other than 0, which has no penalty; got 0")
+        raise ValueError("expected a lambda other than 0, since gates need a penalty; got 0")
     models = [model] if isinstance(model, str) else list(model or ())
     if models:
         cells = cells_of(models, tasks, prompts, device)
@@ -149,13 +148,13 @@ def run_head_roles(
             dataset = cell.prompts(loaded)
             if len(dataset) < FEWEST:
                 raise ValueError(
-                    f"expected at least {FEWEST} prompts that fit the model; its source has "
+                    f"expected a source of at least {FEWEST} prompts that fit the model; got "
                     f"{len(dataset)}"
                 )
             if len(dataset) < prompts:
                 warnings.warn(
-                    f"{prompts} prompts were asked for; the source has {len(dataset)} that fit "
-                    "the model",
+                    f"expected {prompts} prompts; the source has only {len(dataset)} that fit the "
+                    "model",
                     stacklevel=2,
                 )
             options = {**fitting, "accumulate": accumulate, "progress": progress}
@@ -180,7 +179,7 @@ def _measure(
 ) -> None:
     """Measure one cell: roles on most prompts, curves on the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=seed)
-    place, checkpoint = folder / name, folder / "checkpoints" / name
+    cell, checkpoint = folder / name, folder / "checkpoints" / name
     if progress:
         check_fits(model, dataset)
         fitting = GateFitting(seed=seed, **settings)
@@ -188,7 +187,7 @@ def _measure(
         say(f"{title}: {cost}")
     settings |= {"seeds": seeds, "seed": seed, "held_out": held_out, "progress": progress}
     roles = saved(
-        place / "roles",
+        cell / "roles",
         HeadRoles,
         lambda: fit_head_gates(model, fitted, checkpoint=checkpoint, **settings),
     )
@@ -196,13 +195,13 @@ def _measure(
         options = {"max_heads": max_heads, "seed": seed, "control": role == ROLES[0]}
         measured = partial(ablation_curve, model, roles, held_out, role, **options)
         saved(
-            place / role,
+            cell / role,
             AblationCurve,
             partial(measured, checkpoint=checkpoint / role, progress=progress),
         )
-    save_figure(roles.figure(), place, "heads")
-    save_figure(gate_trajectories(roles), place, "gates")
-    write_json(place / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
+    save_figure(roles.figure(), cell, "heads")
+    save_figure(gate_trajectories(roles), cell, "gates")
+    write_json(cell / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -212,15 +211,15 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
     panels: dict[str, dict[str, list[AblationCurve]]] = {cell.row: {} for cell in cells}
     scores, tables = [], []
     for cell in cells:
-        place = folder / cell.task / cell.model
-        roles = HeadRoles.load(place / "roles")
+        saved_in = folder / cell.task / cell.model
+        roles = HeadRoles.load(saved_in / "roles")
         curves: dict[str, AblationCurve] = {
-            role: AblationCurve.load(place / role) for role in ROLES
+            role: AblationCurve.load(saved_in / role) for role in ROLES
         }
         first = curves[ROLES[0]]
         panels[cell.row][cell.column] = list(curves.values())
         metrics[cell.task][cell.model] = {
-            "prompts": read_json(place / PROMPTS),
+            "prompts": read_json(saved_in / PROMPTS),
             **_numbers(roles, curves),
         }
         labels = {"task": cell.task, "model": cell.model}
@@ -236,21 +235,21 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
     all_curves = pd.concat(tables, ignore_index=True)
     write_csv(folder / "scores.csv", all_scores)
     write_csv(folder / "curves.csv", all_curves)
-    whole = {"tasks": metrics, "seconds": round(folder.seconds, 1)}
-    write_json(folder / "metrics.json", whole)
-    return HeadRolesRun(whole, all_scores, all_curves)
+    content = {"tasks": metrics, "seconds": round(folder.seconds, 1)}
+    write_json(folder / "metrics.json", content)
+    return HeadRolesRun(content, all_scores, all_curves)
 
 
 def _numbers(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str, Any]:
-    """Losses, and for each role its number of heads and the effect of ablating them."""
+    """Losses, and for each role the number of heads and the effect of ablating them."""
     losses = roles.losses[:, roles.fitted].mean(dim=1).tolist()
     numbers: dict[str, Any] = {"dense_loss": roles.dense_loss, "notes": roles.notes()}
     numbers |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))
     for role, curve in curves.items():
         members = roles.members(role).flatten(1)
         ablated = [min(count, curve.counts[-1]) for count in curve.in_role]
-        places = map(curve.counts.index, ablated)
-        ends = [values[place].item() for values, place in zip(curve.values, places, strict=True)]
+        indices = map(curve.counts.index, ablated)
+        ends = [values[index].item() for values, index in zip(curve.values, indices, strict=True)]
         numbers[role] = {
             "heads": members.sum(dim=1).double().mean().item(),
             "always": int(members.all(dim=0).sum()),

@@ -1,4 +1,4 @@
-"""Post-train any model on any text: from names to an output folder."""
+"""The post-training job: make any model sparse on any text and tasks, into an output folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sparse_tl.runs.texts import (
     OWN,
     OWN_WINDOWS,
     TASKS_BY_NAME,
-    Reading,
+    GroupReader,
     group_name,
     warn_of_repeats,
 )
@@ -80,20 +80,20 @@ def run_post_training(
 ) -> SparseRun:
     """Run all unfinished steps and return all results.
 
-    Every text and task is a group with a loss constraint of its own, and groups share the batch
-    evenly. Some held-out rows of each select the weights; the others are reported on. Several ranks
-    share the rows of every step; see `sparse_tl.ranks`.
+    Every text and task is a group with its own loss constraint, and groups share the batch evenly.
+    Some held-out rows of each group select the weights; results are reported on the others. Several
+    ranks share the rows of every step; see `sparse_tl.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
         model: name of `load_language_model`, hub name, Hugging Face folder, or folder written by
             `save_model`.
-        text: text files, dataset names (streamed), or "own" for text that the model writes itself,
-            which is the default; see `sampled_windows`.
-        task: names of tasks, whose prompts are groups with the loss at the answer.
+        text: text files, names of datasets (which are streamed), or "own" for text that the model
+            generates, the default; see `sampled_windows`.
+        task: names of tasks; the prompts of each are a group with the loss at the answer.
         target_loss: in nats per token, as in `post_train`.
-        held_out_text: texts that take no part in the run, and are reported on.
-        own_windows: number of windows that the model writes.
+        held_out_text: texts that are only evaluated: neither trained on nor constrained.
+        own_windows: number of windows that the model generates.
         window: tokens per window.
         boundaries: what happens where one document follows another: "predict", "skip" or "split";
             as in `text_rows`.
@@ -110,16 +110,16 @@ def run_post_training(
         gates: kind of gates, "share" or "score".
         initial_threshold: initial threshold of share gates, as in `SparseTransformer`.
         initial_bias: initial bias of score gates, likewise.
-        dtype: precision of the model's weights, by default as in `load_model`; of those in
-            bfloat16 that are trained, float32 copies are.
+        dtype: precision of the model's weights, by default as in `load_model`; bfloat16 weights are
+            trained through float32 copies.
         precision: "bf16" runs the forward pass under autocast; as in `post_train`.
         accumulate: micro-batches per step, to save memory.
-        checkpoint_activations: whether to save memory by computing activations twice; the outcome
-            is the same. See `checkpointed_activations`.
-        shard: whether every rank holds only a part of every weight; `precision` is then that of all
+        checkpoint_activations: whether to save memory by recomputing activations in the backward
+            pass, with the same results. See `checkpointed_activations`.
+        shard: whether every rank holds only a part of every weight; `precision` then applies to all
             passes. See `shard_model`.
-        prompt: text whose circuit diagram, of the dense model above the sparse one, is drawn in the
-            end; a finished run draws another one.
+        prompt: text for a circuit diagram of the dense model above the sparse one; can be given for
+            a finished run.
         seed: random seed for data order and gate noise.
         device: device for training.
         restart: discard an earlier run.
@@ -128,7 +128,7 @@ def run_post_training(
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
-    texts, tasks, untouched = map(_names, (text, task, held_out_text))
+    texts, tasks, held_out_texts = map(_names, (text, task, held_out_text))
     if not (texts or tasks):
         texts = [OWN]
     settings = {
@@ -136,7 +136,7 @@ def run_post_training(
         "model": str(model),
         "text": texts,
         "task": tasks,
-        "held_out_text": untouched,
+        "held_out_text": held_out_texts,
         "own_windows": own_windows,
         "target_loss": str(target_loss),
         "window": window,
@@ -158,15 +158,15 @@ def run_post_training(
         "seed": seed,
     }
     TargetLoss.parse(target_loss)
-    _check(texts, tasks, untouched, batch_size, accumulate)
+    _check(texts, tasks, held_out_texts, batch_size, accumulate)
     if shard:
         if device is not None:
-            raise ValueError(f"expected shard, which places the model, or a device; got {device}")
+            raise ValueError(f"expected no device with shard, which places the model; got {device}")
         if OWN in texts:
             raise ValueError(
-                "expected --text with shard; a model that is sharded cannot write text of its own"
+                "expected --text with shard, since a sharded model cannot generate text"
             )
-        device = "cpu"  # before it is sharded, and when it is saved
+        device = "cpu"  # until it is sharded, and to reload it
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         model_ = load_named_model(model, load_model, device=device, dtype=dtype)
@@ -186,23 +186,18 @@ def run_post_training(
             shard_model(model_, precision=precision)
         starts = {"initial_threshold": initial_threshold, "initial_bias": initial_bias}
         sparse = SparseTransformer(model_, gates=gates, mlps=mlps, **starts)
-        read = Reading(
-            sparse,
-            window,
-            boundaries,
-            steps,
-            batch_size // len(texts + tasks),
-            len(texts + tasks),
-            seed,
-            accumulate,
+        n_groups = len(texts + tasks)
+        per_step = batch_size // n_groups
+        reader = GroupReader(
+            sparse, window, boundaries, steps, per_step, n_groups, seed, accumulate
         )
         groups = [
-            read.own(own_windows, folder / "own.safetensors", progress)
+            reader.own(own_windows, folder / "own.safetensors", progress)
             if source == OWN
-            else read.text(source)
+            else reader.text(source)
             for source in texts
-        ] + [read.task(name) for name in tasks]
-        others = {group_name(source): read.untouched(source) for source in untouched}
+        ] + [reader.task(name) for name in tasks]
+        others = {group_name(source): reader.held_out(source) for source in held_out_texts}
         with (
             folder.stage("post-training"),
             checkpointed_activations(sparse) if checkpoint_activations else nullcontext(),
@@ -224,7 +219,7 @@ def run_post_training(
             )
         for group in groups:
             if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
-                warn_of_repeats(group.name, steps * read.per_step, group.stream.n_windows)
+                warn_of_repeats(group.name, steps * per_step, group.stream.n_windows)
         reported = outcome.reported
         first = reported[groups[0].name]
         measured = {
@@ -235,7 +230,7 @@ def run_post_training(
             "held_out_windows": len(groups[0].test),
             "dense": asdict(first.dense),
             "sparse": asdict(first.sparse),
-            "texts": {name: asdict(found) for name, found in reported.items()},
+            "texts": {name: asdict(both) for name, both in reported.items()},
         }
 
         def write() -> None:
@@ -264,31 +259,32 @@ def _names(names: str | Sequence[str] | None) -> list[str]:
 def _check(
     texts: Sequence[str],
     tasks: Sequence[str],
-    untouched: Sequence[str],
+    held_out_texts: Sequence[str],
     batch_size: int,
     accumulate: int,
 ) -> None:
-    """Check what can be known before anything is loaded.
+    """Check the settings before anything is loaded.
 
     Raises:
-        ValueError: a task is unknown, a name stands for two texts, or there are fewer windows than
+        ValueError: a task is unknown, two texts have one name, or there are fewer windows than
             groups or ranks.
     """
     if unknown := [name for name in tasks if name not in TASKS_BY_NAME]:
         raise ValueError(f"expected tasks of {list(TASKS_BY_NAME)}; got {unknown}")
-    names = [*map(group_name, texts), *tasks, *map(group_name, untouched)]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"expected texts and tasks of different names; got {twice} twice")
-    if batch_size < len(names) - len(untouched):
+    names = [*map(group_name, texts), *tasks, *map(group_name, held_out_texts)]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"expected texts and tasks of different names; got {repeated} twice")
+    n_groups = len(texts) + len(tasks)
+    if batch_size < n_groups:
         raise ValueError(
             f"expected a window of every text and task in each step; got {batch_size} windows for "
-            f"{len(names) - len(untouched)} of them. Give a larger --batch-size."
+            f"{n_groups} texts and tasks. Use a larger --batch-size."
         )
-    piece = math.ceil(batch_size / accumulate)
-    least = batch_size % piece or piece
-    if least < ranks.count():
+    micro_batch = math.ceil(batch_size / accumulate)
+    smallest = batch_size % micro_batch or micro_batch
+    if smallest < ranks.count():
         raise ValueError(
             f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
-            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
-            "--batch-size, fewer --accumulate, or fewer ranks."
+            f"with --batch-size {batch_size} and --accumulate {accumulate}, the smallest has "
+            f"{smallest}. Use a larger --batch-size, a smaller --accumulate, or fewer ranks."
         )

@@ -1,4 +1,4 @@
-"""What a run trains on: texts and tasks, each a group of rows with a loss constraint of its own."""
+"""The training data of a run: texts and tasks, each a group with its own loss constraint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import sampled_windows
 
 OWN = "own"
-"""The name of text that the model writes itself."""
+"""Name of the text that the model generates."""
 OWN_WINDOWS = 2000
-"""Number of windows that the model writes by default."""
+"""Default number of windows that the model generates."""
 VALIDATION_WINDOWS = 200
 """Maximum number of windows for model selection; at most half of the held-out windows."""
 TEST_WINDOWS = 800
-"""Maximum number of windows to report on: the other held-out windows."""
+"""Maximum number of windows to report on, from the other held-out windows."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 TASK_PROMPTS = 4096
-"""Maximum number of prompts of a task that are trained on; an eighth as many are held out."""
+"""Maximum number of prompts of a task to train on; an eighth as many are held out."""
 WINDOW_TOKENS = 2**24
-"""Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
+"""Maximum number of tokens of a text to keep in memory, 128 MB; longer runs stream the text."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Group:
     """A text or task of a run.
 
     Args:
-        name: of the text or task.
+        name: name of the text or task.
         stream: training rows.
         validation: held-out rows for the loss constraint and model selection.
         test: other held-out rows, to report on.
@@ -50,17 +50,17 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the texts and tasks of a run are read, and how many rows of each it takes.
+class GroupReader:
+    """Reads the texts and tasks of a run as groups of training and held-out rows.
 
     Args:
         model: the model before training.
         window: tokens per window.
-        boundaries: what happens where documents meet.
+        boundaries: treatment of document boundaries, as in `text_rows`.
         steps: number of steps.
         per_step: windows of one group per step.
         n_groups: number of groups, which share the held-out windows evenly.
-        seed: random seed for the order of rows, for prompts, and for the model's own text.
+        seed: random seed for the order of rows, for prompts, and for the generated text.
         accumulate: micro-batches per step.
     """
 
@@ -74,7 +74,7 @@ class Reading:
     accumulate: int
 
     def text(self, source: str) -> Group:
-        """A text or dataset; the last tenth of what is read of it before training is held out."""
+        """A text or dataset; the last tenth of the windows read before training is held out."""
         documents = read_documents(source)
         needed = self.steps * self.per_step + HELD_OUT_WINDOWS // self.n_groups
         limit = min(needed, WINDOW_TOKENS // self.window)
@@ -96,27 +96,27 @@ class Reading:
         return self._group(source, stream, self._rows(held_out))
 
     def own(self, n: int, save_to: Path, progress: bool) -> Group:
-        """Text that the model writes itself, of which a tenth is held out."""
-        how = {"seed": self.seed, "save_to": save_to, "progress": progress}
+        """Text that the model generates, of which a tenth is held out."""
+        options = {"seed": self.seed, "save_to": save_to, "progress": progress}
         parts = self._split(torch.arange(n))
         with self.model.opened():
-            rows = sampled_windows(self.model, n, self.window, **how)
+            rows = sampled_windows(self.model, n, self.window, **options)
         train, held_out = map(rows.select, parts)
         return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
 
     def task(self, name: str) -> Group:
-        """Prompts of a task, with the loss at the answer; about as many tokens as of a text."""
+        """Prompts of a task, with the loss at the answer, and about as many tokens as of a text."""
         task = TASKS_BY_NAME[name]
         pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.seed)
-        rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # what repeats comes last
+        rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # repeats come last
         if n < 18:
             raise ValueError(f"expected at least 18 prompts of {name}, to hold out two; got {n}")
         train, held_out = rows.select(slice(n - n // 9)), rows.select(slice(n - n // 9, n))
         per_step = self.per_step * max(1, self.window // rows.tokens.shape[1])
         return self._group(name, self._shuffled(name, train, per_step), held_out)
 
-    def untouched(self, source: str) -> TokenBatch:
-        """Rows of a text that takes no part in the run."""
+    def held_out(self, source: str) -> TokenBatch:
+        """Rows of a text that is only evaluated."""
         documents = read_documents(source, split="validation")
         return self._rows(self._windows(documents, TEST_WINDOWS // self.n_groups))
 
@@ -128,14 +128,15 @@ class Reading:
         return window_rows(windows, self.model.tokenizer, self.boundaries)
 
     def _split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows to train on, and windows that are held out."""
-        kept = min(HELD_OUT_WINDOWS // self.n_groups, len(windows) // 10)
-        if kept < 2:
+        """The windows to train on, and the held-out ones."""
+        n_held_out = min(HELD_OUT_WINDOWS // self.n_groups, len(windows) // 10)
+        if n_held_out < 2:
             raise ValueError(
-                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
+                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Use "
                 "more text or a smaller window."
             )
-        return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
+        # Cloned, so that the memory of the others can be freed.
+        return windows[:-n_held_out], windows[-n_held_out:].clone()
 
     def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:
         warn_of_repeats(group_name(name), self.steps * per_step, len(rows))
@@ -149,16 +150,16 @@ class Reading:
 
 
 def group_name(source: str) -> str:
-    """What a text is called in results: a file's name, or the name of a dataset."""
+    """The name of a text in results: that of the file, without suffix, or of the dataset."""
     return Path(source).stem if Path(source).is_file() else source
 
 
-def warn_of_repeats(name: str, taken: int, n_rows: int) -> None:
+def warn_of_repeats(name: str, used: int, n_rows: int) -> None:
     """Warn if a run sees rows more than once."""
-    if taken > n_rows:
+    if used > n_rows:
         warnings.warn(
-            f"the run takes {taken:,} rows of {name}, which has {n_rows:,}: some are seen more "
-            "than once, and may meet a target that held-out rows miss. More text helps, or fewer "
-            "steps",
+            f"the run uses {used:,} rows of {name}, which has {n_rows:,}: some are seen more than "
+            "once, and training rows may meet a target that held-out rows miss. Use more text or "
+            "fewer steps",
             stacklevel=3,
         )

@@ -34,7 +34,7 @@ def test_the_first_line_says_what_is_done_and_for_how_long(
 
     monkeypatch.setattr(commands, "call", stop)
     outcome = run_command("addition", "--out", tmp_path / "out")
-    assert outcome.out.startswith("Trains a model to add two-digit numbers, makes its attention")
+    assert outcome.out.startswith("Training a model to add two-digit numbers, making its attention")
     assert "minutes on two idle cores" in outcome.out
     assert run_command("addition", "--out", tmp_path / "out", "--quiet").out == ""
 

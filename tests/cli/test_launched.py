@@ -63,7 +63,7 @@ def test_fewer_windows_than_ranks(
     outcome = run_command(*run, *more)
     assert outcome.code == 1 and not (tmp_path / "out").exists()
     assert "one window for each of 5 ranks" in outcome.err
-    assert f"4 windows in {accumulate} micro-batches leave {least}." in outcome.err
+    assert f"--batch-size 4 and --accumulate {accumulate}, the smallest has {least}." in outcome.err
 
 
 def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

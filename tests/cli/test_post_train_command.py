@@ -104,7 +104,7 @@ def test_documents_meet_or_not(tmp_path: Path, tiny: Path) -> None:
 def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, story: Path) -> None:
     outcome = _text_run(tiny, story, tmp_path / "out", "--mlps", "--steps", "40")
     assert outcome.code == 0
-    assert "the run takes 160 rows of story, which has" in " ".join(outcome.err.split())
+    assert "the run uses 160 rows of story, which has" in " ".join(outcome.err.split())
     assert "MLP outputs active" in " ".join(outcome.out.split())
     sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
     assert sparse.mlp_gates is not None
@@ -218,7 +218,7 @@ def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Pa
         (("--task", "sums"), "expected tasks of"),
         (("--text", "{story}", "--text", "{story}"), "of different names; got ['story'] twice"),
         (("--text", "own", "--text", "{story}", "--batch-size", "1"), "1 windows for 2 of them"),
-        (("--text", "own", "--shard"), "cannot write text of its own"),
+        (("--text", "own", "--shard"), "a sharded model cannot generate text"),
     ],
 )
 def test_what_is_refused_before_anything_loads(

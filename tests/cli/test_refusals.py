@@ -117,7 +117,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         patch.setattr(ShuffledStream, "batch", pressed)
         outcome = run_command(*ADDITION, "--device", "cpu", "--out", out)
     assert outcome.code == 130, outcome.err
-    assert "the same command resumes there" in outcome.err
+    assert "run the same command again to resume" in outcome.err
     assert "Traceback" not in outcome.err
     assert not (out / "metrics.json").exists()
     assert (out / "checkpoint-dense" / "state.json").exists()

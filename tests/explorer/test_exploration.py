@@ -414,7 +414,7 @@ def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
 def test_models_that_see_other_columns_are_refused(build_small, models):
     longer = build_small(default_prepend_bos=True)
     longer.tokenizer.bos_token = "?"  # a bridge prepends what its tokenizer has, and nothing else
-    with pytest.raises(ValueError, match="in the same columns; 'Dense' has 11 and 'BOS' 12"):
+    with pytest.raises(ValueError, match="into the same columns; 'Dense' has 11 and 'BOS' 12"):
         Exploration({"Dense": models["Dense"], "BOS": longer}, PROMPT)
 
 

@@ -187,7 +187,7 @@ def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
         "from position 2: “+”",
         f"attention {weight:.3f}",
         "effect of removing it: not computed yet",
-        "click: remove it",
+        "click to remove it",
     ]
     page.mouse.move(2, 2)
     assert not tip.is_visible()

@@ -266,7 +266,7 @@ def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
     ask(explorer, action="prompt", prompt="11+11=")
     assert explorer._message == {
         "kind": "info",
-        "text": "The prompt has another number of tokens: removed edges are back.",
+        "text": "The number of tokens changed: removed edges were restored.",
     }
     assert explorer._state["target"] == 0
 

@@ -281,7 +281,7 @@ def test_weights_that_no_graph_has(make_flow, circuit):
     with pytest.raises(ValueError, match="from trace_attention, with what edges carry"):
         circuit_diagram({"model": make_flow(circuit)}, weight="carried")
     wrong = torch.full((4, 4, 11, 11), -0.1)
-    with pytest.raises(ValueError, match="shares of 0 or more as `carried` of panel 'model'"):
+    with pytest.raises(ValueError, match="shares of at least 0 as `carried` of panel 'model'"):
         circuit_diagram({"model": make_flow(circuit, carried=wrong)})
 
 
@@ -679,7 +679,7 @@ def test_target_out_of_range(two_panels, target):
 
 
 def test_no_targets(make_flow, circuit):
-    with pytest.raises(ValueError, match="a flow that has targets"):
+    with pytest.raises(ValueError, match="a graph with targets"):
         circuit_diagram({"model": make_flow(circuit, targets=())})
 
 
@@ -815,7 +815,7 @@ def test_bad_attention(dense_flow, place, value, message):
 
 
 def test_attention_through_a_closed_gate(sparse_flow):
-    with pytest.raises(ValueError, match="attention 0 where the gate is closed"):
+    with pytest.raises(ValueError, match="attention of 0 at closed gates"):
         circuit_diagram({"model": changed(sparse_flow, (2, 0, 5, 1), 0.5)})
 
 

@@ -424,7 +424,7 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
         draw({"m": panel}, max_circuit_edges=0)
     with pytest.raises(ValueError, match="'slot' or 'sign' for colour; got 'layer'"):
         draw({"m": panel}, colour="layer")
-    with pytest.raises(ValueError, match="to colour by their sign; got none"):
+    with pytest.raises(ValueError, match="to colour by sign; got none"):
         component_diagram({"m": panel.circuit}, colour="sign")
     with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
         draw({"m": panel}, marked={"mover": [(9, 9)]})

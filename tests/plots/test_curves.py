@@ -234,7 +234,7 @@ class TestFigure:
         [
             ({}, {}, "expected at least one panel"),
             ({"IOI": []}, {}, "in panel 'IOI'; got []"),
-            ({"IOI": [DENSE, DENSE]}, {}, "of different names"),
+            ({"IOI": [DENSE, DENSE]}, {}, "with different names"),
             ({"IOI": [DENSE, SPARSE, LARGE]}, {}, "expected a dense and a sparse curve"),
             (FOUR, {"colours": MODEL_PAIRS[:1]}, "expected colours for 2 pairs of models; got 1"),
             (FOUR, {"colours": [("red", "#00ff00")] * 2}, "expected a colour like"),

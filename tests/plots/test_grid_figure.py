@@ -23,7 +23,7 @@ from sparse_tl.plots import (
     head_roles_figure,
 )
 from sparse_tl.plots.grid_figure import PLOTLY_DATA
-from sparse_tl.plots.palette import DENSE, GROUND, dark_colour
+from sparse_tl.plots.palette import BACKGROUND, DENSE, dark_colour
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 
@@ -143,7 +143,7 @@ class TestDark:
     def test_every_colour_is_turned_and_nothing_else(self, name: str) -> None:
         figure = FIGURES[name]()
         light, dark = figure.plotly, figure.dark().plotly
-        assert dark.layout.template.layout.paper_bgcolor == dark_colour(GROUND)
+        assert dark.layout.template.layout.paper_bgcolor == dark_colour(BACKGROUND)
         before, after = (dict(leaves(json.loads(str(f.to_json())))) for f in (light, dark))
         assert before.keys() == after.keys()
         changed = {place for place in before if before[place] != after[place]}
@@ -151,7 +151,7 @@ class TestDark:
         assert changed == {p for p in painted if str(before[p]).startswith("#")}
         for place in changed:
             assert after[place] == dark_colour(before[place])
-        assert figure.plotly.layout.template.layout.paper_bgcolor == GROUND
+        assert figure.plotly.layout.template.layout.paper_bgcolor == BACKGROUND
 
     def test_a_name_that_is_a_colour_stays(self) -> None:
         dark = effects("#0072b2").dark().plotly
@@ -161,7 +161,7 @@ class TestDark:
     def test_saved_dark(self, tmp_path: Path) -> None:
         svg = effects().save(tmp_path / "a.svg", theme="dark").read_text()
         assert dark_colour(DENSE) in svg and DENSE not in svg
-        assert f"fill: {dark_colour(GROUND)}" in svg and GROUND not in svg
+        assert f"fill: {dark_colour(BACKGROUND)}" in svg and BACKGROUND not in svg
         light, dark = (
             effects().save(tmp_path / f"{theme}.png", theme=theme).read_bytes()
             for theme in ("light", "dark")

@@ -107,7 +107,7 @@ def test_models_without_heads_of_a_kind_say_so() -> None:
     both = {"Dense": none, "Sparse": _behaviour()}
     for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
         texts = [text.text for text in head_map(panels).plotly.layout.annotations]
-        assert f"No head of Dense is of a kind.{said}" in " ".join(texts)
+        assert f"No head of Dense is of any kind.{said}" in " ".join(texts)
 
 
 def test_scores_of_nothing_are_drawn() -> None:
@@ -122,7 +122,7 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         head_map({"Edges": edges})
     other = Scores(HeadGrid(2, 2), torch.zeros(2, 2), "eap")
     for panels in ({}, {"one": SCORES, "other": other}):
-        with pytest.raises(ValueError, match="heads of one model"):
+        with pytest.raises(ValueError, match="of models of one shape"):
             head_map(panels)
     with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
         head_map({"Model": SCORES}, marked=GPT2_IOI_HEADS)

@@ -55,11 +55,11 @@ TOLD_APART = {
 
 # (text, ground)
 TEXTS = [
-    *((ink, ground) for ink in (palette.INK, palette.MUTED) for ground in ("GROUND", "BAND")),
-    (palette.CONTROL_INK, "GROUND"),
-    (palette.ACCENT, "GROUND"),
-    (palette.OPEN_NODE_INK, "GROUND"),
-    (palette.ABSENT_NODE_INK, "GROUND"),
+    *((ink, ground) for ink in (palette.INK, palette.MUTED) for ground in ("BACKGROUND", "BAND")),
+    (palette.CONTROL_INK, "BACKGROUND"),
+    (palette.ACCENT, "BACKGROUND"),
+    (palette.OPEN_NODE_INK, "BACKGROUND"),
+    (palette.ABSENT_NODE_INK, "BACKGROUND"),
 ]
 LINES = [
     palette.INK,
@@ -133,13 +133,13 @@ class TestReadable:
     @pytest.mark.parametrize("line", LINES)
     def test_lines_have_contrast(self, line: str, theme: str) -> None:
         turned = THEMES[theme]
-        assert contrast(turned(line), turned(palette.GROUND)) >= 3
+        assert contrast(turned(line), turned(palette.BACKGROUND)) >= 3
 
     def test_main_edges_have_contrast_at_every_weight(self, theme: str) -> None:
         turned = THEMES[theme]
         for kind, stroke, *_ in line_styles():
             if kind == "main":
-                assert contrast(turned(stroke), turned(palette.GROUND)) >= 3
+                assert contrast(turned(stroke), turned(palette.BACKGROUND)) >= 3
 
 
 class TestOneLanguage:
@@ -175,7 +175,7 @@ class TestDark:
         assert dark_svg(svg) == svg.replace('fill="#ffffff"', 'fill="#141414"')
 
     def test_browsers_turn_pages_alike(self, page: Any, tmp_path: Path) -> None:
-        colours = [palette.GROUND, palette.INK, palette.DENSE, palette.SPARSE, palette.KEY]
+        colours = [palette.BACKGROUND, palette.INK, palette.DENSE, palette.SPARSE, palette.KEY]
         colours += palette.ROLES.values()
         stripes = "".join(f'<div style="background:{c};height:20px"></div>' for c in colours)
         file = tmp_path / "page.html"
@@ -186,7 +186,7 @@ class TestDark:
             page.goto(file.as_uri())
             rows = [5, *(20 + 20 * place for place in range(len(colours)))]
             shown = pixels(page, 50, rows)
-            expected = [palette.channels(turn(colour)) for colour in [palette.GROUND, *colours]]
+            expected = [palette.channels(turn(colour)) for colour in [palette.BACKGROUND, *colours]]
             assert np.abs(np.subtract(shown, expected)).max() <= 2
 
 
@@ -229,7 +229,7 @@ class TestDiagrams:
         for theme, expected in {"auto": "dark", "light": "light", "dark": "dark"}.items():
             figure.save(file, theme=theme)
             page.goto(file.as_uri())
-            ground = palette.channels(THEMES[expected](palette.GROUND))
+            ground = palette.channels(THEMES[expected](palette.BACKGROUND))
             # In the margin of the page, and within a panel.
             for x, y in ((5, 5), inside_a_panel(page)):
                 assert np.abs(np.subtract(pixels(page, x, [y]), ground)).max() <= 2, theme
@@ -251,6 +251,6 @@ class TestDiagrams:
         file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{html}", encoding="utf-8")
         page.set_viewport_size({"width": 800, "height": 300})
         page.goto(file.as_uri())
-        ground = palette.channels(dark_colour(palette.GROUND))
+        ground = palette.channels(dark_colour(palette.BACKGROUND))
         x, y = inside_a_panel(page)
         assert np.abs(np.subtract(pixels(page, x, [y]), [ground])).max() <= 2
