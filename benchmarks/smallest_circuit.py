@@ -8,7 +8,7 @@ time of `find_circuit`, with the attribution and all evaluations, comes below th
 With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are also searched by
 
 - EAP-IG's ranking;
-- `prune_circuit_edges` with its default steps, from equal gates and from EAP-IG's scores;
+- `prune_circuit_edges`, from equal gates and from EAP-IG's scores;
 - `acdc`, from as many of EAP-IG's best edges as the ranking needs for the level.
 
 SmolLM2 takes 15 minutes on two cores, a task model with all others some minutes on one:
@@ -25,7 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_tl import find_circuit, load_language_model
-from sparse_tl.circuits import Circuit, FoundCircuit, acdc, evaluate, prune_circuit_edges
+from sparse_tl.circuits import (
+    Circuit,
+    FoundCircuit,
+    Scores,
+    acdc,
+    evaluate,
+    prune_circuit_edges,
+)
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import HookedModel
 from sparse_tl.models import TASKS, load_task_models, task_pairs
@@ -43,6 +50,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--level", type=float, default=0.9)
     parser.add_argument("--seconds", type=float, help="after which elimination stops")
     parser.add_argument("--others", action="store_true", help="run other methods at the same size")
+    parser.add_argument("--pruning-steps", type=int, default=300)
     parser.add_argument("--checkpoint", help="folder of find_circuit's checkpoints")
     parser.add_argument("--device")
     return parser.parse_args(words)
@@ -59,20 +67,20 @@ def _prompts(args: argparse.Namespace) -> tuple[HookedModel, Any, PromptPairs]:
 
 
 def _others(
-    found: FoundCircuit, model: HookedModel, searched: PromptPairs
+    found: FoundCircuit, model: HookedModel, searched: PromptPairs, steps: int
 ) -> Iterator[tuple[str, Callable[[], Circuit]]]:
     """The name and the search of each other method, for as many edges as were found."""
+
+    def prune(start: Scores | None) -> Circuit:
+        options = {"size": size, "start": start, "steps": steps, **QUIET}
+        return prune_circuit_edges(model, searched, **options).circuit
+
     size, scores = len(found.circuit), found.scores
     table = found.to_pandas().set_index("method")["size"]
     begin = scores.top(max(size, int(table["eap-ig"])))
     yield "EAP-IG ranking", lambda: scores.top(size).connected()
-    for name, start in (("learned pruning", None), ("learned pruning, from EAP-IG", scores)):
-        yield (
-            name,
-            lambda start=start: (
-                prune_circuit_edges(model, searched, size=size, start=start, **QUIET).circuit
-            ),
-        )
+    yield "learned pruning", lambda: prune(None)
+    yield "learned pruning, from EAP-IG", lambda: prune(scores)
     yield "ACDC", lambda: acdc(model, searched, size=size, start=begin, **QUIET).circuit
 
 
@@ -101,7 +109,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for row in found.to_pandas().itertuples():
         say(f"find_circuit: {row.method}", row, row.seconds)
     if args.others:
-        for name, search in _others(found, model, searched):
+        for name, search in _others(found, model, searched, args.pruning_steps):
             start = time.monotonic()
             circuit = search()
             seconds = time.monotonic() - start

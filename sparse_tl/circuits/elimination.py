@@ -10,16 +10,19 @@
        gain = price * (number of parts dropped) - (loss of explained effect)
 
    if it gains anything and loses at most `STEP`. Parts that are left without effect count as
-   dropped. An effect that rises is no loss, but it may not rise above 1 by more than `OVER`.
+   dropped. An effect above 1 counts as one that is as far below 1.
 4. Go through all groups again at a higher price: what may still be lost, divided among the parts
    that are left; at least twice the last price, and twice the lowest at which a group would have
-   been dropped. A pass loses at most half of what may be lost, or `STEP`.
+   been dropped. The first price is also at least what the ranking would lose per part next.
+   A pass loses at most half of what may be lost, or `STEP`, which doubles where all groups lose
+   more.
 
 What may be lost is ``1 - level``, and some more, since other pairs may need more parts. Every
 circuit on the way contains all later ones, so that the curve of a search hardly ever falls.
 
 Under a time limit, finer groups that could not all be tried in time are left out of a pass, unless
-none of the coarser ones can be dropped at any price.
+none of the coarser ones can be dropped at any price, and the next price is at least four times the
+last one.
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ from sparse_tl.scopes import autograd
 MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
 STEP = 0.02
-"""Largest loss of explained effect in one step."""
-OVER = 0.03
-"""How far above 1 an explained effect may rise."""
+"""Largest loss of explained effect in one step; doubled whenever no group loses less."""
+HASTE = 4.0
+"""Most that the first price may be, in units of what may be lost, divided among all parts."""
 RATIO = 1.3
 """Ratio between two sizes of the grid that the start is taken from."""
 SHARES = (0, 1 / 2)
@@ -69,13 +72,14 @@ class EliminationState(Resumable):
 
     Args:
         dropped: the step at which each part was dropped; 0 for parts that are left.
-        effects: explained effect after each step, on the pairs of the search.
+        effects: explained effect after each step, on the pairs of the search; at most 1.
         mask: parts that are left, with those that lost their effect in this pass.
         begun: parts that were left when this sweep over groups began.
         position: index of the next group.
         price: price of a part in this pass, in explained effect.
         floor: explained effect that this pass does not go below.
         cheapest: lowest price at which a group tried in this pass would be dropped.
+        step: largest loss of explained effect in one step.
         done: whether the search is finished.
         seconds: time spent.
     """
@@ -88,6 +92,7 @@ class EliminationState(Resumable):
     price: float = 0.0
     floor: float = 0.0
     cheapest: float = 0.0
+    step: float = STEP
     done: bool = False
     seconds: float = 0.0
 
@@ -135,6 +140,7 @@ class Elimination:
             stop = min(start for start in (*self._sweeps, total) if start > state.position)
             in_time = now + (stop - state.position) * (now - began) / max(1, tried) < end
             if state.position and state.cheapest < math.inf and not in_time:
+                state.price *= 2  # so that few passes suffice
                 self._end_pass()
                 continue
             if state.position == 0:
@@ -173,34 +179,48 @@ class Elimination:
     # ---- one step --------------------------------------------------------------------------------
 
     def _start(self) -> EliminationState:
-        """The best parts by score, as many as gain most, as the first step."""
+        """The best parts by score, as many as gain most, as the first step.
+
+        The first price is twice the one here: what the ranking loses per part in its next step
+        down the grid, up to `HASTE`.
+        """
         order, left = self.scores.order(), 1 - self._lowest
-        best, effect, most, size = self._connected(self.site.exists), 1.0, 0.0, float(len(order))
-        found = effect
-        while size > 1 and found > 1 - 2 * left:
-            size /= RATIO
+        best, effect, most, n = self._connected(self.site.exists), 1.0, 0.0, float(len(order))
+        found, tried = effect, dict[int, float]()
+        while n > 1 and found > 1 - 2 * left:
+            n /= RATIO
             mask = torch.zeros_like(best)
-            mask[tuple(order[: int(size)].T)] = True
+            mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
             (found,) = self._effects(mask[None])
-            gain = left * math.log(len(order) / max(1, self._size(mask))) - max(0.0, 1 - found)
-            if gain > most and 1 - left / 2 <= found <= 1 + OVER:
+            size = self._size(mask)
+            tried[size] = max(0.0, 1 - found)
+            gain = left * math.log(len(order) / max(1, size)) - tried[size]
+            if gain > most and found >= 1 - left / 2:
                 best, effect, most = mask, found, gain
+        size, lost = self._size(best), max(0.0, 1 - effect)
+        less = max((some for some in tried if some < size), default=size)
+        slope = (tried[less] - lost) / (size - less) if less < size else 0.0
+        price = min(slope, HASTE * left / size) / 2
         dropped = (self.site.exists & ~best).long()
-        return EliminationState(dropped, [effect], best, best.clone())
+        return EliminationState(dropped, [effect], best, best.clone(), price=price)
 
     def _begin_pass(self) -> None:
         state = self.state
         left = max(0.0, state.effects[-1] - self._lowest)
         share = left / max(1, self._size(self._connected(state.mask)))
         state.price = max(2 * state.price, 2 * state.cheapest, share)
-        state.floor = state.effects[-1] - max(left / 2, STEP)
+        state.floor = state.effects[-1] - max(left / 2, state.step)
         state.cheapest = math.inf
 
     def _end_pass(self) -> None:
-        """Whether there is a next pass: not below the level, nor if no group may be dropped."""
+        """Whether there is a next pass; larger steps in it if this one could drop no group."""
         state = self.state
-        state.done = state.effects[-1] < self._lowest or state.cheapest == math.inf
+        left = state.effects[-1] - self._lowest
+        stuck = state.cheapest == math.inf
+        state.done = left < 0 or (stuck and state.step > left)
+        if stuck:
+            state.step, state.cheapest = 2 * state.step, 0.0
         state.position = 0
 
     def _try(self, group: Group) -> None:
@@ -220,7 +240,7 @@ class Elimination:
         gains = [(0.0, -1)]
         for row, effect in enumerate(effects):
             dropped = size - self._size(self._connected(masks[row]))
-            if max(state.floor, before - STEP) <= effect <= max(1 + OVER, before):
+            if effect >= max(state.floor, before - state.step):
                 loss = max(0.0, before - effect)
                 gains.append((state.price * dropped - loss, row))
                 state.cheapest = min(state.cheapest, loss / dropped)
@@ -231,7 +251,7 @@ class Elimination:
             state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
 
     def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
-        """The explained effect of circuits on the pairs of the search."""
+        """Explained effects on the pairs of the search; any above 1 counts as equally far below."""
         found = list[Float[Tensor, "circuit pair"]]()
         with autograd(False):
             for batch, run in self.runs:
@@ -239,7 +259,8 @@ class Elimination:
                 logits = [row for some in masks.split(at_once) for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
-        return explained_effect(torch.cat(found, dim=1), self._clean, self._none).tolist()
+        effects = explained_effect(torch.cat(found, dim=1), self._clean, self._none)
+        return (1 - (effects - 1).abs()).tolist()
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         if not isinstance(self.site, CircuitGraph):

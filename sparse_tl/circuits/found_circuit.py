@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FALL = 0.03
-"""Most that a circuit in a curve may explain less than a smaller one, in explained effect."""
+"""Most that an explained effect in a curve may be further from 1 than that of a smaller circuit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class FoundCircuit(Result):
     def curves(self) -> dict[str, Evaluation]:
         """The evaluated circuits of each method, without those that a smaller one betters.
 
-        A circuit that explains over 0.03 less than a smaller one is left out; it remains in
-        `evaluations`. Effects above 1 count as 1.
+        A circuit whose explained effect is over 0.03 further from 1 than that of a smaller one is
+        left out; it remains in `evaluations`.
         """
         return {method: rising(evaluation) for method, evaluation in self.evaluations.items()}
 
@@ -95,14 +95,11 @@ class FoundCircuit(Result):
 
 
 def rising(evaluation: Evaluation) -> Evaluation:
-    """The circuits that explain at most `FALL` less than any smaller one.
-
-    The whole model, which explains all, is among them.
-    """
-    best, kept = -math.inf, list[int]()
-    for index, effect in enumerate(evaluation.effect.clamp(max=1).tolist()):
-        best = max(best, effect)
-        if effect >= best - FALL:
+    """The circuits whose effect is at most `FALL` further from 1 than that of any smaller one."""
+    nearest, kept = math.inf, list[int]()
+    for index, distance in enumerate((evaluation.effect - 1).abs().tolist()):
+        nearest = min(nearest, distance)
+        if distance <= nearest + FALL:
             kept.append(index)
     sizes = tuple(evaluation.sizes[index] for index in kept)
     return replace(evaluation, sizes=sizes, values=evaluation.values[kept])

@@ -185,7 +185,7 @@ def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
     """
     kept, best = [sizes[-1]], effects[-1]
     for size, effect in zip(reversed(sizes), reversed(effects), strict=True):
-        if size * SHRINKS >= kept[-1] and min(effect, 1.0) >= min(best, 1.0):
+        if size * SHRINKS >= kept[-1] and effect >= best:
             kept.append(size)
             best = effect
     return tuple(kept)
