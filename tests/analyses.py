@@ -61,20 +61,30 @@ def taking(wanted: type) -> dict[str, Callable[..., Any]]:
 
 
 def choices(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-    """The defaults; every patch; and every other option that has names to choose from."""
-    types = _annotations(function)
+    """The defaults; every other patch; and every other value of options that have names."""
+    types, defaults = _annotations(function), _defaults(function)
     if "options" in types:  # those of `evaluate`
         types |= {"patch": _annotations(evaluate)["patch"]}
+        defaults |= {"patch": _defaults(evaluate)["patch"]}
     if "settings" in types:
         types.pop("settings")
-    patches = [{}, *({"patch": name} for name in _names(types.pop("patch", None)))]
+    defaults.pop("metric", None)  # `call` passes another
+    names = {
+        option: [name for name in _names(kind) if name != defaults.get(option)]
+        for option, kind in types.items()
+    }
+    patches = [{}, *({"patch": name} for name in names.pop("patch", []))]
     yield from patches
-    for option, kind in types.items():
-        for name in _names(kind):
+    for option, some in names.items():
+        for name in some:
             if option == "positions":  # where columns matter most
                 yield from ({option: name, **patch} for patch in patches)
             else:
                 yield {option: name}
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: value.default for name, value in inspect.signature(function).parameters.items()}
 
 
 def _names(kind: Any) -> Sequence[str]:

@@ -1,20 +1,28 @@
 """Backward elimination: drop a circuit's parts in groups, and run every circuit that is considered.
 
-1. Start from the best parts by score: the fewest that lose a tenth of what may be lost.
-2. Go through groups of parts, from coarse to fine, late ones first: of circuit edges, those out of
-   all heads of a layer, out of each source, and into each destination; of heads, every head.
-3. Drop a group, or the weakest quarter, half or three quarters: whichever choice gains most,
+1. Start from the n best parts by score of all N: those n, of a grid, for which
+   ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
+2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
+   the heads or the MLP of a layer, those into them, those out of each head, and those into each of
+   its inputs. Of heads: every head.
+3. Drop a group, or its weaker half, whichever gains more,
 
        gain = price * (number of parts dropped) - (loss of explained effect)
 
    if it gains anything and loses at most `STEP`. Parts that are left without effect count as
-   dropped. An effect that rises is no loss, but it may not rise above 1 by more than `OVER`.
-4. Go through all groups again at a higher price: `HASTE` times what may still be lost, divided
-   among the parts that are left, and at least twice the last price. A pass loses at most half of
-   what may be lost, or `STEP`.
+   dropped. An effect above 1 counts as one that is as far below 1.
+4. Go through all groups again at a higher price: what may still be lost, divided among the parts
+   that are left; at least twice the last price, and twice the lowest at which a group would have
+   been dropped. The first price is also at least what the ranking would lose per part next.
+   A pass loses at most half of what may be lost, or `STEP`, which doubles where all groups lose
+   more.
 
 What may be lost is ``1 - level``, and some more, since other pairs may need more parts. Every
 circuit on the way contains all later ones, so that the curve of a search hardly ever falls.
+
+Under a time limit, finer groups that could not all be tried in time are left out of a pass, unless
+none of the coarser ones can be dropped at any price, and the next price is at least four times the
+last one.
 """
 
 from __future__ import annotations
@@ -43,12 +51,12 @@ from sparse_tl.scopes import autograd
 MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
 STEP = 0.02
-"""Largest loss of explained effect in one step."""
-OVER = 0.03
-"""How far above 1 an explained effect may rise."""
+"""Largest loss of explained effect in one step; doubled whenever no group loses less."""
 HASTE = 4.0
-"""Most parts cost far less than their price, so that a pass loses less than it may."""
-SHARES = (0, 1 / 4, 1 / 2, 3 / 4)
+"""Most that the first price may be, in units of what may be lost, divided among all parts."""
+RATIO = 1.3
+"""Ratio between two sizes of the grid that the start is taken from."""
+SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
 ROWS = 256
 """Maximum number of circuits times prompts in one forward pass."""
@@ -65,13 +73,14 @@ class EliminationState(Resumable):
 
     Args:
         dropped: the step at which each part was dropped; 0 for parts that are left.
-        effects: explained effect after each step, on the pairs of the search.
+        effects: explained effect after each step, on the pairs of the search; at most 1.
         mask: parts that are left, with those that lost their effect in this pass.
         begun: parts that were left when this sweep over groups began.
         position: index of the next group.
-        n_begun: number of steps when this pass began.
         price: price of a part in this pass, in explained effect.
         floor: explained effect that this pass does not go below.
+        cheapest: lowest price at which a group tried in this pass would be dropped.
+        step: largest loss of explained effect in one step.
         done: whether the search is finished.
         seconds: time spent.
     """
@@ -83,9 +92,10 @@ class EliminationState(Resumable):
     mask: Bool[Tensor, "*axes"]
     begun: Bool[Tensor, "*axes"]
     position: int = 0
-    n_begun: int = 0
     price: float = 0.0
     floor: float = 0.0
+    cheapest: float = 0.0
+    step: float = STEP
     done: bool = False
     seconds: float = 0.0
 
@@ -113,7 +123,7 @@ class Elimination:
             clean.append(measure(metric, run.clean_logits, batch))
             none.append(measure(metric, runs.everything_patched(run), batch))
         self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
-        self.state = self._start((1 - level) / 10)
+        self.state = self._start()
 
     def save_to(self, folder: Path, pairs: PromptPairs, settings: str) -> None:
         """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
@@ -127,9 +137,15 @@ class Elimination:
     def run(self, seconds: float = math.inf, progress: bool = True) -> None:
         """Search until circuits are below the level by `MARGIN`, or the time is over."""
         state, began, spent = self.state, time.monotonic(), self.state.seconds
-        end, saved = began + seconds - spent, began
+        end, now, saved, tried = began + seconds - spent, began, began, 0
         total = len(self._groups)
-        while not state.done and time.monotonic() < end:
+        while not state.done and now < end:
+            stop = min(start for start in (*self._sweeps, total) if start > state.position)
+            in_time = now + (stop - state.position) * (now - began) / max(1, tried) < end
+            if state.position and state.cheapest < math.inf and not in_time:
+                state.price *= 2  # so that few passes suffice
+                self._end_pass()
+                continue
             if state.position == 0:
                 self._begin_pass()
             if state.position in self._sweeps:
@@ -137,20 +153,16 @@ class Elimination:
                 state.mask = state.begun.clone()
             for _, run in self.runs:
                 run.start_from(state.begun)
-            stop = min(start for start in (*self._sweeps, total) if start > state.position)
             with tracked("eliminating", total, progress, done=state.position) as step:
-                while state.position < stop and time.monotonic() < end:
+                while state.position < stop and now < end:
                     self._try(self._groups[state.position])
-                    state.position += 1
-                    now = time.monotonic()
+                    state.position, tried, now = state.position + 1, tried + 1, time.monotonic()
                     state.seconds = spent + now - began
                     if now > saved + SAVE_EVERY:
                         saved = now
                         self._save()
                     step(f"{self._size(state.mask):,} {self.site.noun}: {state.effects[-1]:.2f}")
-            if state.position < stop:
-                break
-            if stop == total:
+            if state.position == total:
                 self._end_pass()
         self._save()
 
@@ -169,37 +181,49 @@ class Elimination:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def _start(self, loss: float) -> EliminationState:
-        """The fewest best parts by score that lose at most so much, as the first step."""
-        order = self.scores.order()
-        low, high, best, effect = 0, len(order), self._connected(self.site.exists), 1.0
-        while high - low > max(1, high // 32):
-            size = max(low + 1, math.isqrt(max(low, 1) * high))
+    def _start(self) -> EliminationState:
+        """The best parts by score, as many as gain most, as the first step.
+
+        The first price is twice the one here: what the ranking loses per part in its next step
+        down the grid, up to `HASTE`.
+        """
+        order, left = self.scores.order(), 1 - self._lowest
+        best, effect, most, n = self._connected(self.site.exists), 1.0, 0.0, float(len(order))
+        found, tried = effect, dict[int, float]()
+        while n > 1 and found > 1 - 2 * left:
+            n /= RATIO
             mask = torch.zeros_like(best)
-            mask[tuple(order[:size].T)] = True
+            mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
             (found,) = self._effects(mask[None])
-            if 1 - loss <= found <= 1 + OVER:
-                high, best, effect = size, mask, found
-            else:
-                low = size
+            size = self._size(mask)
+            tried[size] = max(0.0, 1 - found)
+            gain = left * math.log(len(order) / max(1, size)) - tried[size]
+            if gain > most and found >= 1 - left / 2:
+                best, effect, most = mask, found, gain
+        size, lost = self._size(best), max(0.0, 1 - effect)
+        less = max((some for some in tried if some < size), default=size)
+        slope = (tried[less] - lost) / (size - less) if less < size else 0.0
+        price = min(slope, HASTE * left / size) / 2
         dropped = (self.site.exists & ~best).long()
-        return EliminationState(dropped, [effect], best, best.clone())
+        return EliminationState(dropped, [effect], best, best.clone(), price=price)
 
     def _begin_pass(self) -> None:
         state = self.state
         left = max(0.0, state.effects[-1] - self._lowest)
         share = left / max(1, self._size(self._connected(state.mask)))
-        state.price = max(2 * state.price, HASTE * share)
-        state.floor = state.effects[-1] - max(left / 2, STEP)
-        state.n_begun = len(state.effects)
+        state.price = max(2 * state.price, 2 * state.cheapest, share)
+        state.floor = state.effects[-1] - max(left / 2, state.step)
+        state.cheapest = math.inf
 
     def _end_pass(self) -> None:
-        """Whether there is a next pass: not if the level is passed, nor if no price would do."""
+        """Whether there is a next pass; larger steps in it if this one could drop no group."""
         state = self.state
-        unchanged = len(state.effects) == state.n_begun
-        too_low = state.effects[-1] < self._lowest
-        state.done = too_low or (unchanged and state.price > 1)
+        left = state.effects[-1] - self._lowest
+        stuck = state.cheapest == math.inf
+        state.done = left < 0 or (stuck and state.step > left)
+        if stuck:
+            state.step, state.cheapest = 2 * state.step, 0.0
         state.position = 0
 
     def _try(self, group: Group) -> None:
@@ -219,8 +243,10 @@ class Elimination:
         gains = [(0.0, -1)]
         for row, effect in enumerate(effects):
             dropped = size - self._size(self._connected(masks[row]))
-            if max(state.floor, before - STEP) <= effect <= max(1 + OVER, before):
-                gains.append((state.price * dropped - max(0.0, before - effect), row))
+            if effect >= max(state.floor, before - state.step):
+                loss = max(0.0, before - effect)
+                gains.append((state.price * dropped - loss, row))
+                state.cheapest = min(state.cheapest, loss / dropped)
         gain, row = max(gains)
         if gain > 0:
             state.mask = masks[row].clone()
@@ -228,7 +254,7 @@ class Elimination:
             state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
 
     def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
-        """The explained effect of circuits on the pairs of the search."""
+        """Explained effects on the pairs of the search; any above 1 counts as equally far below."""
         found = list[Float[Tensor, "circuit pair"]]()
         with autograd(False):
             for batch, run in self.runs:
@@ -236,7 +262,8 @@ class Elimination:
                 logits = [row for some in masks.split(at_once) for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
-        return explained_effect(torch.cat(found, dim=1), self._clean, self._none).tolist()
+        effects = explained_effect(torch.cat(found, dim=1), self._clean, self._none)
+        return (1 - (effects - 1).abs()).tolist()
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         if not isinstance(self.site, CircuitGraph):
@@ -255,10 +282,16 @@ def _sweeps(site: Grid) -> list[list[Group]]:
     """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
     if not isinstance(site, CircuitGraph):
         return [[tuple(place) for place in site.places.flip(0).tolist()]]
-    layers = [group.rows for group in site.groups if group.n_kv_heads]
-    every: list[list[Group]] = [
-        [(rows, slice(None)) for rows in layers],
-        [(row, slice(None)) for row in range(len(site.sources))],
-        [(slice(None), column) for column in range(len(site.destinations))],
+    every, last = slice(None), len(site.destinations) - 1
+    heads = [group for group in site.groups if group.n_kv_heads]
+    sweeps: list[list[Group]] = [
+        [(slice(0, 1), every), *((group.rows, every) for group in site.groups)],
+        [*((every, group.columns) for group in site.groups), (every, slice(last, None))],
+        [(row, every) for group in heads for row in range(group.rows.start, group.rows.stop)],
+        [
+            (every, column)
+            for group in heads
+            for column in range(group.columns.start, group.columns.stop)
+        ],
     ]
-    return [sweep[::-1] for sweep in every]
+    return [sweep[::-1] for sweep in sweeps]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from sparse_tl.results import Result
 if TYPE_CHECKING:
     import pandas as pd
 
+FALL = 0.03
+"""Most that an explained effect in a curve may be further from 1 than that of a smaller circuit."""
+
 
 @dataclass(frozen=True, eq=False)
 class FoundCircuit(Result):
@@ -26,7 +30,7 @@ class FoundCircuit(Result):
         at: explained effect that was asked for.
         searched: faithfulness of the circuit on the pairs of the search.
         held_out: its faithfulness on the held-out pairs.
-        evaluations: circuits of growing size by each method, evaluated on the held-out pairs.
+        evaluations: every circuit that was run on the held-out pairs, of growing size, by method.
         seconds: time that each method took to rank the parts.
         scores: attribution scores that the search started from.
     """
@@ -41,9 +45,18 @@ class FoundCircuit(Result):
     scores: Scores
 
     @property
+    def curves(self) -> dict[str, Evaluation]:
+        """The evaluated circuits of each method, without those that a smaller one betters.
+
+        A circuit whose explained effect is over 0.03 further from 1 than that of a smaller one is
+        left out; it remains in `evaluations`.
+        """
+        return {method: rising(evaluation) for method, evaluation in self.evaluations.items()}
+
+    @property
     def curve(self) -> Evaluation:
-        """The evaluated circuits of the method that found the smallest one."""
-        return self.evaluations[self.method]
+        """The curve of the method that found the smallest circuit."""
+        return rising(self.evaluations[self.method])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -60,7 +73,7 @@ class FoundCircuit(Result):
         import pandas as pd
 
         rows = []
-        for method, evaluation in self.evaluations.items():
+        for method, evaluation in self.curves.items():
             found = evaluation.to_pandas().iloc[reached(evaluation, self.at)]
             columns = {name: found[name] for name in ("explained_effect", "low", "high")}
             size = {"method": method, "size": int(found["size"])}
@@ -79,6 +92,17 @@ class FoundCircuit(Result):
             f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
             f"held-out pairs, {self.at:g} asked for{next_best})"
         )
+
+
+def rising(evaluation: Evaluation) -> Evaluation:
+    """The circuits whose effect is at most `FALL` further from 1 than that of any smaller one."""
+    nearest, kept = math.inf, list[int]()
+    for index, distance in enumerate((evaluation.effect - 1).abs().tolist()):
+        nearest = min(nearest, distance)
+        if distance <= nearest + FALL:
+            kept.append(index)
+    sizes = tuple(evaluation.sizes[index] for index in kept)
+    return replace(evaluation, sizes=sizes, values=evaluation.values[kept])
 
 
 def reached(evaluation: Evaluation, level: float) -> int:

@@ -21,12 +21,11 @@ import torch
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.circuits.attribution import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.elimination import Elimination
 from sparse_tl.circuits.evaluation import evaluate, log_sizes
 from sparse_tl.circuits.exact import patch_exactly
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
-from sparse_tl.circuits.found_circuit import FoundCircuit, reached
+from sparse_tl.circuits.found_circuit import FoundCircuit, reached, rising
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import PromptPairs
@@ -120,12 +119,14 @@ def find_circuit(
     sizes = _thinned(search.sizes(), search.state.effects)
     found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
     circuits = {method: ranking.circuits(patch) for method, ranking in found.items()}
-    evaluations = dict[str, Evaluation]()
-    for method, some in circuits.items():
-        evaluations[method] = evaluate(model, held_out, metric, some, **options)
-    best = {method: reached(evaluation, at) for method, evaluation in evaluations.items()}
-    method = min(best, key=lambda name: evaluations[name].sizes[best[name]])
-    circuit = circuits[method][best[method]]
+    evaluations = {
+        method: evaluate(model, held_out, metric, some, **options)
+        for method, some in circuits.items()
+    }
+    curves = {method: rising(evaluation) for method, evaluation in evaluations.items()}
+    best = {method: curve.sizes[reached(curve, at)] for method, curve in curves.items()}
+    method = min(best, key=lambda name: best[name])
+    circuit = next(circuit for circuit in circuits[method] if len(circuit) == best[method])
     searched, others = report.of(circuit.mask)
     assert others is not None
     return FoundCircuit(
@@ -184,7 +185,7 @@ def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
     """
     kept, best = [sizes[-1]], effects[-1]
     for size, effect in zip(reversed(sizes), reversed(effects), strict=True):
-        if size * SHRINKS >= kept[-1] and min(effect, 1.0) >= min(best, 1.0):
+        if size * SHRINKS >= kept[-1] and effect >= best:
             kept.append(size)
             best = effect
     return tuple(kept)

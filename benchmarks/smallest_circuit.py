@@ -1,0 +1,122 @@
+"""How small a circuit `find_circuit` finds, and what other methods explain with as many edges.
+
+All methods search on the same prompt pairs, and all circuits are evaluated on the same held-out
+pairs. Every row of the table in Markdown is the run of one circuit: its edges, the explained effect
+on held-out pairs with its 95 % interval, and the time that the method took to search. The whole
+time of `find_circuit`, with the attribution and all evaluations, comes below the table.
+
+With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are also searched by
+
+- EAP-IG's ranking;
+- `prune_circuit_edges`, from equal gates and from EAP-IG's scores;
+- `acdc`, from as many of EAP-IG's best edges as the ranking needs for the level.
+
+SmolLM2 takes 15 minutes on two cores, a task model with all others some minutes on one:
+
+    python benchmarks/smallest_circuit.py --model smollm2 --pairs 24 --seconds 840
+    python benchmarks/smallest_circuit.py --model dense --task ioi --seconds 120 --others
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sparse_tl import find_circuit, load_language_model
+from sparse_tl.circuits import (
+    Circuit,
+    FoundCircuit,
+    Scores,
+    acdc,
+    evaluate,
+    prune_circuit_edges,
+)
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import HookedModel
+from sparse_tl.models import TASKS, load_task_models, task_pairs
+
+SIDES = ("dense", "sparse")
+QUIET: dict[str, Any] = {"progress": False}
+
+
+def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--model", default="dense", choices=(*SIDES, "smollm2"))
+    parser.add_argument("--task", default="ioi", choices=[task.name for task in TASKS])
+    parser.add_argument("--pairs", type=int, default=16, help="to search on; and to hold out")
+    parser.add_argument("--level", type=float, default=0.9)
+    parser.add_argument("--seconds", type=float, help="after which elimination stops")
+    parser.add_argument("--others", action="store_true", help="run other methods at the same size")
+    parser.add_argument("--pruning-steps", type=int, default=300)
+    parser.add_argument("--checkpoint", help="folder of find_circuit's checkpoints")
+    parser.add_argument("--device")
+    return parser.parse_args(words)
+
+
+def _prompts(args: argparse.Namespace) -> tuple[HookedModel, Any, PromptPairs]:
+    """The model, its task, and as many pairs to search on as to hold out."""
+    task = next(task for task in TASKS if task.name == args.task)
+    if args.model == "smollm2":
+        model = load_language_model(args.model, device=args.device)
+        return model, task, task.pairs(model, 2 * args.pairs, seed=0)
+    model = load_task_models(0, device=args.device)[SIDES.index(args.model)]
+    return model, task, task_pairs(task, 2 * args.pairs, seed=0)
+
+
+def _others(
+    found: FoundCircuit, model: HookedModel, searched: PromptPairs, steps: int
+) -> Iterator[tuple[str, Callable[[], Circuit]]]:
+    """The name and the search of each other method, for as many edges as were found."""
+
+    def prune(start: Scores | None) -> Circuit:
+        options = {"size": size, "start": start, "steps": steps, **QUIET}
+        return prune_circuit_edges(model, searched, **options).circuit
+
+    size, scores = len(found.circuit), found.scores
+    table = found.to_pandas().set_index("method")["size"]
+    begin = scores.top(max(size, int(table["eap-ig"])))
+    yield "EAP-IG ranking", lambda: scores.top(size).connected()
+    yield "learned pruning", lambda: prune(None)
+    yield "learned pruning, from EAP-IG", lambda: prune(scores)
+    yield "ACDC", lambda: acdc(model, searched, size=size, start=begin, **QUIET).circuit
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Find a circuit, and print it beside those of other methods."""
+    args = _arguments(words)
+    model, task, pairs = _prompts(args)
+    searched, held_out = (
+        pairs.select(slice(0, args.pairs)),
+        pairs.select(slice(args.pairs, None)),
+    )
+    began = time.monotonic()
+    options = {"seconds": args.seconds, "checkpoint": args.checkpoint}
+    found = find_circuit(
+        model, searched, task.metric, at=args.level, held_out=held_out, **options, **QUIET
+    )
+    whole = time.monotonic() - began
+    print("| model | task | method | circuit edges | explained effect, held out | seconds |")
+    print("|---|---|---|---|---|---|")
+
+    def say(method: str, row: Any, seconds: float) -> None:
+        effect = f"{row.explained_effect:.3f} ({row.low:.3f} to {row.high:.3f})"
+        cells = (args.model, args.task, method, f"{row.size:,}", effect, f"{seconds:.0f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+    for row in found.to_pandas().itertuples():
+        say(f"find_circuit: {row.method}", row, row.seconds)
+    if args.others:
+        for name, search in _others(found, model, searched, args.pruning_steps):
+            start = time.monotonic()
+            circuit = search()
+            seconds = time.monotonic() - start
+            table = evaluate(model, held_out, task.metric, circuit, **QUIET).to_pandas()
+            say(name, next(table.itertuples()), seconds)
+    print(f"\n{found!r}\n{whole:.0f} s in all; on the pairs of the search: {found.searched}")
+
+
+if __name__ == "__main__":
+    main()
