@@ -192,7 +192,7 @@ class CircuitEdgeHooks:
         """What one destination reads, replacing the residual stream."""
         packed = self._packed(residual)
         shared = self._changes.without_closed(before, packed)
-        reads = self._changes.reads([column], before, shared)[:, 0].reshape(packed.shape)
+        reads = self._changes.reads([column], shared)[:, 0].reshape(packed.shape)
         return self._unpacked(reads, residual)
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class CircuitEdgeHooks:
         shared = self._shared = self._changes.without_closed(before, packed)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
-            reads = self._changes.reads([*chain(*many.values())], before, shared)
+            reads = self._changes.reads([*chain(*many.values())], shared)
             counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         moved = shared is not packed and len(many) < len(slots)
@@ -241,8 +241,7 @@ class CircuitEdgeHooks:
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
             return value
-        before = self.edges.before("head", layer)
-        reads = norm(self._changes.few_reads(columns, before, self._shared, stack, head))
+        reads = norm(self._changes.few_reads(columns, self._shared, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
