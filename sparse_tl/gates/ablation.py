@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import Adapter, HeadOrName, HookedModel, adapt, heads_of
-from sparse_tl.scopes import scope
+from sparse_tl.scopes import Scope
 
 EVERY = slice(None)
 AttentionEdgeOrName = tuple[int, int, int, int] | str
@@ -22,7 +22,6 @@ AttentionEdgeOrName = tuple[int, int, int, int] | str
 
 
 @checked
-@scope
 def ablate_heads(
     model: HookedModel,
     heads: Sequence[HeadOrName],
@@ -30,7 +29,7 @@ def ablate_heads(
     *,
     reference: ReferencePrompts | None = None,
     seed: Seed = 0,
-) -> Iterator[None]:
+) -> Scope[None]:
     """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
 
     Args:
@@ -49,12 +48,10 @@ def ablate_heads(
     gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
     for layer, head in heads_of(adapter, heads):
         gates[layer, head] = 0
-    with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
-        yield
+    return gated(model, Heads(), gates, patch, reference=reference, seed=seed)
 
 
 @checked
-@scope
 def ablate_attention_edges(
     model: HookedModel,
     edges: Sequence[AttentionEdgeOrName] | None = None,
@@ -62,7 +59,7 @@ def ablate_attention_edges(
     heads: Sequence[HeadOrName] | None = None,
     query: Columns | None = None,
     key: Columns | None = None,
-) -> Iterator[None]:
+) -> Scope[None]:
     """Inside the block, attention is 0 at these edges, whatever the learned gates are.
 
     Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
@@ -88,9 +85,7 @@ def ablate_attention_edges(
 
     Reference: Geva et al., arXiv 2304.14767 (attention knockout), which renormalises.
     """
-    adapter = adapt(model)
-    with gated(model, AttentionEdges(), _closed(adapter, edges, heads, query, key)):
-        yield
+    return gated(model, AttentionEdges(), _closed(adapt(model), edges, heads, query, key))
 
 
 def _closed(

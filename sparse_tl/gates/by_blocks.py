@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sparse_tl.gates.distributions import GateMode
+from sparse_tl.gates.passes import using
 from sparse_tl.gates.score_gates import ScoreGates
 from sparse_tl.lens import HookedModel, adapt, attached, defer_scores
 from sparse_tl.scopes import scope
@@ -16,7 +17,7 @@ def attention_by_blocks(model: HookedModel) -> Iterator[None]:
     adapter = adapt(model)
     gates = ScoreGates.of(adapter).requires_grad_(False)
     with (
-        gates.using(mode=GateMode.OPEN, by_blocks=True),
+        using([gates], mode=GateMode.OPEN, by_blocks=True),
         attached(adapter, gates.hooks(adapter)) as own,
         defer_scores(adapter, own),
     ):

@@ -104,7 +104,7 @@ class CircuitEdgeHooks:
             self._places = (now.places + shifts).flatten()
             if spans is not None:
                 self.spans = replace(spans, at=spans.at.flatten()[now.places][None])
-        self._shared: Tensor | None = None
+        self._shared: Tensor
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
         self._changes = self._none_yet()
@@ -192,7 +192,7 @@ class CircuitEdgeHooks:
         """What one destination reads, replacing the residual stream."""
         packed = self._packed(residual)
         shared = self._changes.without_closed(before, packed)
-        reads = self._changes.reads([column], before, shared)[:, 0].reshape(packed.shape)
+        reads = self._changes.reads([column], shared)[:, 0].reshape(packed.shape)
         return self._unpacked(reads, residual)
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class CircuitEdgeHooks:
         shared = self._shared = self._changes.without_closed(before, packed)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
-            reads = self._changes.reads([*chain(*many.values())], before, shared)
+            reads = self._changes.reads([*chain(*many.values())], shared)
             counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         moved = shared is not packed and len(many) < len(slots)
@@ -231,7 +231,6 @@ class CircuitEdgeHooks:
             reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
             flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
             out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
-            assert self._shared is not None
             pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
             return self._unpacked(rearrange(out, pattern, rows=n_rows).to(value.dtype), value)
         if self._normed is not None:
@@ -242,9 +241,7 @@ class CircuitEdgeHooks:
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
             return value
-        assert self._shared is not None
-        before = self.edges.before("head", layer)
-        reads = norm(self._changes.few_reads(columns, before, self._shared, stack, head))
+        reads = norm(self._changes.few_reads(columns, self._shared, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
@@ -255,7 +252,6 @@ class CircuitEdgeHooks:
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
-        assert self._shared is not None
         rows, pos, d_model = self._shared.shape
         return rows // self.now.n_stack, pos, d_model
 

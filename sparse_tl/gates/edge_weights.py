@@ -73,10 +73,9 @@ class EdgeWeights:
         """Which destinations read weighted edges, under each setting."""
         return self._columns[:, columns.start : columns.stop]
 
-    def used(self, columns: Sequence[int], before: int) -> list[int]:
-        """The separated sources before a source that any of these destinations uses."""
-        uses = self._uses[: bisect_left(self.rows, before), _together(columns)]
-        return np.flatnonzero(uses.any(axis=1)).tolist()
+    def used(self, columns: Sequence[int]) -> list[int]:
+        """The separated sources that any of these destinations uses."""
+        return np.flatnonzero(self._uses[:, _together(columns)].any(axis=1)).tolist()
 
     def of(self, rows: Sequence[int], columns: Sequence[int]) -> Float[Tensor, "stack span some n"]:
         """The weights of the edges from some separated sources to some destinations."""

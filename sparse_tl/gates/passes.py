@@ -88,16 +88,6 @@ class ComputedGates(nn.Module):
         self.settings = GateSettings()
         self._passes = defaultdict[int, deque[_LayerPass]](lambda: deque(maxlen=KNOWN_PASSES))
 
-    @scope
-    def using(self, **settings: Any) -> Iterator[None]:
-        """Override fields of `GateSettings` inside the block."""
-        before = self.settings
-        self.settings = replace(before, **settings)
-        try:
-            yield
-        finally:
-            self.settings = before
-
     def forget(self) -> None:
         """Drop the state of earlier passes."""
         self._passes.clear()
@@ -151,6 +141,19 @@ class ComputedGates(nn.Module):
         if now.pressure > 0:
             probability = with_pressure(probability, logits, now.pressure)
         return self.distribution.is_open(logits) & possible, probability * possible
+
+
+@scope
+def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
+    """Inside the block, override fields of the `GateSettings` of these gates."""
+    before = [some.settings for some in gates]
+    try:
+        for some in gates:
+            some.settings = replace(some.settings, **settings)
+        yield
+    finally:
+        for some, own in zip(gates, before, strict=True):
+            some.settings = own
 
 
 def as_rows(

@@ -265,10 +265,6 @@ class GatedRun:
             return 0
         if isinstance(stack, ClosedEdges):
             return min(stack.layers)
-        if isinstance(self.site, CircuitEdges):
-            exists = self.adapter.graph.exists[:, -1]
-            if not bool(stack[..., exists.to(stack.device), -1].any()):
-                return self.adapter.n_layers  # the logits read only patches
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 
 

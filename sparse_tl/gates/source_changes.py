@@ -108,17 +108,16 @@ class SourceChanges:
         return residual if self._sum is None else (residual - self._sum).to(residual.dtype)
 
     def reads(
-        self, columns: Sequence[int], before: int, shared: Float[Tensor, "rows pos d_model"]
+        self, columns: Sequence[int], shared: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "stack n flat"]:
         """What n destinations read, each under its own closed edges.
 
         Args:
-            columns: the destinations.
-            before: number of sources that write before them.
+            columns: the destinations; all sources of their edges have written.
             shared: the residual stream that `without_closed` returns.
         """
         tokens = shared.reshape(self._n_stack, 1, -1, shared.shape[-1])
-        parts, found = [*self._in_use(columns, before)], list[Tensor]()
+        parts, found = [*self._in_use(columns)], list[Tensor]()
         for span, places in enumerate(self._places):
             reads = tokens[:, :, places].flatten(2).expand(-1, len(columns), -1)
             for rows, part in parts:
@@ -138,7 +137,6 @@ class SourceChanges:
     def few_reads(
         self,
         columns: range,
-        before: int,
         shared: Float[Tensor, "rows pos d_model"],
         stack: Int[Tensor, " part"],
         some: Int[Tensor, " part"],
@@ -147,9 +145,9 @@ class SourceChanges:
         stacked = shared.unflatten(0, (self._n_stack, -1))
         if self._n_stack == 1:
             chosen = [columns[index] for index in some.tolist()]
-            return self.reads(chosen, before, shared)[0].unflatten(-1, stacked.shape[1:])
+            return self.reads(chosen, shared)[0].unflatten(-1, stacked.shape[1:])
         reads = stacked[stack]
-        for rows, changes in self._in_use(columns, before):
+        for rows, changes in self._in_use(columns):
             weights = self.edges.of(rows, columns)[stack, :, :, some]
             part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
             change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
@@ -158,10 +156,10 @@ class SourceChanges:
         return reads
 
     def _in_use(
-        self, columns: Sequence[int], before: int
+        self, columns: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], Float[Tensor, "some rows pos d_model"]]]:
         """Rows that any of these destinations uses, a few at a time; others may be among them."""
-        used = self.edges.used(columns, before)
+        used = self.edges.used(columns)
         count = used[-1] + 1 if used else 0
         if not self.edges.learned and _FEW * len(used) <= count:
             if used:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.kinds import attention_gates
 from sparse_tl.gates.mlps import MLPGates
-from sparse_tl.gates.passes import Counted, as_rows
+from sparse_tl.gates.passes import Counted, as_rows, using
 from sparse_tl.gates.saving import load_sparse, save_sparse
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores
 from sparse_tl.lens.modes import in_evaluation_mode
-from sparse_tl.scopes import autograd, scope, uninterruptible
+from sparse_tl.scopes import Scope, autograd, scope, uninterruptible
 
 
 @checked
@@ -128,7 +127,7 @@ class SparseTransformer(nn.Module):
         args, kwargs = as_rows(args, kwargs)
         layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
-        with self._using(counts=layers, real=kwargs.get("attention_mask"), **settings):
+        with using(self._all_gates(), counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.of_pass(layers)
 
@@ -137,24 +136,20 @@ class SparseTransformer(nn.Module):
         args, kwargs = as_rows(args, kwargs)
         return self.model_under_gates().generate(*args, **kwargs)
 
-    @scope
     def sampled(
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
-    ) -> Iterator[None]:
+    ) -> Scope[None]:
         """Inside the block, gates are sampled, as in training.
 
         Args:
             generator: random generator for the samples.
             noise: scale of the gate noise.
         """
-        with self._using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
-            yield
+        return using(self._all_gates(), mode=GateMode.SAMPLED, generator=generator, noise=noise)
 
-    @scope
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> Scope[None]:
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
-        with self._using(mode=GateMode.OPEN):
-            yield
+        return using(self._all_gates(), mode=GateMode.OPEN)
 
     @in_evaluation_mode
     @autograd(False)
@@ -189,13 +184,6 @@ class SparseTransformer(nn.Module):
         """
         kwargs["keep_gates"] = True
         return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
-
-    @scope
-    def _using(self, **settings: Any) -> Iterator[None]:
-        """Override settings of all gates inside the block."""
-        mlps = nullcontext() if self.mlp_gates is None else self.mlp_gates.using(**settings)
-        with self.gates.using(**settings), mlps:
-            yield
 
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]

@@ -53,7 +53,6 @@ from sparse_tl.lens.loading import (
 )
 from sparse_tl.lens.lora import (
     add_lora as add_lora,
-    check_lora as check_lora,
     lora_off as lora_off,
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,

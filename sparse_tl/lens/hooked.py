@@ -100,11 +100,10 @@ class HookedAdapter(Adapter):
         """All normalisations of the residual stream and of what is added to it, by module name."""
         if self.model.cfg.normalization_type is None:
             return {}
-        names = ("ln1", "ln1_post", "ln2", "ln2_post")
         found = {
             f"blocks.{layer}.{name}": getattr(block, name, None)
             for layer, block in enumerate(self.model.blocks)
-            for name in names
+            for name in _NORMS.values()
         }
         found["ln_final"] = getattr(self.model, "ln_final", None)
         return {name: self._norm(norm) for name, norm in found.items() if norm is not None}

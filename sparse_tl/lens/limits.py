@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -124,7 +123,7 @@ def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Non
     Raises:
         ValueError: prompts begin or end with different numbers of padding tokens.
     """
-    tokenizer = _tokenizer(adapter)
+    tokenizer = adapter.model.tokenizer
     is_text = tokenizer is not None and tokenizer.pad_token_id in (
         tokenizer.eos_token_id,
         tokenizer.bos_token_id,
@@ -145,15 +144,11 @@ def _paddings(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Int[Tenso
 
     It cannot if its padding token is also its mask token, which is text.
     """
-    tokenizer = _tokenizer(adapter)
+    tokenizer = adapter.model.tokenizer
     pad = None if tokenizer is None else tokenizer.pad_token_id
     if pad is None or pad == tokenizer.mask_token_id:
         return prompts.new_zeros(len(prompts))
     return (prompts == pad).cumprod(dim=1).sum(dim=1)
-
-
-def _tokenizer(adapter: Adapter) -> Any:
-    return getattr(adapter.model, "tokenizer", None)
 
 
 def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:

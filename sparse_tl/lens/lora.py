@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ BASE = "base_layer"
 """The name of the projection inside one with an adapter."""
 NAME = "default"
 """The name of every adapter, in `peft`'s dictionaries of adapters."""
-_INSTALL = "pip install 'peft>=0.18'"
 
 
 @checked
@@ -54,7 +52,6 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
         The model.
 
     Raises:
-        ImportError: `peft` is not installed.
         ValueError: the model is not a TransformerBridge, already has adapters, or calls none of its
             projections; the rank is below 1 or above d_model.
     """
@@ -63,7 +60,6 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
             "expected a TransformerBridge, to put low-rank adapters on the modules inside; got a "
             f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
         )
-    check_lora()
     if has_adapters(model):
         raise ValueError(
             f"expected a model without adapters; {model.cfg.model_name!r} has some already. Train "
@@ -109,16 +105,6 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
 def takes_lora(model: Model) -> bool:
     """Whether a model can have adapters."""
     return isinstance(model, TransformerBridge)
-
-
-def check_lora() -> None:
-    """Check that adapters can be made.
-
-    Raises:
-        ImportError: `peft` is not installed.
-    """
-    if find_spec("peft") is None:
-        raise ImportError(f"expected peft, which makes low-rank adapters: {_INSTALL}")
 
 
 @checked

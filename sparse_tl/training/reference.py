@@ -8,6 +8,7 @@ import torch
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.by_blocks import attention_by_blocks
+from sparse_tl.gates.passes import using
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
 from sparse_tl.scopes import scope
 
@@ -73,7 +74,7 @@ def predicting(reference: Reference) -> Iterator[None]:
     """Make a reference predict as the dense model within the block, long prompts by blocks."""
     with as_dense(reference):
         if isinstance(reference, SparseTransformer):
-            by_blocks = reference.gates.using(by_blocks=True)
+            by_blocks = using([reference.gates], by_blocks=True)
         else:
             by_blocks = attention_by_blocks(reference)
         with by_blocks:

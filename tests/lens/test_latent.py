@@ -158,7 +158,6 @@ def test_parameters_of_queries_and_keys(name: str) -> None:
 
 
 def test_low_rank_adapters_count() -> None:
-    pytest.importorskip("peft")
     model = build("deepseek_v3", dtype="float64")
     without = attribute_circuit_edges(model, PAIRS, logit_difference, **QUIET).values
     add_lora(model, rank=2)

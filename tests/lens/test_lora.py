@@ -26,7 +26,6 @@ from sparse_tl.lens import (
     boot,
     extract_lora,
     load_model,
-    lora,
     merge_lora,
     save_model,
 )
@@ -275,11 +274,3 @@ def test_what_is_no_bridge() -> None:
 def test_a_hooked_transformer() -> None:
     with pytest.raises(ValueError, match="expected a TransformerBridge.*got a HookedTransformer"):
         add_lora(hooked_transformer("llama"))
-
-
-def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "find_spec", lambda name: None)
-    model: Any = boot(plain_transformer("llama"))
-    with pytest.raises(ImportError, match=r"expected peft.*pip install 'peft>=0.18'"):
-        add_lora(model)
-    assert all(parameter.requires_grad for parameter in model.parameters())

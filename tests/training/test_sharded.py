@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +149,7 @@ def runs(often: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All in the same two processes, since processes take longer to start than a run takes."""
     saved = tmp_path_factory.mktemp("saved")
     settings: dict[str, dict[str, Any]] = {"sharded": {}, "whole": {"shard": False}}
-    if find_spec("peft") is not None:
-        settings |= {f"{name} lora": {**given, "lora": True} for name, given in settings.items()}
+    settings |= {f"{name} lora": {**given, "lora": True} for name, given in settings.items()}
     settings = {name: {**given, "folder": saved / name} for name, given in settings.items()}
     settings["bf16"] = {"precision": "bf16"}
     half = {"dtype": torch.bfloat16}
