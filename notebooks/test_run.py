@@ -21,10 +21,10 @@ START = """
 import sys
 import sparse_tl
 sys.path.append("../tests")
-from tiny import small_language_model, small_language_models, small_task_models
+from tiny import small_task_models
 sparse_tl.load_task_models = small_task_models
-sparse_tl.load_language_models = small_language_models
-sparse_tl.load_language_model = small_language_model
+sparse_tl.load_language_models = small_task_models
+sparse_tl.load_language_model = lambda small=small_task_models: small()[0]
 %reset -f
 """
 """Smaller models than the built-in ones, and none of the last notebook's names."""

@@ -1,42 +1,28 @@
 """Files and folders that appear completely or not at all, even if the process or machine dies.
 
-Each is written under a temporary name beside it, synced to the disk, and then renamed.
+Each is written under a temporary name beside it, synced to the disk, and then renamed. One process
+at a time writes to a path, so anything under its temporary name was left by a killed process.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import os
-import platform
 import re
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from rich.filesize import decimal
 from safetensors import SafetensorError
 
+from sparse_tl.locks import held
 from sparse_tl.scopes import scope
 
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "it would exceed the limit on file sizes (ulimit -f)",
-    errno.EROFS: "its disk is read-only",
-    errno.EIO: "its disk failed",
-}
-_GONE = "the folder around it was removed in the meantime"
 _ATTEMPTS = 50
-"""Number of attempts to swap or read a folder that another process writes at the same time."""
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
-_AUXILIARY = re.compile(r"\..+\.(previous|lock)")
-_unfinished: dict[Path, int] = {}
-"""Inodes of this process's temporary files and folders, to recognise each later."""
+"""Number of attempts to read a folder that another process replaces again and again."""
+_TEMPORARY = re.compile(r"\..+\.(unfinished(\.[^.]*)?|previous|lock)")
 Value = TypeVar("Value")
 
 
@@ -53,121 +39,116 @@ writers: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
 
 @scope
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` that replaces it if the block ends without an exception.
+    """A temporary path that replaces `path` if the block ends without an exception.
 
     Raises:
-        OSError: the disk is full, or the file is too large; `path` is left as it was.
+        OSError: the file cannot be written; `path` is left as it was.
+        ValueError: another process is writing to `path`.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _disk_explained(path):
-        if not _in_unfinished(path):
-            _remove_dead(path)
-        # Keep the suffix, which some writers look at.
-        handle, name = tempfile.mkstemp(f".new{path.suffix}", _prefix(path), path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            _unfinished[temporary] = temporary.stat().st_ino
-            yield temporary
-            # mkstemp creates private files; results should be as readable as any other new file.
-            temporary.chmod(0o666 & ~_umask())
-            if _in_unfinished(path):  # synced together with the folder around it
-                os.replace(temporary, path)
-            else:
-                _sync(temporary)
-                _announce([path])
-                os.replace(temporary, path)
-                _sync(path.parent)
-        finally:
-            _unfinished.pop(temporary, None)
-            temporary.unlink(missing_ok=True)
+    if _in_unfinished(path):
+        yield path
+        return
+    with _unfinished(path) as temporary:
+        yield temporary
+        _finish(temporary, path)
+        os.replace(temporary, path)
+        _sync(path.parent)
 
 
 @scope
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that replaces it if the block ends without an exception.
+def atomic_folder(path: str | Path, *, keep: bool = False) -> Iterator[Path]:
+    """A temporary folder that replaces `path` if the block ends without an exception.
 
     A folder cannot be replaced in one step: the old one is moved aside first, and
     `recover_folder` restores it if the process dies in between.
 
-    Raises:
-        OSError: the disk is full, or a file is too large; `path` is left as it was.
-        ValueError: `path` is a file.
-    """
-    path = Path(path).resolve()  # keep a link, replace its target
-    with _unfinished_folder(path) as temporary:
-        yield temporary
-        _finish(temporary, path)
-        _swap(temporary, path)
-
-
-@scope
-def atomic_files(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder whose files replace those in `folder` if the block ends without an error.
+    Args:
+        path: the folder; of a link, the target is replaced.
+        keep: whether the folder's other files stay, so that each file is replaced by itself.
 
     Raises:
-        OSError: the disk is full, or a file is too large; `folder` is left as it was.
-        ValueError: `folder` is a file.
+        OSError: the folder cannot be written; `path` is left as it was.
+        ValueError: `path` is a file, or another process is writing to it.
     """
-    folder = Path(folder).resolve()
-    with _unfinished_folder(folder) as temporary:
-        yield temporary
-        for file in _finish(temporary, folder):
-            final = folder / file.relative_to(temporary)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, final)
-
-
-@scope
-def _unfinished_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, which is removed at the end."""
+    path = Path(path).resolve()
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder, or an unused name; {path} is a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _disk_explained(path):
-        nested = _in_unfinished(path)
-        if not nested:
-            _remove_dead(path)
-        temporary = Path(tempfile.mkdtemp(".new", _prefix(path), path.parent))
-        try:
-            _unfinished[temporary] = temporary.stat().st_ino
-            yield temporary
-            if not nested:
-                _sync(path.parent)
-        finally:
-            _unfinished.pop(temporary, None)
-            shutil.rmtree(temporary, ignore_errors=True)
+    if _in_unfinished(path):
+        path.mkdir(exist_ok=True)
+        yield path
+        return
+    with _unfinished(path) as temporary:
+        temporary.mkdir()
+        inode = temporary.stat().st_ino
+        yield temporary
+        if not temporary.exists() or temporary.stat().st_ino != inode:
+            raise OSError("it was removed in the meantime")
+        for name in _finish(temporary, path):
+            if keep:
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(temporary / name, path / name)
+        if not keep:
+            _swap(temporary, path)
+        _sync(path.parent)
+
+
+@scope
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` at which nothing exists before and after the block."""
+    # Keep the suffix, which some writers look at.
+    temporary = path.with_name(f".{path.name}.unfinished{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with held(path):
+            _remove(temporary)
+            try:
+                yield temporary
+            finally:
+                _remove(temporary)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"cannot write {path}: {error}. No incomplete file was left, and earlier content is "
+            "unchanged."
+        ) from error
+
+
+def _in_unfinished(path: Path) -> bool:
+    """Whether a path is, or is in, an unfinished folder, which appears as a whole."""
+    return any(map(is_temporary, (path, *path.parents)))
 
 
 def _finish(temporary: Path, path: Path) -> list[Path]:
-    """Sync a folder that will become `path`, or go into it, to the disk; return its files."""
-    if not temporary.exists() or temporary.stat().st_ino != _unfinished[temporary]:
-        raise OSError(f"cannot write {path}: {_GONE}")
-    temporary.chmod(0o777 & ~_umask())
-    files = [entry for entry in temporary.rglob("*") if entry.is_file()]
-    if not _in_unfinished(path):  # otherwise it is synced together with the folder around it
-        for entry in [*files, *filter(Path.is_dir, temporary.rglob("*")), temporary]:
-            _sync(entry)
-        _announce([path / file.relative_to(temporary) for file in files])
-    return files
+    """Sync what will appear at `path`; return its files, relative to it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    entries = [temporary, *temporary.rglob("*")]
+    for entry in entries:
+        # safetensors creates private files; results should be as readable as any other new file.
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~umask)
+        _sync(entry)
+    names = [entry.relative_to(temporary) for entry in entries if entry.is_file()]
+    place = path.parent.resolve() / path.name  # a link to a file is replaced itself
+    files = [place / name for name in names]
+    for folder in {parent for file in files for parent in file.parents}:
+        if (writer := writers.get(folder)) is not None:
+            writer.writes(files)
+    return names
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Replace a folder with another, even if other processes replace it at the same time."""
+    """Replace a folder with another."""
     aside = _aside(path)
-    for attempt in range(_ATTEMPTS):
+    while True:
+        if path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
         try:
-            if path.exists():
-                shutil.rmtree(aside, ignore_errors=True)
-                os.replace(path, aside)
             os.replace(temporary, path)
             break
-        except OSError as error:
-            busy = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
-            if not busy or not temporary.exists() or attempt + 1 == _ATTEMPTS:
+        except OSError:
+            if not path.exists():  # otherwise a reader restored it in between
                 raise
-            time.sleep(0.01)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -204,82 +185,18 @@ def _version(folder: Path) -> tuple[int, int] | None:
 
 def is_temporary(path: Path) -> bool:
     """Whether a path is an unfinished write, a lock, or a folder that was moved aside."""
-    return bool(_TEMPORARY.fullmatch(path.name) or _AUXILIARY.fullmatch(path.name))
+    return bool(_TEMPORARY.fullmatch(path.name))
 
 
-@scope
-def _disk_explained(path: Path) -> Iterator[None]:
-    """Name the file or folder that could not be written, the reason, and the free space.
-
-    Raises:
-        OSError: the disk is full, a file is too large, or the disk fails.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        number = getattr(error, "errno", None)
-        if number is None:  # from safetensors or pandas, or explained already
-            match = re.search(r"os error (\d+)", str(error))
-            number = int(match[1]) if match else None
-        if number == errno.ENOENT and not path.parent.exists():
-            raise OSError(f"cannot write {path}: {_GONE}") from error
-        if number not in _FULL:
-            raise
-        free = decimal(shutil.disk_usage(path.parent).free)
-        explained = OSError(
-            f"cannot write {path}: {_FULL[number]}; {free} are free there. No incomplete file was "
-            "left, and earlier content is unchanged. Free some space, or choose another folder."
-        )
-        explained.errno = number
-        raise explained from error
-
-
-def _announce(files: list[Path]) -> None:
-    """Notify the writers of folders of the files that will appear there."""
-    files = [file.parent.resolve() / file.name for file in files]  # links are replaced themselves
-    for folder in {parent for file in files for parent in file.parents}:
-        if (writer := writers.get(folder)) is not None:
-            writer.writes(files)
-
-
-def _in_unfinished(path: Path) -> bool:
-    return not _unfinished.keys().isdisjoint((path, *path.parents))
-
-
-def _prefix(path: Path) -> str:
-    return f".{path.name}.{_host()}-{os.getpid()}-"
-
-
-def _host() -> str:
-    return re.sub(r"[^\w]", "_", platform.node())
-
-
-def _remove_dead(path: Path) -> None:
-    """Remove the temporary files of earlier writes to a path that were killed on this machine."""
-    for entry in path.parent.glob(f".{glob.escape(path.name)}.{_host()}-*.new*"):
-        match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or match["name"] != path.name or entry in _unfinished:
-            continue
-        if int(match["pid"]) != os.getpid() and _runs(int(match["pid"])):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError as error:  # the process may belong to another user
-        return not isinstance(error, ProcessLookupError)
-    return True
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or a folder's list of names, to the disk, where the system supports it."""
-    if path.is_dir() and os.name != "posix":
-        return
+    """Write a file, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -292,9 +209,3 @@ def _sync(path: Path) -> None:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
-_LARGEST = 2**20
-"""Largest number of bytes in a list of checksums; no folder of the package comes near it."""
 
 
-def write_sums(
-    folder: Path, names: Iterable[str] | None = None, others: Mapping[str, str] | None = None
-) -> None:
-    """Write the checksums of a folder's files, keeping those that it already lists.
+def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write the checksums of all files in a folder.
 
     Args:
         folder: folder of the files.
-        names: names of the files; all files by default.
-        others: known checksums, by name, of files that will be added to the folder.
+        known: checksums, by name, that are listed as they are; other files may be added later.
     """
-    if names is None:
-        names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    written = {name: _sum(folder / name) for name in {*names} - {SUMS_FILE}}
-    sums = {**(others or {}), **read_sums(folder), **written}
+    sums = dict(known or {})
+    for file in folder.iterdir():
+        if file.is_file() and file.name not in {*sums, SUMS_FILE}:
+            sums[file.name] = checksum(file)
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8", newline="\n")
 
@@ -44,10 +39,9 @@ def read_sums(folder: Path) -> dict[str, str]:
     file = folder / SUMS_FILE
     if not file.is_file():
         return {}
-    with file.open("rb") as opened:
-        content = opened.read(_LARGEST + 1).decode("utf-8", errors="replace")
+    content = file.read_text(encoding="utf-8", errors="replace")
     lines = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in content.splitlines()]
-    if len(content) > _LARGEST or not all(lines):
+    if not all(lines):
         raise ValueError(f"expected a list of checksums, as sha256sum writes it, in {file}; {_ASK}")
     return {line[2]: line[1] for line in lines if line}
 
@@ -63,7 +57,7 @@ def check_sums(folder: str | Path) -> None:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"expected {file}, which {SUMS_FILE} beside it lists; it is missing")
-        if _sum(file) != value:
+        if checksum(file) != value:
             raise ValueError(
                 f"expected {file} as it was written; it has another SHA-256 than {SUMS_FILE} "
                 f"beside it lists. {_ASK}"
@@ -76,6 +70,7 @@ _ASK = (
 )
 
 
-def _sum(file: Path) -> str:
+def checksum(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

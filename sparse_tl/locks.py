@@ -1,4 +1,4 @@
-"""Locks that give a folder to one process at a time, and refuse a second one."""
+"""Locks that give a file or folder to one process at a time, and refuse a second one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from filelock import FileLock, Timeout
 
 from sparse_tl.scopes import scope, uninterruptible
 
-_locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
-"""The locks of this process, which may hold each several times."""
-
 
 class Hold:
-    """A lock on a folder for this process, until it is released or garbage-collected.
+    """A lock on a file or folder for this process, until it is released or garbage-collected.
 
     The kernel lifts the lock of a process that dies. On disks without locks, nothing is locked.
 
     Args:
-        folder: the folder; the lock is a hidden file beside it.
+        path: the file or folder; the lock is a hidden file beside it.
 
     Raises:
-        ValueError: another process holds the folder.
+        ValueError: another process holds it.
     """
 
     @uninterruptible
-    def __init__(self, folder: Path) -> None:
-        path = folder.resolve()
+    def __init__(self, path: Path) -> None:
+        path = path.resolve()
         file = path.with_name(f".{path.name}.lock")
-        lock = _locks.setdefault(file, FileLock(file, thread_local=False))
+        # One lock in a process, which may hold it several times.
+        lock = FileLock(file, thread_local=False, is_singleton=True)
         self.release = lambda: None
         with suppress(OSError, NotImplementedError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,19 +37,19 @@ class Hold:
                 lock.acquire(blocking=False)
             except Timeout:
                 raise ValueError(
-                    f"expected {folder} to be in use by one process at a time; another one is "
-                    "writing to it. Wait until that ends, or choose another folder."
+                    f"expected {path} to be in use by one process at a time; another one is "
+                    "writing to it. Wait until that ends, or choose another place."
                 ) from None
             self.release = weakref.finalize(self, _release, lock, file)
 
 
 @scope
-def held(folder: Path | None) -> Iterator[None]:
-    """Lock a folder for this process within the block; see `Hold`."""
-    if folder is None:
+def held(path: Path | None) -> Iterator[None]:
+    """Lock a file or folder for this process within the block; see `Hold`."""
+    if path is None:
         yield
         return
-    hold = Hold(folder)
+    hold = Hold(path)
     try:
         yield
     finally:

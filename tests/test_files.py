@@ -107,7 +107,6 @@ def _die_before(function: Callable[..., Any], call: int) -> Callable[..., Any]:
         (os, "replace", 1, "old"),
         (shutil, "rmtree", 0, "old"),
         (shutil, "rmtree", 1, "new"),
-        (shutil, "rmtree", 2, "new"),
     ],
 )
 def test_a_killed_replacement_is_recovered(

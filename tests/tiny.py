@@ -85,22 +85,14 @@ def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
 
 
 def small_task_models(*_: Any, **__: Any) -> tuple[Model, Any]:
-    """In place of `load_task_models`, with their words: four layers of eight heads, untrained."""
+    """In place of `load_task_models` and `load_language_models`, with the words of the former.
+
+    Four layers of eight heads, untrained, with room for longer prompts.
+    """
     from sparse_tl.gates import SparseTransformer
 
-    return _small_task_model(), SparseTransformer(_small_task_model(), initial_bias=0.0)
-
-
-def small_language_model() -> Model:
-    """In place of `load_language_model`: the dense one, with room for longer prompts."""
-    return _small_task_model(n_positions=128)
-
-
-def small_language_models() -> tuple[Model, Any]:
-    """In place of `load_language_models`."""
-    from sparse_tl.gates import SparseTransformer
-
-    return small_language_model(), SparseTransformer(small_language_model(), initial_bias=0.0)
+    dense, gated = (_small_task_model(n_positions=128) for _ in range(2))
+    return dense, SparseTransformer(gated, initial_bias=0.0)
 
 
 def save_small_task_models(folder: Path, **size: int) -> tuple[Path, Path]:

@@ -41,13 +41,17 @@ def _unknown_part(tokenizer: Any, text: str) -> str | None:
         return _first_unknown_piece(tokenizer, text)
     text = _as_read(tokenizer, text)
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    # The tokenizer's model may have an unknown token that is not declared as special.
+    inner = tokenizer.backend_tokenizer
+    unknown = inner.token_to_id(getattr(inner.model, "unk_token", None) or "")
+    special = {*tokenizer.all_special_ids, unknown}
     end = 0
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
         if text[end:start].strip():  # dropped
             return text[end:start].strip()
         part = text[start:stop]
         written = tokenizer.convert_ids_to_tokens(token)
-        if token in tokenizer.all_special_ids and part and part.strip() != written.strip():
+        if token in special and part and part.strip() != written.strip():
             return part.strip() or part
         end = max(end, stop)
     return text[end:].strip() or None

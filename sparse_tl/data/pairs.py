@@ -133,7 +133,6 @@ class PromptPairs(Rows):
             UserWarning: an answer without a space continues the prompt's last word.
         """
         pairs, with_bos = read_records(rows), prepends_bos(model, prepend_bos, chat=chat)
-        check_prompts(model.tokenizer, pairs, prepend_bos=with_bos)
         made = pairs_of_texts(model.tokenizer, pairs, prepend_bos=with_bos, chat=chat)
         warn_of_joined_words(model.tokenizer, pairs)
         return made
@@ -255,6 +254,7 @@ def pairs_of_texts(
     tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
 ) -> PromptPairs:
     """Tokenize pairs of texts; raises the same ValueErrors as `PromptPairs.from_texts`."""
+    check_prompts(tokenizer, pairs, prepend_bos=prepend_bos)
     if chat:  # as one text, since a tokenizer may join a prompt's beginning to the text before it
         start, before = (), chat_start(tokenizer)
         pairs = [pair.with_prefix(before) for pair in pairs]

@@ -88,6 +88,7 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
         ValueError: a text is unknown, or a prompt is empty or starts with a prepended BOS; the
             message names the row.
     """
+    known: set[str] = set()
     for row, pair in enumerate(pairs):
         for name, text in zip(COLUMNS[:2], pair[:2], strict=True):
             if not text:
@@ -99,7 +100,9 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
                 )
             check_known(tokenizer, text, f"row {row}, {name}: ")
         for text in (*pair.answers, *pair.wrong):
-            check_known(tokenizer, text, f"row {row}, answer: ")
+            if text not in known:
+                check_known(tokenizer, text, f"row {row}, answer: ")
+                known.add(text)
 
 
 def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
@@ -61,7 +62,8 @@ class ShuffledStream:
         self.batch_size = batch_size
         self.seed = seed
         self.accumulate = accumulate
-        self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
+        # A batch may span two epochs.
+        self._order = lru_cache(maxsize=2)(partial(shuffled, len(examples), seed))
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
@@ -71,9 +73,11 @@ class ShuffledStream:
         rows = torch.stack([self._order(index // n)[index % n] for index in indices])
         return self.examples.select(rows)
 
-    def _shuffled(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(len(self.examples), generator=generator)
+
+def shuffled(size: int, seed: int, number: int) -> Int[Tensor, " row"]:
+    """The order of the rows of an epoch, or of a block, with a number."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    return torch.randperm(size, generator=generator)
 
 
 @checked

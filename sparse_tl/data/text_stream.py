@@ -18,6 +18,7 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import DocumentRows, Documents
+from sparse_tl.data.streams import shuffled
 from sparse_tl.data.text import separator
 from sparse_tl.data.windows import (
     Boundaries,
@@ -90,6 +91,7 @@ class TextStream:
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows that are not left out; None until the end of the text is reached."""
+        self._order = lru_cache(maxsize=4)(shuffled)  # a batch may span blocks
         self._identity = self.documents.identity()
         self._places = {0: Place()}  # known places of blocks
         self._blocks: dict[int, Block] = {}  # blocks in use
@@ -163,7 +165,7 @@ class TextStream:
             windows = self._block(block)
             if windows is not None and row < len(windows):
                 number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
-                return block, windows[_order(self.seed, number, len(windows))[row]]
+                return block, windows[self._order(len(windows), self.seed, number)[row]]
             # The text ends before this row; now that its length is known, compute the row again.
 
     def _block(self, block: int) -> Block | None:
@@ -216,12 +218,6 @@ class TextStream:
             after = row_end
         self._reading = after, windows
         return as_tensor(tokens, self.window), after
-
-
-@lru_cache(maxsize=4)  # a batch may span blocks
-def _order(seed: int, number: int, size: int) -> Int[Tensor, " window"]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    return torch.randperm(size, generator=generator)
 
 
 def _cut(

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from sparse_tl import ranks
-from sparse_tl.checksums import check_sums, write_sums
+from sparse_tl.checksums import check_sums, read_sums, write_sums
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -78,10 +78,8 @@ def save_sparse(
             "distribution": name,
             "parameters": fields,
         }
-        files = [GATES_FILE, GATES_WEIGHTS]
         if adapters_only:
             content["adapters"] = write_adapters(model, temporary)
-            files.append(ADAPTERS_WEIGHTS)
         else:
             save_model(model, temporary)
         tensors = gates.state_dict()
@@ -90,7 +88,7 @@ def save_sparse(
             tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
-        write_sums(temporary, files)
+        write_sums(temporary, read_sums(temporary))  # the model's are known
     return folder
 
 

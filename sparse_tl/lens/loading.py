@@ -16,7 +16,7 @@ import torch
 
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
-from sparse_tl.atomic import atomic_files
+from sparse_tl.atomic import atomic_folder
 from sparse_tl.checksums import check_sums, read_sums, write_sums
 from sparse_tl.data.prompts import prepends_bos
 from sparse_tl.files import read_json, read_steadily, write_json
@@ -182,18 +182,22 @@ def save_model(model: Model, folder: str | Path) -> None:
             plain_model(model)
         return
     folder = Path(folder)
-    with atomic_files(folder) as temporary:
+    with atomic_folder(folder, keep=True) as temporary:
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
         else:
             _save_bridge(model, temporary)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
-        left = {name: sum_ for name, sum_ in read_sums(folder).items() if (folder / name).is_file()}
+        others = {
+            name: value
+            for name, value in read_sums(folder).items()
+            if (folder / name).is_file() and not (temporary / name).exists()
+        }
         if not isinstance(model, HookedTransformer):  # another model's, which would be read first
             (folder / CONFIG_FILE).unlink(missing_ok=True)
-            left.pop(CONFIG_FILE, None)
-        write_sums(temporary, others=left)
+            others.pop(CONFIG_FILE, None)
+        write_sums(temporary, others)
 
 
 def _save_bridge(model: TransformerBridge, folder: Path) -> None:

@@ -24,6 +24,7 @@ from typing import IO
 from rich.filesize import decimal
 
 from sparse_tl.arguments import checked
+from sparse_tl.checksums import checksum
 from sparse_tl.files import atomic_folder, check_writable, recover_folder
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.scopes import scope
@@ -134,8 +135,7 @@ def check_file(name: str, file: Path) -> Path:
     Raises:
         ValueError: it is another file, or damaged.
     """
-    with file.open("rb") as opened:
-        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    sha256 = checksum(file)
     if sha256 != published(name).sha256:
         raise _wrong_file(name, str(file), sha256)
     return file

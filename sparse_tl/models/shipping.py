@@ -77,7 +77,7 @@ def _halve(file: Path) -> None:
     """Store a file's weights in half precision."""
     weights = read_tensors(file)
     write_tensors(file, {name: tensor.half() for name, tensor in weights.items()})
-    write_sums(file.parent, [file.name])
+    write_sums(file.parent)
 
 
 if __name__ == "__main__":

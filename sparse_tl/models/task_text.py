@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
 from sparse_tl.data.records import PairTexts
 from sparse_tl.tasks import (
     DocstringTask,
@@ -30,7 +30,7 @@ from sparse_tl.tasks import (
     greater_than,
     ioi,
 )
-from sparse_tl.tasks.words import WordTask, draw_distinct, to_pairs
+from sparse_tl.tasks.words import WordTask, draw_distinct
 
 Part = Literal["training", "validation", "held_out"]
 
@@ -110,7 +110,7 @@ def task_pairs(
     """
     tokenizer = task_tokenizer()
     prompts = _draw(task, tokenizer, n, part, random.Random(seed))
-    return to_pairs(tokenizer, prompts, prepend_bos=False)
+    return pairs_of_texts(tokenizer, prompts, prepend_bos=False)
 
 
 def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> TokenBatch:

@@ -1,4 +1,4 @@
-"""Base classes of tasks, single-token words, distinct prompts, and conversion to `PromptPairs`."""
+"""Base classes of tasks, single-token words and distinct prompts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class WordTask(Task):
         with_bos = prepends_bos(model, prepend_bos, chat=chat)
         draw = self.drawing(model.tokenizer, random.Random(seed))
         prompts = draw_distinct(draw, n)
-        pairs = to_pairs(model.tokenizer, prompts, prepend_bos=with_bos, chat=chat)
+        pairs = pairs_of_texts(model.tokenizer, prompts, prepend_bos=with_bos, chat=chat)
         return replace(pairs, note=self.describe(model.tokenizer))
 
 
@@ -185,33 +185,9 @@ def draw_distinct(draw: Callable[[], One], n: int) -> list[One]:
     return [*drawn.values(), *(draw() for _ in range(n - len(drawn)))]
 
 
-def to_pairs(
-    tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
-) -> PromptPairs:
-    """Prompts as tokens; raises a ValueError if the tokenizer does not know a word."""
-    encode = Encoder(tokenizer)
-    for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
-        if not _is_known(tokenizer, encode(text), text):
-            odd = [word for word in text.split() if not _is_known(tokenizer, encode(word), word)]
-            raise ValueError(
-                f"expected a tokenizer that knows every word of the prompts; it reads {odd} of "
-                f"{text!r} as something else. Add them to its vocabulary, or give the task other "
-                "words or templates."
-            )
-    return pairs_of_texts(tokenizer, prompts, prepend_bos=prepend_bos, chat=chat)
-
-
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:
     """Whether there is a single token, which decodes to the word."""
     return len(tokens) == 1 and _composed(tokenizer.decode(list(tokens)).strip()) == _composed(word)
-
-
-def _is_known(tokenizer: Any, tokens: tuple[int, ...], text: str) -> bool:
-    # Word-level tokenizers lose the number of spaces, and some lose capitals.
-    def bare(raw: str) -> str:
-        return "".join(_composed(raw).split()).casefold()
-
-    return bare(tokenizer.decode(list(tokens))) == bare(text)
 
 
 def _composed(text: str) -> str:

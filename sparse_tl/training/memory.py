@@ -16,7 +16,6 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
-    Adapter,
     HookedModel,
     adapt,
     all_activations,
@@ -91,18 +90,15 @@ class TrainingMemory:
             f"activations of {self.window:,} tokens": self.activations,
             "logits": self.logits,
         }
+        less = f"; {decimal(self.dense // 2)} less with the dense model in bf16"
+        if self.dense < self.weights or self.masters:
+            less = ""
         listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
             f"post-training takes {decimal(self.peak)} at its peak: {listed}; or "
             f"{decimal(self.least_peak)} with checkpointed activations, which take "
-            f"{decimal(self.checkpointed)}{self._less}"
+            f"{decimal(self.checkpointed)}{less}"
         )
-
-    @property
-    def _less(self) -> str:
-        if self.dense < self.weights or self.masters:
-            return ""
-        return f"; {decimal(self.dense // 2)} less with the dense model in bf16"
 
 
 def training_memory(
@@ -135,6 +131,9 @@ def training_memory(
         names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
         parameters = read_parameters(sparse)
         weights = sum(weight.nbytes for weight in adapter.parameters("all"))
+        dense = weights
+        if precision == "bf16":
+            dense = sum(2 * weight.numel() for weight in adapter.parameters("all"))
         halves = [parameters[name].numel() for name in names if is_half(parameters[name])]
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
@@ -143,18 +142,11 @@ def training_memory(
             weights=weights,
             masters=4 * sum(halves),
             trained=sum(parameters[name].nbytes for name in names) + 2 * sum(halves),
-            dense=_dense(adapter, precision) if needs_copy(sparse, names) else 0,
+            dense=dense if needs_copy(sparse, names) else 0,
             activations=kept,
             checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
             logits=2 * window * adapter.d_vocab_out * 4,
         )
-
-
-def _dense(adapter: Adapter, precision: str) -> int:
-    weights = adapter.parameters("all")
-    if precision == "bf16":
-        return sum(2 * weight.numel() for weight in weights)
-    return sum(weight.nbytes for weight in weights)
 
 
 @scope

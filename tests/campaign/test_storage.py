@@ -100,9 +100,9 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot write .*w\.safetensors: it would exceed"):
+        with pytest.raises(OSError, match=r"cannot write .*w\.safetensors: .*File too large"):
             write_tensors(tmp_path / "w.safetensors", {"a": torch.ones(10**5)})
-        with pytest.raises(OSError, match=r"cannot write .*model: it would exceed"):
+        with pytest.raises(OSError, match=r"cannot write .*model: .*File too large"):
             _sparse(tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -162,7 +162,7 @@ def test_a_run_lists_the_files_of_a_model(tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_away(tmp_path: Path) -> None:
     """safetensors says something else than Python where a folder is missing."""
     place = tmp_path / "out" / "w.safetensors"
-    message = r"out/w\.safetensors: the folder around it was removed in the meantime"
+    message = r"cannot write .*out/w\.safetensors: .*No such file or directory"
     gone = pytest.raises(OSError, match=message)
     with gone, atomic_file(place) as unfinished:
         place.parent.rename(tmp_path / "away")
@@ -170,7 +170,7 @@ def test_a_folder_that_is_taken_away(tmp_path: Path) -> None:
 
 
 def test_a_killed_first_write_leaves_a_usable_folder(tmp_path: Path) -> None:
-    (tmp_path / ".run.json.host-123-abc.new.json").write_text("{")
+    (tmp_path / ".run.json.unfinished.json").write_text("{")
     assert RunFolder(tmp_path, {"seed": 0}).finished(RUN_FILE)
 
 
