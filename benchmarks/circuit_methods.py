@@ -38,12 +38,12 @@ from sparse_tl.circuits import (
     prune_circuit_edges,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, load_model, read_parameters
 from sparse_tl.metrics import Metric
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.folder import RunFolder
+from sparse_tl.storage.files import digest
 
 METHODS = {
     "eap-ig": "EAP-IG ranking",

@@ -33,7 +33,7 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import Circuit, log_sizes
 from sparse_tl.data import TokenBatch, read_documents, text_rows
-from sparse_tl.files import read_json, write_json
+from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, task_report
 from sparse_tl.training import evaluate_held_out
 

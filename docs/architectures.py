@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architecture_checks import CHECKS, Subject  # noqa: E402
 
 from sparse_tl import __version__  # noqa: E402
-from sparse_tl.files import atomic_file, read_json, write_json  # noqa: E402
+from sparse_tl.storage.files import atomic_file, read_json, write_json  # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
 PACKAGES = ("transformer-lens", "transformers", "torch")

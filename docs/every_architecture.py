@@ -24,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from sparse_tl.files import atomic_file  # noqa: E402
+from sparse_tl.storage.files import atomic_file  # noqa: E402
 
 PAGE = Path(__file__).with_name("architectures.md")
 TITLE = "## Every architecture that a bridge knows"

@@ -35,14 +35,14 @@ from sparse_tl import (
     plots,
 )
 from sparse_tl.circuits import Circuit, SeedCurves
-from sparse_tl.files import read_json
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
-from sparse_tl.plots.curves import Parts
+from sparse_tl.plots.panels.curves import Parts
 from sparse_tl.runs import run_circuits
 from sparse_tl.runs.comparison import effect_curves
 from sparse_tl.runs.head_roles import run_head_roles
+from sparse_tl.storage.files import read_json
 
 OUT = Path(__file__).parent / "gallery"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
@@ -199,7 +199,7 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
 HEADING = """# Gallery
 
 Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models and of
-SmolLM2. They share one palette (`sparse_tl/plots/palette.py`): readable for the colour-blind, on a
+SmolLM2. They share one palette (`sparse_tl/plots/page/palette.py`): readable for the colour-blind, on a
 light and on a dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
 `figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it follows the
 notebook's theme; `figure.light()` and `figure.dark()` do not. Pages follow the reader's system.

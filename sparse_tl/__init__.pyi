@@ -58,7 +58,6 @@ from .gates import (
     hook_points as hook_points,
     steer as steer,
 )
-from .graph import CircuitGraph as CircuitGraph
 from .head_roles import (
     ablation_curve as ablation_curve,
     fit_contrastive_head_gates as fit_contrastive_head_gates,
@@ -84,6 +83,7 @@ from .models import (
     load_language_models as load_language_models,
     load_task_models as load_task_models,
 )
+from .parts.graph import CircuitGraph as CircuitGraph
 from .plots import (
     ablation_grid as ablation_grid,
     component_diagram as component_diagram,

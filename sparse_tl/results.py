@@ -30,10 +30,11 @@ from typing import (
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
-from sparse_tl import ranks
-from sparse_tl.arguments import checked
-from sparse_tl.checksums import check_sums, write_sums
-from sparse_tl.files import (
+from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.wording import shown
+from sparse_tl.parallel import ranks
+from sparse_tl.storage.checksums import check_sums, write_sums
+from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     read_json,
@@ -43,7 +44,6 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.wording import shown
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,8 +8,8 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from sparse_tl.files import recover_folder
 from sparse_tl.results import RESULT_FILE, Result
+from sparse_tl.storage.files import recover_folder
 
 
 @dataclass(kw_only=True)

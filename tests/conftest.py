@@ -213,8 +213,8 @@ def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """For damaged files: what is checked beside their checksums, which whoever writes can write."""
-    from sparse_tl.gates import saving
-    from sparse_tl.lens import loading
+    from sparse_tl.gates.sparse import saving
+    from sparse_tl.lens.loading.load import loading
 
     for module in (loading, saving):
         monkeypatch.setattr(module, "check_sums", lambda folder: None)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from sparse_tl.plots.palette import channels, dark_colour
+from sparse_tl.plots.page.palette import channels, dark_colour
 
 WIDTHS = (1000, 1600)
 SMALLEST_TEXT = 10.0

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitEdge, CircuitGraph, Destination
 from sparse_tl.lens import Model
 from sparse_tl.metrics import Metric, explained_effect
+from sparse_tl.parts.graph import CircuitEdge, CircuitGraph, Destination
 
 Reading = Callable[[Destination, Tensor], Tensor]
 

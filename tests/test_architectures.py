@@ -11,7 +11,7 @@ import torch
 from architecture_checks import CHECKS, Subject
 from architectures import N_HEADS
 
-from sparse_tl.lens.bridge import BridgeAdapter
+from sparse_tl.lens.models.bridge import BridgeAdapter
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "architectures.py"
 

@@ -13,8 +13,8 @@ from annotated_types import Ge, Le
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Count, Fraction, Positive, checked
-from sparse_tl.wording import in_words
+from sparse_tl.calls.arguments import AtLeastOne, Count, Fraction, Positive, checked
+from sparse_tl.calls.wording import in_words
 
 IN_WORDS = {
     AtLeastOne: "a whole number from 1 to 1,000,000,000",

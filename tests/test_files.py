@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.files import (
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
+from sparse_tl.storage.files import (
     atomic_file,
     atomic_folder,
     check_writable,
@@ -22,8 +24,6 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
 
 
 def _names(folder: Path) -> list[str]:

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from sparse_tl import progress
-from sparse_tl.progress import tracked
+from sparse_tl.parallel import progress
+from sparse_tl.parallel.progress import tracked
 
 CELL = """
 from types import SimpleNamespace
 
-from sparse_tl import progress
-from sparse_tl.progress import tracked
+from sparse_tl.parallel import progress
+from sparse_tl.parallel.progress import tracked
 
 now = 0.0
 progress.time = SimpleNamespace(monotonic=lambda: now)

@@ -14,14 +14,8 @@ from accelerate import notebook_launcher
 from several_ranks import on_ranks
 from torch import nn
 
-from sparse_tl import (
-    AdditionTask,
-    ShuffledStream,
-    load_addition_models,
-    post_train,
-    ranks,
-    shards,
-)
+from sparse_tl import AdditionTask, ShuffledStream, load_addition_models, post_train
+from sparse_tl.parallel import ranks, shards
 
 
 def test_one_process_is_the_only_rank() -> None:

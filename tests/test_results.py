@@ -35,22 +35,22 @@ from sparse_tl.circuits import (
     SeedCurves,
     SeedMultipliers,
 )
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.elimination import EliminationState
+from sparse_tl.circuits.methods.elimination import EliminationState
 from sparse_tl.circuits.outcomes import SearchState
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.skill import Skill
-from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.graph import CircuitGraph
-from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.head_roles.measuring import MeasuredPieces
 from sparse_tl.models import build_addition_model
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.grids import AttentionGrid
 from sparse_tl.results import Result, table_html
 from sparse_tl.resuming import Resumable
 from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
+from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks import AdditionTask, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import sparse_tl as stl
 from sparse_tl.explorer import Exploration
-from sparse_tl.gates import blockwise
+from sparse_tl.gates.sparse import blockwise
 from sparse_tl.lens import deferred
 from sparse_tl.metrics import logit_difference
 from sparse_tl.plots import figure

@@ -1,18 +1,6 @@
 """Find the parts of a model that perform a task; works on dense and sparse models."""
 
-from sparse_tl.circuits.acdc import acdc as acdc
-from sparse_tl.circuits.activation_patching import (
-    ActivationPatching as ActivationPatching,
-    patch_activations as patch_activations,
-)
-from sparse_tl.circuits.attention_graph import AttentionGraph as AttentionGraph
-from sparse_tl.circuits.attribution import (
-    attribute_attention_edges as attribute_attention_edges,
-    attribute_circuit_edges as attribute_circuit_edges,
-    attribute_heads as attribute_heads,
-)
 from sparse_tl.circuits.circuit import Circuit as Circuit
-from sparse_tl.circuits.circuit_tracer import to_circuit_tracer as to_circuit_tracer
 from sparse_tl.circuits.comparison import (
     Overlap as Overlap,
     Roc as Roc,
@@ -31,44 +19,57 @@ from sparse_tl.circuits.evaluation import (
     evaluate_heads as evaluate_heads,
     log_sizes as log_sizes,
 )
-from sparse_tl.circuits.exact import patch_exactly as patch_exactly
-from sparse_tl.circuits.faithfulness import Faithfulness as Faithfulness
-from sparse_tl.circuits.found_circuit import FoundCircuit as FoundCircuit
-from sparse_tl.circuits.head_behaviour import head_behaviour as head_behaviour
-from sparse_tl.circuits.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
-from sparse_tl.circuits.interchange import (
+from sparse_tl.circuits.exchange.circuit_tracer import to_circuit_tracer as to_circuit_tracer
+from sparse_tl.circuits.exchange.interchange import (
     from_eap_ig as from_eap_ig,
     load_mib as load_mib,
     save_mib as save_mib,
     to_eap_ig as to_eap_ig,
 )
-from sparse_tl.circuits.logit_attribution import (
-    LogitAttribution as LogitAttribution,
-    attribute_logits as attribute_logits,
-)
-from sparse_tl.circuits.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
-from sparse_tl.circuits.mib import (
+from sparse_tl.circuits.exchange.mib import (
     MIB_FRACTIONS as MIB_FRACTIONS,
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
 )
-from sparse_tl.circuits.neuron_ranking import neuron_effects as neuron_effects
+from sparse_tl.circuits.faithfulness import Faithfulness as Faithfulness
+from sparse_tl.circuits.found_circuit import FoundCircuit as FoundCircuit
+from sparse_tl.circuits.heads.head_behaviour import head_behaviour as head_behaviour
+from sparse_tl.circuits.heads.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
+from sparse_tl.circuits.methods.acdc import acdc as acdc
+from sparse_tl.circuits.methods.activation_patching import (
+    ActivationPatching as ActivationPatching,
+    patch_activations as patch_activations,
+)
+from sparse_tl.circuits.methods.attribution import (
+    attribute_attention_edges as attribute_attention_edges,
+    attribute_circuit_edges as attribute_circuit_edges,
+    attribute_heads as attribute_heads,
+)
+from sparse_tl.circuits.methods.exact import patch_exactly as patch_exactly
+from sparse_tl.circuits.methods.neuron_ranking import neuron_effects as neuron_effects
+from sparse_tl.circuits.methods.per_prompt import (
+    CircuitSizes as CircuitSizes,
+    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
+)
+from sparse_tl.circuits.methods.pruning import prune_circuit_edges as prune_circuit_edges
+from sparse_tl.circuits.methods.score_check import (
+    ScoreCheck as ScoreCheck,
+    check_scores as check_scores,
+)
+from sparse_tl.circuits.methods.search import find_circuit as find_circuit
 from sparse_tl.circuits.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,
 )
 from sparse_tl.circuits.outcomes import Acdc as Acdc, Pruning as Pruning
-from sparse_tl.circuits.per_prompt import (
-    CircuitSizes as CircuitSizes,
-    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
+from sparse_tl.circuits.prompt.logit_attribution import (
+    LogitAttribution as LogitAttribution,
+    attribute_logits as attribute_logits,
 )
-from sparse_tl.circuits.pruning import prune_circuit_edges as prune_circuit_edges
-from sparse_tl.circuits.score_check import (
-    ScoreCheck as ScoreCheck,
-    check_scores as check_scores,
-)
+from sparse_tl.circuits.prompt.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
+from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
 from sparse_tl.circuits.scores import Scores as Scores
-from sparse_tl.circuits.search import find_circuit as find_circuit
 from sparse_tl.circuits.seeds import (
     SeedCurves as SeedCurves,
     SeedMultipliers as SeedMultipliers,
@@ -78,4 +79,3 @@ from sparse_tl.circuits.skill import (
     Skill as Skill,
     measure_skill as measure_skill,
 )
-from sparse_tl.circuits.trace import trace_attention as trace_attention

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result

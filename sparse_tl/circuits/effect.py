@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import Share, checked
+from sparse_tl.calls.arguments import Share, checked
 from sparse_tl.circuits.intervals import effect_draws, interval_ends
 from sparse_tl.metrics import explained_effect
 from sparse_tl.results import Result

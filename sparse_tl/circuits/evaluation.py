@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, clean_logits
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
-from sparse_tl.positioned_graph import PositionedGraph
-from sparse_tl.progress import tracked
-from sparse_tl.scopes import autograd
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.parts.positioned_graph import PositionedGraph
 
 
 @checked

@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effect, measure
 from sparse_tl.results import Result
-from sparse_tl.scopes import autograd
 
 
 @dataclass(frozen=True)

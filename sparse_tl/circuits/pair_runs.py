@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl import ranks
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, HookPoints, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.lens import EMBEDDED, HookedModel, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
-from sparse_tl.scopes import autograd
+from sparse_tl.parallel import ranks
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import Count, checked
+from sparse_tl.calls.arguments import Count, checked
 from sparse_tl.circuits.circuit import Circuit, Grid, positioned
 from sparse_tl.results import Result
 

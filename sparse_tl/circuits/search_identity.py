@@ -9,9 +9,9 @@ from torch import Tensor
 
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
-from sparse_tl.files import digest
-from sparse_tl.grids import PartGrid
 from sparse_tl.metrics import Metric
+from sparse_tl.parts.grids import PartGrid
+from sparse_tl.storage.files import digest
 from sparse_tl.training.checkpoints import run_identity
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sparse_tl.arguments import Share, checked
+from sparse_tl.calls.arguments import Share, checked
 from sparse_tl.circuits.effect import EffectCurve, multiplier
 from sparse_tl.results import Result
 

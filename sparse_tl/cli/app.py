@@ -83,7 +83,8 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
 
 def call(job: str, options: dict[str, Any]) -> Any:
     """Run a job of `runs` with all options of its command, and return its result."""
-    from sparse_tl import ranks, runs  # slow imports: not needed for help and usage errors
+    from sparse_tl import runs  # slow imports: not needed for help and usage errors
+    from sparse_tl.parallel import ranks
 
     if ranks.count() > 1 and job != "run_post_training":
         raise ValueError(

@@ -15,9 +15,9 @@ from typing import Any
 import typer
 from rich.markup import escape
 
+from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.cli.app import app
 from sparse_tl.cli.printing import console, errors
-from sparse_tl.out_of_memory import is_out_of_memory, reason
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

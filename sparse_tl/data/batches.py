@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, Count, checked
-from sparse_tl.files import digest
-from sparse_tl.wording import shown
+from sparse_tl.calls.arguments import AtLeastOne, Count, checked
+from sparse_tl.calls.wording import shown
+from sparse_tl.parallel import ranks
+from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
 

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import Rows, TokenBatch
 from sparse_tl.data.chat import chat_start
 from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, start_in_words
@@ -25,7 +26,6 @@ from sparse_tl.data.records import (
 )
 from sparse_tl.data.spans import Positions, Span, Spans
 from sparse_tl.data.token_text import added_text
-from sparse_tl.wording import shown
 
 if TYPE_CHECKING:
     import pandas as pd

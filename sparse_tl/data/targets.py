@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.arguments import Count, Seed, checked
+from sparse_tl.calls.arguments import Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together

@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import Documents
 from sparse_tl.data.text import separator, tokenised
-from sparse_tl.wording import shown
 
 Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another.

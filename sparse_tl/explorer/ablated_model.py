@@ -16,19 +16,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits import trace_attention
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.edge_effects import EdgeEffects
-from sparse_tl.circuits.prompt import Prompt, output_text, prompt_tokens
-from sparse_tl.circuits.quantity import Quantity
-from sparse_tl.circuits.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
-from sparse_tl.circuits.trace import MAX_EFFECTS
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.edge_effects import EdgeEffects
+from sparse_tl.circuits.prompt.quantity import Quantity
+from sparse_tl.circuits.prompt.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
+from sparse_tl.circuits.prompt.tokens import Prompt, output_text, prompt_tokens
+from sparse_tl.circuits.prompt.trace import MAX_EFFECTS
 from sparse_tl.explorer.fingerprint import fingerprint
 from sparse_tl.gates import AttentionEdges, gated
-from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
 from sparse_tl.metrics import measure
-from sparse_tl.scopes import autograd
+from sparse_tl.parts.grids import AttentionGrid
 
 Row = Mapping[str, Any]
 """A token with its logit, probability and log-probability, now and before the removals."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sparse_tl.circuits.attention_graph import EdgeWeight
-from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
-from sparse_tl.circuits.trace import EFFECT_SECONDS
+from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
+from sparse_tl.circuits.prompt.removal import AttentionEdge, RemovalEffects
+from sparse_tl.circuits.prompt.trace import EFFECT_SECONDS
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
 

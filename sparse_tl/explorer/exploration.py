@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.circuits.prompt import Prompt
-from sparse_tl.circuits.quantity import LOG_PROBABILITY, Quantity
-from sparse_tl.circuits.removal import AttentionEdge, Head
-from sparse_tl.circuits.trace import predicted_column, predicted_columns
+from sparse_tl.circuits.prompt.quantity import LOG_PROBABILITY, Quantity
+from sparse_tl.circuits.prompt.removal import AttentionEdge, Head
+from sparse_tl.circuits.prompt.tokens import Prompt
+from sparse_tl.circuits.prompt.trace import predicted_column, predicted_columns
 from sparse_tl.explorer.ablated_model import AblatedModel, by_title, start_together
 from sparse_tl.explorer.readings import Readings
 from sparse_tl.lens import HookedModel, check_head

@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any
 
 from sparse_tl import plots
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import trace_attention
-from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
-from sparse_tl.circuits.prompt import Prompt, Token, prompt_tokens
-from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import (
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.prompt.removal import Head
+from sparse_tl.circuits.prompt.tokens import Prompt, Token, prompt_tokens
+from sparse_tl.circuits.prompt.trace import (
     EFFECT_SECONDS,
     MAX_EFFECTS,
     predicted_column,
@@ -23,7 +23,7 @@ from sparse_tl.circuits.trace import (
 from sparse_tl.explorer.ablated_model import by_title
 from sparse_tl.lens import HookedModel, adapt, heads_of
 from sparse_tl.metrics import Metric, log_probability
-from sparse_tl.nodes import Node
+from sparse_tl.parts.nodes import Node
 
 MAX_SCORES = 1_000_000
 """Maximum number of effects to compute by default: a few seconds at GPT-2 small's size."""

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparse_tl.circuits.prompt import Token
-from sparse_tl.circuits.quantity import Quantity
+from sparse_tl.calls.wording import shown
+from sparse_tl.circuits.prompt.quantity import Quantity
+from sparse_tl.circuits.prompt.tokens import Token
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
-from sparse_tl.wording import shown
 
 _OFFERED = {metric_name(m): m for m in (log_probability, logit_difference, answer_logit)}
 

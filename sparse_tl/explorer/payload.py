@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.plots.rounded_graph import quantity_data
-from sparse_tl.plots.token_text import ELLIPSIS, visible_text
+from sparse_tl.plots.diagrams.rounded_graph import quantity_data
+from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
 
 MAX_TEXT = 60
 """Maximum number of characters of a token or title."""

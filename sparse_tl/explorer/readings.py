@@ -9,8 +9,8 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.removal import AttentionEdge, RemovalEffects
 from sparse_tl.explorer.ablated_model import AblatedModel, Row
 from sparse_tl.lens import heads_of
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparse_tl.arguments import checked
-from sparse_tl.wording import shown
+from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.wording import shown
 
 _METHODS = {
     "prompt": "show_prompt",

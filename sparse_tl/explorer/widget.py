@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from sparse_tl.arguments import NotNegative, checked
-from sparse_tl.circuits.attention_graph import EdgeWeight
-from sparse_tl.circuits.prompt import Prompt, Token
-from sparse_tl.circuits.quantity import Quantity
-from sparse_tl.circuits.removal import AttentionEdge
+from sparse_tl.calls.arguments import NotNegative, checked
+from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
+from sparse_tl.circuits.prompt.quantity import Quantity
+from sparse_tl.circuits.prompt.removal import AttentionEdge
+from sparse_tl.circuits.prompt.tokens import Prompt, Token
 from sparse_tl.explorer.effects import ExactEffects
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.metric_choice import MetricChoice
@@ -35,8 +35,8 @@ from sparse_tl.explorer.saved import SavedWidget
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.circuit_diagram import Threshold
-from sparse_tl.plots.rendering import Theme
+from sparse_tl.plots.diagrams.circuit_diagram import Threshold
+from sparse_tl.plots.page.rendering import Theme
 
 
 @checked

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from sparse_tl.arguments import Seed, checked
+from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import Scope
 from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, ClosedEdges
 from sparse_tl.gates.columns import Columns
 from sparse_tl.gates.patches import Patch, ReferencePrompts
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import Adapter, HeadOrName, HookedModel, adapt, heads_of
-from sparse_tl.scopes import Scope
+from sparse_tl.parts.grids import AttentionGrid
 
 EVERY = slice(None)
 AttentionEdgeOrName = tuple[int, int, int, int] | str

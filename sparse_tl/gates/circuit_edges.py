@@ -28,7 +28,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl.arguments import Logit, NotNegative, checked
+from sparse_tl.calls.arguments import Logit, NotNegative, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.gates.distributions import (
     GateDistribution,
     GateMode,
@@ -18,7 +19,6 @@ from sparse_tl.gates.distributions import (
 )
 from sparse_tl.gates.sites import HookPoints, Site
 from sparse_tl.lens import HookedModel, Order, adapt, attached
-from sparse_tl.scopes import autograd
 
 
 @checked

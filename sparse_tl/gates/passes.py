@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates.distributions import GateDistribution, GateMode, with_pressure
 from sparse_tl.lens import Hook, Order
-from sparse_tl.scopes import scope
 
 Counted = dict[str, Tensor]
 """Counts of one layer, keyed by field of `AttentionEdgeCounts`."""

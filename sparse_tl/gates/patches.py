@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.calls.scopes import autograd, interruptible
 from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
@@ -21,7 +22,6 @@ from sparse_tl.lens import (
     record,
     repeated,
 )
-from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | Activations

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import Seed, checked
+from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.gates.circuit_edges import CircuitEdgeHooks, CircuitEdges
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
@@ -36,7 +37,6 @@ from sparse_tl.lens import (
     record,
     source_outputs,
 )
-from sparse_tl.scopes import autograd, scope
 
 
 @checked

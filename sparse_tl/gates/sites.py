@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sparse_tl.arguments import MOST, AtLeastOne, checked
+from sparse_tl.calls.arguments import MOST, AtLeastOne, checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates.columns import Columns, meant
 from sparse_tl.lens import (
     EMBEDDED,
@@ -23,7 +24,6 @@ from sparse_tl.lens import (
     attached,
     evaluation_mode,
 )
-from sparse_tl.scopes import scope
 
 
 @checked

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.measuring import target_log_probabilities

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import label_losses, target_losses
 from sparse_tl.lens import HookedModel, adapt, check_rows
-from sparse_tl.scopes import autograd
 
 TOLERANCE = 0.01
 """Maximum relative difference between the losses of both ways, far above rounding."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import (
     SECOND_RATES,

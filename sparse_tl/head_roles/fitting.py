@@ -18,7 +18,8 @@ from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.wording import shown
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
@@ -28,7 +29,6 @@ from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.head_roles.roles import HeadRoles
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.training import Selection, TrainingConfig, train
-from sparse_tl.wording import shown
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Initial and final learning rates of G0, and of G+ and G-."""

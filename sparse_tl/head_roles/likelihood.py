@@ -25,11 +25,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparse_tl import ranks
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.parallel import ranks
 from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24

@@ -15,15 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl import ranks
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import digest
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.head_roles.likelihood import label_losses
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.progress import tracked
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
 from sparse_tl.resuming import Resumable, resumed
-from sparse_tl.scopes import autograd
+from sparse_tl.storage.files import digest
 from sparse_tl.training.checkpoints import run_identity
 
 ACTIVATIONS_AT_ONCE = 2**25

@@ -1,9 +1,23 @@
 """The only room that imports TransformerLens: adapters, hooks, checks, loading."""
 
-from sparse_tl.lens.adapter import Adapter as Adapter
-from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
-from sparse_tl.lens.architecture import model_config as model_config
-from sparse_tl.lens.attaching import (
+from sparse_tl.lens.checkpointing import (
+    all_activations as all_activations,
+    checkpointed_activations as checkpointed_activations,
+)
+from sparse_tl.lens.checks.admission import (
+    check_circuits as check_circuits,
+    check_gates as check_gates,
+    check_mlps as check_mlps,
+    check_scores as check_scores,
+    check_whole as check_whole,
+)
+from sparse_tl.lens.checks.under_hooks import (
+    check_alike as check_alike,
+    check_sums_under_hooks as check_sums_under_hooks,
+)
+from sparse_tl.lens.core.adapter import Adapter as Adapter
+from sparse_tl.lens.core.architecture import model_config as model_config
+from sparse_tl.lens.core.attaching import (
     OWN as OWN,
     AttachedHooks as AttachedHooks,
     Hook as Hook,
@@ -11,32 +25,13 @@ from sparse_tl.lens.attaching import (
     attached as attached,
     hooks_besides as hooks_besides,
 )
-from sparse_tl.lens.booting import boot as boot
-from sparse_tl.lens.checkpointing import (
-    all_activations as all_activations,
-    checkpointed_activations as checkpointed_activations,
-)
-from sparse_tl.lens.checks import (
-    check_circuits as check_circuits,
-    check_gates as check_gates,
-    check_mlps as check_mlps,
-    check_scores as check_scores,
-    check_whole as check_whole,
-)
-from sparse_tl.lens.deferred import (
-    Deferred as Deferred,
-    defer_scores as defer_scores,
-    explicit as explicit,
-    function_name as function_name,
-)
-from sparse_tl.lens.devices import checked_device as checked_device
-from sparse_tl.lens.expressions import (
+from sparse_tl.lens.core.devices import checked_device as checked_device
+from sparse_tl.lens.core.expressions import (
     EVERYTHING as EVERYTHING,
     Block as Block,
     Expression as Expression,
 )
-from sparse_tl.lens.hooked_folder import build_model as build_model
-from sparse_tl.lens.limits import (
+from sparse_tl.lens.core.limits import (
     HeadOrName as HeadOrName,
     check_head as check_head,
     check_numbers as check_numbers,
@@ -46,56 +41,61 @@ from sparse_tl.lens.limits import (
     check_tokens as check_tokens,
     heads_of as heads_of,
 )
-from sparse_tl.lens.loading import (
-    check_folder as check_folder,
-    load_model as load_model,
-    save_model as save_model,
-)
-from sparse_tl.lens.lora import (
+from sparse_tl.lens.core.lora import (
     add_lora as add_lora,
     lora_off as lora_off,
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,
     takes_lora as takes_lora,
 )
-from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
-from sparse_tl.lens.masks import AttentionMask as AttentionMask
-from sparse_tl.lens.modes import (
+from sparse_tl.lens.core.masks import AttentionMask as AttentionMask
+from sparse_tl.lens.core.modes import (
     evaluation_mode as evaluation_mode,
     frozen as frozen,
     in_evaluation_mode as in_evaluation_mode,
 )
-from sparse_tl.lens.neurons import (
-    neuron_coefficients as neuron_coefficients,
-    neuron_directions as neuron_directions,
-)
-from sparse_tl.lens.norms import Norm as Norm
-from sparse_tl.lens.plain import check_named as check_named, check_raw as check_raw
-from sparse_tl.lens.points import (
+from sparse_tl.lens.core.norms import Norm as Norm
+from sparse_tl.lens.core.points import (
     EMBEDDED as EMBEDDED,
     SLOTS as SLOTS,
     HookedModel as HookedModel,
     Model as Model,
 )
-from sparse_tl.lens.recording import (
+from sparse_tl.lens.core.rounding import tolerance as tolerance
+from sparse_tl.lens.core.shortcuts import hooked as hooked, repeated as repeated
+from sparse_tl.lens.deferred import (
+    Deferred as Deferred,
+    defer_scores as defer_scores,
+    explicit as explicit,
+    function_name as function_name,
+)
+from sparse_tl.lens.hooks.recording import (
     Activations as Activations,
     enters as enters,
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
 )
-from sparse_tl.lens.relevance import relevance_rules as relevance_rules
-from sparse_tl.lens.rounding import tolerance as tolerance
-from sparse_tl.lens.sharding import shard_model as shard_model
-from sparse_tl.lens.shortcuts import hooked as hooked, repeated as repeated
-from sparse_tl.lens.skipping import (
+from sparse_tl.lens.hooks.skipping import (
     Held as Held,
     held_between as held_between,
     needed as needed,
     only_needed as only_needed,
     places_needed as places_needed,
 )
-from sparse_tl.lens.under_hooks import (
-    check_alike as check_alike,
-    check_sums_under_hooks as check_sums_under_hooks,
+from sparse_tl.lens.loading.booting import boot as boot
+from sparse_tl.lens.loading.hooked_folder import build_model as build_model
+from sparse_tl.lens.loading.load import (
+    check_folder as check_folder,
+    load_model as load_model,
+    save_model as save_model,
 )
+from sparse_tl.lens.loading.plain import check_named as check_named, check_raw as check_raw
+from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
+from sparse_tl.lens.models.adapting import adapt as adapt, read_parameters as read_parameters
+from sparse_tl.lens.models.neurons import (
+    neuron_coefficients as neuron_coefficients,
+    neuron_directions as neuron_directions,
+)
+from sparse_tl.lens.relevance import relevance_rules as relevance_rules
+from sparse_tl.lens.sharding import shard_model as shard_model

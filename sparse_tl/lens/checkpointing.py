@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 
-from sparse_tl.arguments import checked
-from sparse_tl.lens.adapting import adapt
-from sparse_tl.lens.architecture import HALVES
-from sparse_tl.lens.attaching import Forward, stand_in
-from sparse_tl.lens.points import HookedModel
-from sparse_tl.scopes import scope
+from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.scopes import scope
+from sparse_tl.lens.core.architecture import HALVES
+from sparse_tl.lens.core.attaching import Forward, stand_in
+from sparse_tl.lens.core.points import HookedModel
+from sparse_tl.lens.models.adapting import adapt
 
 
 @checked

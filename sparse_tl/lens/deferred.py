@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.attaching import AttachedHooks, Forward, stand_in
-from sparse_tl.lens.expressions import ENTRY, EVERYTHING, Expression
-from sparse_tl.lens.points import hook_point
-from sparse_tl.lens.shortcuts import hooked
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.lens.core.adapter import Adapter
+from sparse_tl.lens.core.attaching import AttachedHooks, Forward, stand_in
+from sparse_tl.lens.core.expressions import ENTRY, EVERYTHING, Expression
+from sparse_tl.lens.core.points import hook_point
+from sparse_tl.lens.core.shortcuts import hooked
 
 LONG = 256
 """Tokens per prompt from which scores are deferred; shorter prompts run faster otherwise."""

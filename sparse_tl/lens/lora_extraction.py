@@ -9,10 +9,10 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers.pytorch_utils import Conv1D
 
-from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.lens.lora import NAME, SCALE, add_lora, projections
-from sparse_tl.lens.points import Model
-from sparse_tl.scopes import autograd
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.lens.core.lora import NAME, SCALE, add_lora, projections
+from sparse_tl.lens.core.points import Model
 
 _ROUNDING = 1e-3
 """Largest part of a difference in weights, by its norm, that adapters may leave out."""

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.attaching import Hook, Order, attached, hooks_on
-from sparse_tl.lens.limits import check_supported
-from sparse_tl.lens.norms import Norm
-from sparse_tl.scopes import scope
+from sparse_tl.calls.scopes import scope
+from sparse_tl.lens.core.adapter import Adapter
+from sparse_tl.lens.core.attaching import Hook, Order, attached, hooks_on
+from sparse_tl.lens.core.limits import check_supported
+from sparse_tl.lens.core.norms import Norm
 
 
 @scope

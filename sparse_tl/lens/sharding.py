@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from transformer_lens.model_bridge import TransformerBridge
 
-from sparse_tl import ranks, shards
-from sparse_tl.arguments import checked
-from sparse_tl.lens.bridge import BridgeAdapter
-from sparse_tl.lens.checks import check_mlps, check_scores
-from sparse_tl.lens.plain import check_raw
-from sparse_tl.lens.points import Model
+from sparse_tl.calls.arguments import checked
+from sparse_tl.lens.checks.admission import check_mlps, check_scores
+from sparse_tl.lens.core.points import Model
+from sparse_tl.lens.loading.plain import check_raw
+from sparse_tl.lens.models.bridge import BridgeAdapter
+from sparse_tl.parallel import ranks, shards
 
 
 @checked

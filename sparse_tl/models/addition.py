@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparse_tl.arguments import Seed, checked
+from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model

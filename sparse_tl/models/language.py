@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, load_model, merge_lora
-from sparse_tl.lens.hub import fetch
+from sparse_tl.lens.loading.hub import fetch
 from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.models.registry import (
     PUBLISHED,
@@ -20,7 +20,7 @@ from sparse_tl.models.registry import (
     installed_file,
     published,
 )
-from sparse_tl.progress import say
+from sparse_tl.parallel.progress import say
 
 Kind = TypeVar("Kind")
 

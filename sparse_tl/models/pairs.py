@@ -17,8 +17,12 @@ import pandas as pd
 import platformdirs
 from filelock import FileLock, Timeout
 
-from sparse_tl import __version__, ranks
-from sparse_tl.files import (
+from sparse_tl import __version__
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, checked_device, load_model, save_model
+from sparse_tl.models.recipes import Recipe
+from sparse_tl.parallel import ranks
+from sparse_tl.storage.files import (
     atomic_folder,
     check_writable,
     read_json,
@@ -26,9 +30,6 @@ from sparse_tl.files import (
     write_csv,
     write_json,
 )
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, checked_device, load_model, save_model
-from sparse_tl.models.recipes import Recipe
 
 SHIPPED = Path(__file__).parent / "shipped"
 """The pairs of seed 0 that ship with the package, made by `sparse_tl.models.shipping`."""

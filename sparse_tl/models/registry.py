@@ -23,11 +23,11 @@ from typing import IO
 
 from rich.filesize import decimal
 
-from sparse_tl.arguments import checked
-from sparse_tl.checksums import checksum
-from sparse_tl.files import atomic_folder, check_writable, recover_folder
+from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.scopes import scope
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.scopes import scope
+from sparse_tl.storage.checksums import checksum
+from sparse_tl.storage.files import atomic_folder, check_writable, recover_folder
 
 _BLOCK = 2**20
 

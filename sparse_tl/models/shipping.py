@@ -18,15 +18,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sparse_tl.checksums import write_sums
-from sparse_tl.files import atomic_folder, read_tensors, write_json, write_tensors
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.adapters import ADAPTERS_WEIGHTS
+from sparse_tl.gates.sparse.adapters import ADAPTERS_WEIGHTS
 from sparse_tl.lens import HookedModel, extract_lora
 from sparse_tl.models.addition import addition_recipe
 from sparse_tl.models.language import SMOLLM2, load_language_model, load_language_models
 from sparse_tl.models.pairs import SHIPPED, build_cached, read_pair
 from sparse_tl.models.tasks import task_recipe
+from sparse_tl.storage.checksums import write_sums
+from sparse_tl.storage.files import atomic_folder, read_tensors, write_json, write_tensors
 from sparse_tl.tasks import task_report
 
 RECIPES = (addition_recipe("placeholder"), task_recipe())

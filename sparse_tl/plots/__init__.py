@@ -1,27 +1,27 @@
 """Figures of results, independent of models."""
 
-from sparse_tl.plots.attention_view import (
+from sparse_tl.plots.by_result import figure as figure
+from sparse_tl.plots.diagrams.attention_view import (
     AttentionView as AttentionView,
     attention_view as attention_view,
 )
-from sparse_tl.plots.by_result import figure as figure
-from sparse_tl.plots.circuit_diagram import (
+from sparse_tl.plots.diagrams.circuit_diagram import (
     CircuitDiagram as CircuitDiagram,
     circuit_diagram as circuit_diagram,
 )
-from sparse_tl.plots.component_diagram import (
+from sparse_tl.plots.diagrams.component_diagram import (
     ComponentDiagram as ComponentDiagram,
     component_diagram as component_diagram,
 )
-from sparse_tl.plots.curves import effect_figure as effect_figure
-from sparse_tl.plots.grid_figure import GridFigure as GridFigure
-from sparse_tl.plots.head_map import head_map as head_map
-from sparse_tl.plots.head_roles import (
+from sparse_tl.plots.page.rendering import Figure as Figure
+from sparse_tl.plots.panels.curves import effect_figure as effect_figure
+from sparse_tl.plots.panels.grid_figure import GridFigure as GridFigure
+from sparse_tl.plots.panels.head_map import head_map as head_map
+from sparse_tl.plots.panels.head_roles import (
     ablation_grid as ablation_grid,
     gate_trajectories as gate_trajectories,
     head_roles_figure as head_roles_figure,
 )
-from sparse_tl.plots.layer_map import layer_map as layer_map
-from sparse_tl.plots.neuron_figure import neuron_figure as neuron_figure
-from sparse_tl.plots.rendering import Figure as Figure
-from sparse_tl.plots.score_scatter import score_figure as score_figure
+from sparse_tl.plots.panels.layer_map import layer_map as layer_map
+from sparse_tl.plots.panels.neuron_figure import neuron_figure as neuron_figure
+from sparse_tl.plots.panels.score_scatter import score_figure as score_figure

@@ -19,19 +19,19 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.graph import CircuitGraph
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
-from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
-from sparse_tl.plots.curves import Parts, effect_figure
-from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.head_map import head_map
-from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
-from sparse_tl.plots.layer_map import layer_map
-from sparse_tl.plots.neuron_figure import neuron_figure
-from sparse_tl.plots.rendering import Figure
-from sparse_tl.plots.score_scatter import score_figure
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
+from sparse_tl.plots.page.rendering import Figure
+from sparse_tl.plots.panels.curves import Parts, effect_figure
+from sparse_tl.plots.panels.grid_figure import GridFigure
+from sparse_tl.plots.panels.head_map import head_map
+from sparse_tl.plots.panels.head_roles import ablation_grid, head_roles_figure
+from sparse_tl.plots.panels.layer_map import layer_map
+from sparse_tl.plots.panels.neuron_figure import neuron_figure
+from sparse_tl.plots.panels.score_scatter import score_figure
 
 STRONGEST = 60
 """Number of strongest edges drawn for scores of circuit edges."""

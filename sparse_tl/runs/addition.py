@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
-from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, read_parameters
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.plots.javascript import check_address_space
+from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 

@@ -10,11 +10,10 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
-from sparse_tl.circuits.attribution import Method
+from sparse_tl.calls.arguments import MOST, AtLeastOne, Seed, checked
+from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
-from sparse_tl.files import digest, write_json
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import (
@@ -25,9 +24,10 @@ from sparse_tl.models import (
     load_task_models,
     task_pairs,
 )
-from sparse_tl.plots.javascript import check_address_space
+from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import Comparison, measure, measured_file, measured_folder, report
 from sparse_tl.runs.folder import SIDES, RunFolder
+from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
 Pairs = Annotated[int, Ge(4), Le(MOST)]

@@ -31,17 +31,17 @@ from sparse_tl.circuits import (
     evaluate_heads,
     seed_multipliers,
 )
-from sparse_tl.circuits.attribution import Method
+from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import PatchName
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
-from sparse_tl.plots.curves import Parts
+from sparse_tl.plots.panels.curves import Parts
 from sparse_tl.results import table_html
 from sparse_tl.runs.folder import SIDES, save_figure, saved
+from sparse_tl.storage.files import read_json, write_csv, write_json
 
 LEVEL = 0.9
 """The explained effect at which models are compared."""

@@ -14,15 +14,16 @@ import torch
 from packaging.requirements import Requirement
 from rich.filesize import decimal
 
-from sparse_tl import __version__, ranks
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl import __version__
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
-from sparse_tl.files import check_writable
-from sparse_tl.gates.loading import load_dense_or_sparse
+from sparse_tl.gates.sparse.loading import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
 from sparse_tl.models import build_addition_model, load_named_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.scopes import autograd
+from sparse_tl.parallel import ranks
+from sparse_tl.storage.files import check_writable
 from sparse_tl.training.memory import training_memory
 
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from sparse_tl import ranks
-from sparse_tl.atomic import is_temporary, writers
-from sparse_tl.files import check_writable, read_json, recover_folder, write_json
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.locks import Hold
-from sparse_tl.plots.rendering import Figure
+from sparse_tl.parallel import ranks
+from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
-from sparse_tl.scopes import scope
+from sparse_tl.storage.atomic import is_temporary, writers
+from sparse_tl.storage.files import check_writable, read_json, recover_folder, write_json
+from sparse_tl.storage.locks import Hold
 from sparse_tl.training import DenseAndSparse, HeldOut
 
 Saved = TypeVar("Saved", bound=Result)

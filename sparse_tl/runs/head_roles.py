@@ -19,9 +19,8 @@ from typing import Annotated, Any
 import pandas as pd
 from annotated_types import Ge, Le
 
-from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import MOST, AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.files import digest, read_json, write_csv, write_json
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
@@ -33,11 +32,12 @@ from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.cost import roles_cost
 from sparse_tl.head_roles.fitting import GateFitting, SeedCount
 from sparse_tl.lens import HookedModel, read_parameters
+from sparse_tl.parallel.progress import say
 from sparse_tl.plots import ablation_grid, gate_trajectories
-from sparse_tl.progress import say
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder, save_figure, saved
+from sparse_tl.storage.files import digest, read_json, write_csv, write_json
 
 FEWEST = 8
 """Minimum number of prompts per task."""

@@ -10,12 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Positive, Seed, Share, checked
-from sparse_tl.circuits.prompt import prompt_tokens
+from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Positive, Seed, Share, checked
+from sparse_tl.circuits.prompt.tokens import prompt_tokens
 from sparse_tl.data import Boundaries, TextStream
 from sparse_tl.explorer.figures import circuit_diagram
-from sparse_tl.files import write_csv, write_json
 from sparse_tl.gates import GateKind, SparseTransformer
 from sparse_tl.lens import (
     adapt,
@@ -27,6 +25,7 @@ from sparse_tl.lens import (
     takes_lora,
 )
 from sparse_tl.models import load_named_model
+from sparse_tl.parallel import ranks
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.runs.texts import (
     OWN,
@@ -36,6 +35,7 @@ from sparse_tl.runs.texts import (
     group_name,
     warn_of_repeats,
 )
+from sparse_tl.storage.files import write_csv, write_json
 from sparse_tl.training import TargetLoss, post_train
 from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
@@ -82,7 +82,7 @@ def run_post_training(
 
     Every text and task is a group with its own loss constraint, and groups share the batch evenly.
     Some held-out rows of each group select the weights; results are reported on the others. Several
-    ranks share the rows of every step; see `sparse_tl.ranks`.
+    ranks share the rows of every step; see `sparse_tl.parallel.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.

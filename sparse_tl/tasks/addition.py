@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
 

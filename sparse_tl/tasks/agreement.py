@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import WordTask, content, single_rows

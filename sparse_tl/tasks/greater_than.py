@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import Encoder, Tokens, shown
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, probability_difference

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 import torch
 from annotated_types import Ge, Le
 
-from sparse_tl.arguments import Seed, checked
+from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.data.prompts import Tokens
 from sparse_tl.data.random_tokens import ordinary_tokens, start_of_prompts

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparse_tl.arguments import checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, logit_difference

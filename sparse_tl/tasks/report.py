@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data.chat import chat_start
 from sparse_tl.data.prompts import prepends_bos

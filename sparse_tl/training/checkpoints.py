@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl import __version__, ranks, shards
-from sparse_tl.checksums import check_sums, write_sums
+from sparse_tl import __version__
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.files import (
+from sparse_tl.lens import HookedModel, read_parameters
+from sparse_tl.parallel import ranks, shards
+from sparse_tl.storage.checksums import check_sums, write_sums
+from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     check_writable,
@@ -33,8 +36,6 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.lens import HookedModel, read_parameters
-from sparse_tl.scopes import autograd
 
 FORMAT = 4
 _STATE = "state.json"

@@ -10,7 +10,15 @@ from typing import Literal
 
 import torch
 
-from sparse_tl.arguments import AtLeastOne, Count, Fraction, NotNegative, Positive, Seed, checked
+from sparse_tl.calls.arguments import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seed,
+    checked,
+)
 from sparse_tl.lens import HookedModel, adapt, lora_parameters, read_parameters
 
 Metrics = dict[str, float]

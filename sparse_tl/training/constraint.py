@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.scopes import autograd
+from sparse_tl.calls.scopes import autograd
 
 Measured = Literal["loss", "increase", "divergence"]
 

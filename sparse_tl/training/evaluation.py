@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl import ranks, shards
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.attention import costs_of_first
+from sparse_tl.gates.sparse.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
+from sparse_tl.parallel import ranks, shards
 from sparse_tl.results import Result
-from sparse_tl.scopes import autograd
 from sparse_tl.training.distillation import losses_and_divergences
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference, under_gates

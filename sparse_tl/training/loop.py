@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparse_tl import ranks, shards
+from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
-from sparse_tl.locks import held
-from sparse_tl.progress import tracked
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.parallel import ranks, shards
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.storage.locks import held
 from sparse_tl.training.checkpoints import (
     TrainingState,
     check_ranks,

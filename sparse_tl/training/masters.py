@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from sparse_tl import shards
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.parallel import shards
 
 
 class MasterWeights:

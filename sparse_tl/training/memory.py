@@ -11,7 +11,8 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from sparse_tl import ranks
+from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
+from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
@@ -23,8 +24,7 @@ from sparse_tl.lens import (
     checkpointed_activations,
     read_parameters,
 )
-from sparse_tl.out_of_memory import is_out_of_memory, reason
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.parallel import ranks
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.masters import is_half

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl import ranks, shards
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.attention import check_edge_cost, costs_of_first
+from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
+from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import distilled
 from sparse_tl.training.predictions import DensePredictions

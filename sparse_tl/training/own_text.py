@@ -23,14 +23,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import TokenBatch
-from sparse_tl.files import check_writable, read_metadata, read_tensors, write_tensors
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, in_evaluation_mode
-from sparse_tl.progress import tracked
-from sparse_tl.scopes import autograd
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.storage.files import check_writable, read_metadata, read_tensors, write_tensors
 from sparse_tl.training.beginnings import Starts
 from sparse_tl.training.checkpoints import run_identity
 from sparse_tl.training.sampling import sampled

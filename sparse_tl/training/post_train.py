@@ -10,14 +10,14 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl import shards
-from sparse_tl.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
+from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import MixedStream, TokenStream
-from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.attention import check_edge_cost
+from sparse_tl.gates.sparse.attention import check_edge_cost
 from sparse_tl.lens import adapt, check_gates, check_raw
+from sparse_tl.parallel import shards
+from sparse_tl.storage.files import digest
 from sparse_tl.training.config import Precision, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.loop import train

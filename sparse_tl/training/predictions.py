@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl import ranks, shards
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.lens import adapt
-from sparse_tl.scopes import autograd
+from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.reference import Reference, predicting
 
 KEPT = 2**30

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.by_blocks import attention_by_blocks
 from sparse_tl.gates.passes import using
+from sparse_tl.gates.sparse.by_blocks import attention_by_blocks
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
-from sparse_tl.scopes import scope
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""

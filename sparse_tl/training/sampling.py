@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl import ranks
 from sparse_tl.data.batches import log_probabilities
 from sparse_tl.lens import Adapter, check_numbers
+from sparse_tl.parallel import ranks
 from sparse_tl.training.beginnings import Starts
 
 N_CHECKED = 4

@@ -10,8 +10,8 @@ from types import FrameType
 
 from torch.distributed import DistError
 
-from sparse_tl import ranks
-from sparse_tl.scopes import SIGNALS, scope
+from sparse_tl.calls.scopes import SIGNALS, scope
+from sparse_tl.parallel import ranks
 
 
 @scope

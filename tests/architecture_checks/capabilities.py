@@ -40,9 +40,9 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.files import write_json
 from sparse_tl.lens import adapt, boot, load_model, save_model
 from sparse_tl.runs import run_doctor
+from sparse_tl.storage.files import write_json
 
 
 class Small:

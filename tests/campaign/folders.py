@@ -17,12 +17,12 @@ from tiny import tiny_model, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparse_tl as stl
-from sparse_tl.files import write_json, write_tensors
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import read_pair
 from sparse_tl.results import Result
 from sparse_tl.runs import run_circuits, run_post_training
+from sparse_tl.storage.files import write_json, write_tensors
 
 
 class NotFiniteError(AssertionError):

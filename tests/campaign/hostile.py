@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_tl.checksums import SUMS_FILE, checksum
+from sparse_tl.storage.checksums import SUMS_FILE, checksum
 
 MARKUP = "<script>alert(1)</script>[bold red]\x1b[31m'\"&"
 WRONG: dict[str, Any] = {

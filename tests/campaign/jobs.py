@@ -110,10 +110,10 @@ def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
     import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
-    import_module("sparse_tl.circuits.acdc").SAVE_EVERY = 3
+    import_module("sparse_tl.circuits.methods.acdc").SAVE_EVERY = 3
     import_module("sparse_tl.head_roles.measuring").SAVE_AFTER = 0.0
     import_module("sparse_tl.head_roles.measuring").ACTIVATIONS_AT_ONCE = 4096
-    import_module("sparse_tl.circuits.elimination").SAVE_EVERY = 0.0
+    import_module("sparse_tl.circuits.methods.elimination").SAVE_EVERY = 0.0
 
 
 def _head_gates(folder: Path) -> str:

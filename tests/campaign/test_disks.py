@@ -18,10 +18,10 @@ from folders import KINDS
 from jobs import JOBS, content, inputs
 from processes import Ended, Process, run
 
-from sparse_tl.atomic import is_temporary
-from sparse_tl.checksums import check_sums
 from sparse_tl.circuits.outcomes import SearchState
-from sparse_tl.files import read_json, read_tensors, write_json
+from sparse_tl.storage.atomic import is_temporary
+from sparse_tl.storage.checksums import check_sums
+from sparse_tl.storage.files import read_json, read_tensors, write_json
 
 SAVED = ("sparse model", "pair of models", "result: scores", "result: head roles", "MIB")
 """Folders that are written by one call."""

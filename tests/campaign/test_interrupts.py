@@ -21,8 +21,8 @@ from state import changed, state_of
 from tiny import tiny_model
 
 import sparse_tl as stl
-from sparse_tl import scopes
-from sparse_tl.scopes import scope
+from sparse_tl.calls import scopes
+from sparse_tl.calls.scopes import scope
 
 EVENTS = ("call", "c_call", "c_return")  # where the interpreter looks for signals; also in loops
 

@@ -16,10 +16,10 @@ from jobs import JOBS, content, inputs
 from processes import Ended, Process, run
 
 import sparse_tl as stl
-from sparse_tl.atomic import is_temporary, recover_folder
-from sparse_tl.checksums import check_sums
 from sparse_tl.cli import app
-from sparse_tl.files import read_json, read_tensors
+from sparse_tl.storage.atomic import is_temporary, recover_folder
+from sparse_tl.storage.checksums import check_sums
+from sparse_tl.storage.files import read_json, read_tensors
 
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 IN_A_ROW = 5

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from tiny import tiny_model
 
 import sparse_tl as stl
-from sparse_tl.checksums import SUMS_FILE, check_sums, read_sums, write_sums
 from sparse_tl.circuits.outcomes import SearchState
-from sparse_tl.files import atomic_file, read_json, write_tensors
 from sparse_tl.lens import load_model, save_model
-from sparse_tl.lens.booting import boot
-from sparse_tl.locks import Hold
+from sparse_tl.lens.loading.booting import boot
 from sparse_tl.runs.folder import RUN_FILE, RunFolder
+from sparse_tl.storage.checksums import SUMS_FILE, check_sums, read_sums, write_sums
+from sparse_tl.storage.files import atomic_file, read_json, write_tensors
+from sparse_tl.storage.locks import Hold
 
 
 def _sparse(folder: Path) -> Path:

@@ -17,9 +17,9 @@ import torch
 from wiring import blank_model, normalise
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import Metric, logit_difference
+from sparse_tl.parts.graph import CircuitGraph
 
 ANSWER, WRONG = 0, 1
 

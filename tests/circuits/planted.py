@@ -28,9 +28,9 @@ from wiring import (
 )
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import Metric, logit_difference
+from sparse_tl.parts.graph import CircuitGraph
 
 
 @dataclass(frozen=True, eq=False)

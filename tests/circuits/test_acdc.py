@@ -27,9 +27,9 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import GatedRun
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
+from sparse_tl.parts.graph import CircuitGraph
 
 Build = Callable[..., Model]
 acdc_module = __import__("sys").modules[acdc_function.__module__]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 
 
 def graph_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict[str, Any]:

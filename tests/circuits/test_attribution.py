@@ -14,8 +14,9 @@ from oracle import slow_scores
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
-from sparse_tl.circuits import attribute_circuit_edges, attribute_heads, contraction
-from sparse_tl.circuits.gradient_passes import Method
+from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits.methods import contraction
+from sparse_tl.circuits.methods.gradient_passes import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Activations, Adapter, Model, adapt, relevance_rules, source_outputs

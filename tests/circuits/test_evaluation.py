@@ -25,10 +25,10 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
 from sparse_tl.gates.edge_weights import EdgeWeights
-from sparse_tl.graph import CircuitGraph
-from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference, measure
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.grids import HeadGrid
 
 Build = Callable[..., Model]
 

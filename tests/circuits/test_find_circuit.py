@@ -22,11 +22,10 @@ from sparse_tl.circuits import (
     FoundCircuit,
     Scores,
     attribute_circuit_edges,
-    elimination,
     evaluate_circuit_edges,
     find_circuit,
-    search,
 )
+from sparse_tl.circuits.methods import elimination, search
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import NoEffectError, logit_difference

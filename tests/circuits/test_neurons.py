@@ -25,10 +25,10 @@ from sparse_tl.circuits import (
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt, boot
 from sparse_tl.metrics import NoEffectError, logit_difference
-from sparse_tl.positioned_graph import PositionedGraph
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.positioned_graph import PositionedGraph
 
 Build = Callable[..., Model]
 Q: dict[str, Any] = {"progress": False}

@@ -26,12 +26,12 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
     patch_exactly,
 )
-from sparse_tl.circuits.gradient_passes import Method
+from sparse_tl.circuits.methods.gradient_passes import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt, relevance_rules
 from sparse_tl.metrics import logit_difference
-from sparse_tl.positioned_graph import PositionedGraph
+from sparse_tl.parts.positioned_graph import PositionedGraph
 
 Build = Callable[..., Model]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

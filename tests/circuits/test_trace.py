@@ -11,7 +11,7 @@ from sparse_tl import (
     load_addition_models,
     trace_attention,
 )
-from sparse_tl.circuits.trace import predicted_columns
+from sparse_tl.circuits.prompt.trace import predicted_columns
 from sparse_tl.lens import boot
 from sparse_tl.metrics import answer_logit, log_probability, logit_difference
 from sparse_tl.models import build_addition_model

@@ -33,8 +33,8 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import Circuit
 from sparse_tl.gates import CircuitEdges
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model
+from sparse_tl.parts.graph import CircuitGraph
 
 Build = Callable[..., Model]
 Hook = Callable[..., Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import run_command
 
-from sparse_tl import ranks
+from sparse_tl.parallel import ranks
 from sparse_tl.runs import run_doctor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1")

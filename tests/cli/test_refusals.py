@@ -13,7 +13,7 @@ import torch
 from command_line import ADDITION, run_command
 
 from sparse_tl.data.streams import ShuffledStream
-from sparse_tl.files import read_tensors
+from sparse_tl.storage.files import read_tensors
 
 REFUSED = {
     "form": (["addition", "--form", "roman"], "for form; got 'roman'"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.circuits import patch_exactly, trace_attention
-from sparse_tl.circuits.quantity import Quantity
+from sparse_tl.circuits.prompt.quantity import Quantity
 from sparse_tl.data import PromptPairs
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer

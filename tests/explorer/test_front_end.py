@@ -11,8 +11,8 @@ import pytest
 from legibility import problems_of
 
 from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
-from sparse_tl.plots.interactive_html import script_json
-from sparse_tl.plots.palette import DARK_FILTER
+from sparse_tl.plots.page.interactive_html import script_json
+from sparse_tl.plots.page.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"

@@ -16,14 +16,9 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
-from sparse_tl.gates import (
-    BernoulliGate,
-    HardConcreteGate,
-    blockwise,
-    distributions,
-    straight_through,
-)
-from sparse_tl.gates.by_blocks import attention_by_blocks
+from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
+from sparse_tl.gates.sparse import blockwise, straight_through
+from sparse_tl.gates.sparse.by_blocks import attention_by_blocks
 from sparse_tl.lens import AttentionMask, Deferred, deferred
 
 Build = Callable[..., Any]

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sparse_tl import SparseTransformer
-from sparse_tl.gates import blockwise
+from sparse_tl.gates.sparse import blockwise
 from sparse_tl.lens import boot, deferred
 
 LENGTH = 12

@@ -12,8 +12,8 @@ from tiny import hooked_alone
 
 from sparse_tl import SparseTransformer, evaluate_held_out
 from sparse_tl.data import TokenBatch
-from sparse_tl.gates import blockwise
 from sparse_tl.gates.passes import KNOWN_PASSES
+from sparse_tl.gates.sparse import blockwise
 from sparse_tl.lens import Model, adapt, checkpointed_activations, deferred
 
 Build = Callable[..., Model]

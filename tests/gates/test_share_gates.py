@@ -17,11 +17,12 @@ from small_models import random_model
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
-from sparse_tl.files import read_json, write_json
-from sparse_tl.gates import HardConcreteGate, ScoreGates, ShareGates, blockwise
+from sparse_tl.gates import HardConcreteGate, ScoreGates, ShareGates
 from sparse_tl.gates.passes import GateSettings
-from sparse_tl.gates.straight_through import gated_pattern
+from sparse_tl.gates.sparse import blockwise
+from sparse_tl.gates.sparse.straight_through import gated_pattern
 from sparse_tl.lens import adapt, boot, deferred
+from sparse_tl.storage.files import read_json, write_json
 
 LENGTH = 12
 CASES = ("gpt2", "llama", "gemma2", "mistral")

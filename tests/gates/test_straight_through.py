@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.gates import straight_through
 from sparse_tl.gates.distributions import BernoulliGate, with_pressure
-from sparse_tl.gates.layer_counts import attention_edges_of_layer
 from sparse_tl.gates.passes import GateSettings
-from sparse_tl.gates.straight_through import gated_pattern
+from sparse_tl.gates.sparse import straight_through
+from sparse_tl.gates.sparse.layer_counts import attention_edges_of_layer
+from sparse_tl.gates.sparse.straight_through import gated_pattern
 
 SHAPE = (3, 2, 7, 7)
 MASKS = ("causal", "window", "padded", "lowest", "none")

@@ -12,9 +12,10 @@ import torch
 from tiny import hooked_alone, tiny_model
 from transformer_lens.model_bridge import TransformerBridge
 
-from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, hooked_folder, load_model, save_model
+from sparse_tl.lens import Model, load_model, save_model
+from sparse_tl.lens.loading.load import hooked_folder
+from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]

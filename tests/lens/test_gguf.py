@@ -14,8 +14,8 @@ from made_gguf import LLAMA, TEMPLATE, field, header, tensor, text, tokenizer, w
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
-from sparse_tl.files import read_json
 from sparse_tl.lens import check_folder, load_model, save_model
+from sparse_tl.storage.files import read_json
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
 

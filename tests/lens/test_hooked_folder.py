@@ -12,8 +12,8 @@ from tiny import hooked_alone
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparse_tl.files import read_json, read_tensors, write_json, write_tensors
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
+from sparse_tl.storage.files import read_json, read_tensors, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]

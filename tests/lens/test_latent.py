@@ -39,7 +39,7 @@ from sparse_tl.lens import (
     merge_lora,
     record,
 )
-from sparse_tl.nodes import Slot
+from sparse_tl.parts.nodes import Slot
 from sparse_tl.training.config import choose_trained
 
 TITLES = ("EAP", "evaluation")

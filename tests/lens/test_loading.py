@@ -29,8 +29,8 @@ from transformers import (
 
 from sparse_tl import PromptPairs, SparseTransformer, logit_lens, trace_attention
 from sparse_tl.data.batches import TokenBatch, token_losses
-from sparse_tl.files import read_json, write_json
 from sparse_tl.lens import adapt, load_model, save_model
+from sparse_tl.storage.files import read_json, write_json
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30,

@@ -29,7 +29,7 @@ from sparse_tl.lens import (
     merge_lora,
     save_model,
 )
-from sparse_tl.lens.lora import has_adapters, lora_layers, lora_off, lora_parameters
+from sparse_tl.lens.core.lora import has_adapters, lora_layers, lora_off, lora_parameters
 from sparse_tl.metrics import logit_difference
 
 # Projections one by one, with biases, joint (in two layouts), beside experts, under a post-norm.

@@ -41,7 +41,7 @@ from sparse_tl.lens import (
     hooks_besides,
     record,
 )
-from sparse_tl.lens.layouts import BlockNorms
+from sparse_tl.lens.models.layouts import BlockNorms
 
 BRIDGES = list(ARCHITECTURES)
 EVERY = [*(["hooked", "hooked_grouped"] if HAS_HOOKED else []), *BRIDGES]

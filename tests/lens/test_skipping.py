@@ -15,16 +15,8 @@ import torch
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads, evaluate_circuit_edges
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import (
-    EMBEDDED,
-    Held,
-    Model,
-    adapt,
-    attached,
-    held_between,
-    record,
-    skipping,
-)
+from sparse_tl.lens import EMBEDDED, Held, Model, adapt, attached, held_between, record
+from sparse_tl.lens.hooks import skipping
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

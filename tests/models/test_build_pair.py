@@ -16,9 +16,9 @@ import torch
 from filelock import FileLock
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import read_json
 from sparse_tl.models import Recipe, build_pair, read_pair
 from sparse_tl.models.pairs import build_cached, load_built_in
+from sparse_tl.storage.files import read_json
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 

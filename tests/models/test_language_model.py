@@ -14,10 +14,10 @@ from architectures import VOCABULARY, plain_transformer
 from transformers import AutoModelForCausalLM
 
 from sparse_tl import SparseTransformer, load_language_model, load_language_models
-from sparse_tl.files import read_json, read_tensors
 from sparse_tl.lens import adapt, add_lora, boot
-from sparse_tl.lens.lora import has_adapters, lora_parameters
+from sparse_tl.lens.core.lora import has_adapters, lora_parameters
 from sparse_tl.models import language, shipping
+from sparse_tl.storage.files import read_json, read_tensors
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 

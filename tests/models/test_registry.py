@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> Pat
     """An empty cache folder, and no hub."""
     folder = tmp_path / "cache"
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: folder / name)
-    monkeypatch.setattr("sparse_tl.lens.hub.silence_of_hub", lambda: "there is no network")
+    monkeypatch.setattr("sparse_tl.lens.loading.hub.silence_of_hub", lambda: "there is no network")
     return folder / "sparse_tl"
 
 
@@ -237,7 +237,7 @@ def test_the_hub_is_asked_last(
 
     monkeypatch.setattr("sparse_tl.models.language.installed_file", lambda name: None)
     monkeypatch.setattr("sparse_tl.models.language.fetch", fetch)
-    monkeypatch.setattr("sparse_tl.lens.loading.fetch", fetch)
+    monkeypatch.setattr("sparse_tl.lens.loading.load.fetch", fetch)
     model = load_language_model(device="cpu")
     assert set(asked) == {"HuggingFaceTB/SmolLM2-135M-Instruct"}
     assert model.cfg.model_name == "SmolLM2-135M-Instruct"

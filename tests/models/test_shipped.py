@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_tl.files import read_json
 from sparse_tl.models import (
     Recipe,
     load_addition_models,
@@ -19,6 +18,7 @@ from sparse_tl.models import (
 from sparse_tl.models.language import SMOLLM2
 from sparse_tl.models.pairs import SHIPPED, read_pair
 from sparse_tl.models.shipping import RECIPES
+from sparse_tl.storage.files import read_json
 
 FEWER = {"addition-placeholder": 0.012, "tasks": 0.001}
 """The largest share of the dense model's attention edges that the sparse one may have open."""

@@ -18,12 +18,12 @@ import pytest
 import torch
 from reachability import reached_by_networkx
 
-from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING
-from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.rounded_graph import threshold_steps
-from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
+from sparse_tl.plots.diagrams.rounded_graph import threshold_steps
+from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING
+from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.token_text import ELLIPSIS, clip_text, text_width, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -618,7 +618,7 @@ def test_save_png(two_panels, tmp_path, scale):
 
 def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     resvg_py = pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    from sparse_tl.plots.rendering import svg_to_png
+    from sparse_tl.plots.page.rendering import svg_to_png
 
     draw = resvg_py.svg_to_bytes
     monkeypatch.setattr(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from reachability import reached_by_networkx
 
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.plots import CircuitDiagram, circuit_diagram, palette
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.page import palette
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 

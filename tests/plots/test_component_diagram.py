@@ -18,15 +18,15 @@ import torch
 from component_examples import ATTACK, EDGES, Scored, draw
 
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import HeadRoles
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
-from sparse_tl.plots.component_data import STATE_FORMAT
-from sparse_tl.plots.component_style import ONLY
-from sparse_tl.plots.interactive_html import COMPONENT_DRAWING
-from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
-from sparse_tl.positioned_graph import PositionedGraph
+from sparse_tl.plots.diagrams.component_data import STATE_FORMAT
+from sparse_tl.plots.diagrams.component_style import ONLY
+from sparse_tl.plots.page.interactive_html import COMPONENT_DRAWING
+from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -498,7 +498,7 @@ def test_limited_address_space_is_refused_in_words() -> None:
     # V8 would end the process, and a notebook's kernel with it.
     code = (
         "import resource\n"
-        "from sparse_tl.plots.javascript import run_script\n"
+        "from sparse_tl.plots.page.javascript import run_script\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
         "run_script((), 'f')"
     )

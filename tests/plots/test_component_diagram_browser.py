@@ -13,9 +13,9 @@ import pytest
 from component_examples import ATTACK, EDGES, draw, neurons_of
 
 from sparse_tl.circuits import Circuit
-from sparse_tl.graph import CircuitGraph
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
-from sparse_tl.positioned_graph import PositionedGraph
 
 READ = """() => [...document.querySelectorAll('.canvas > svg :is(path, rect, text)')]
     .filter(shape => shape.dataset.role !== 'hover').map(shape =>

@@ -15,8 +15,8 @@ import pytest
 
 from sparse_tl.circuits import EffectCurve, SeedCurves
 from sparse_tl.plots import effect_figure
-from sparse_tl.plots.palette import MODEL_PAIRS
-from sparse_tl.plots.token_text import ELLIPSIS
+from sparse_tl.plots.page.palette import MODEL_PAIRS
+from sparse_tl.plots.page.token_text import ELLIPSIS
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 SVG = "{http://www.w3.org/2000/svg}"

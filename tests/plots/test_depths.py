@@ -13,9 +13,9 @@ from test_layer_map import patching
 
 from sparse_tl import plots
 from sparse_tl.circuits import LogitAttribution, LogitLens, Scores
-from sparse_tl.grids import HeadGrid
+from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
-from sparse_tl.plots.rendering import html_page
+from sparse_tl.plots.page.rendering import html_page
 
 WORDS = "When| Mary| and| John| went| to| the| store|,| John| gave| a| drink| to"
 TOKENS = ("<|im_start|>", *WORDS.split("|"))

@@ -39,13 +39,13 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.faithfulness import Faithfulness
-from sparse_tl.grids import HeadGrid
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
-from sparse_tl.plots.grid_figure import PLOTLY_DATA
-from sparse_tl.plots.rendering import html_page, notebook_style
+from sparse_tl.plots.page.rendering import html_page, notebook_style
+from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
 
 pytestmark = pytest.mark.every_case
 

@@ -22,8 +22,8 @@ from sparse_tl.plots import (
     gate_trajectories,
     head_roles_figure,
 )
-from sparse_tl.plots.grid_figure import PLOTLY_DATA
-from sparse_tl.plots.palette import BACKGROUND, DENSE, dark_colour
+from sparse_tl.plots.page.palette import BACKGROUND, DENSE, dark_colour
+from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 

@@ -10,9 +10,9 @@ import torch
 
 from sparse_tl import CircuitGraph, Scores, head_map
 from sparse_tl.circuits import HeadBehaviour
-from sparse_tl.grids import HeadGrid
+from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import GridFigure
-from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARKS
+from sparse_tl.plots.page.palette import EMPTY_CELL, HELPS, HURTS, MARKS
 from sparse_tl.tasks import GPT2_IOI_HEADS
 
 GRID = HeadGrid(2, 3)

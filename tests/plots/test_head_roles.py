@@ -12,8 +12,8 @@ import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
-from sparse_tl.plots.palette import EMPTY_CELL, ROLES, dark_colour
-from sparse_tl.plots.panels import ticks
+from sparse_tl.plots.page.palette import EMPTY_CELL, ROLES, dark_colour
+from sparse_tl.plots.panels.plotly_panels import ticks
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
 

@@ -14,11 +14,11 @@ from test_layer_map import attribution, lens, patching
 
 from sparse_tl import load_addition_models, plots
 from sparse_tl.circuits import Circuit, EffectCurve, Scores
-from sparse_tl.graph import CircuitGraph
-from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles import ROLES, AblationCurve
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import Figure
-from sparse_tl.positioned_graph import PositionedGraph
 
 TURNED = "\u202ecba\u2066\u2069"
 TEXT = TURNED + "x" * 10_000

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import sparse_tl.plots
-from sparse_tl.plots import circuit_diagram, palette
-from sparse_tl.plots.circuit_svg import line_styles
-from sparse_tl.plots.palette import dark_colour, dark_svg
-from sparse_tl.plots.rendering import html_page
+from sparse_tl.plots import circuit_diagram
+from sparse_tl.plots.diagrams.circuit_svg import line_styles
+from sparse_tl.plots.page import palette
+from sparse_tl.plots.page.palette import dark_colour, dark_svg
+from sparse_tl.plots.page.rendering import html_page
 
 FOLDER = Path(sparse_tl.plots.__file__).parent
 THEMES: dict[str, Callable[[str], str]] = {"light": str, "dark": dark_colour}

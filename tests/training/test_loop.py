@@ -21,12 +21,12 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl import progress
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
+from sparse_tl.parallel import progress
+from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 from sparse_tl.training.checkpoints import TrainingState, load_checkpoint, save_checkpoint
 

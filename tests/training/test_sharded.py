@@ -20,13 +20,13 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
-from sparse_tl import ranks, shards
 from sparse_tl.circuits import attribute_circuit_edges
 from sparse_tl.data import PromptPairs, ShuffledStream, TokenBatch
 from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.lens import add_lora, boot, read_parameters, shard_model
 from sparse_tl.metrics import logit_difference
-from sparse_tl.ranks import LostRankError
+from sparse_tl.parallel import ranks, shards
+from sparse_tl.parallel.ranks import LostRankError
 from sparse_tl.training import (
     LossConstraint,
     Selection,

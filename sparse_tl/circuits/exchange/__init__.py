@@ -1,0 +1,1 @@
+"""Scores and circuits in the formats of other tools."""

@@ -1,0 +1,1 @@
+"""What each head does, from its attention and its output."""

@@ -1,0 +1,1 @@
+"""Methods that score parts or search for circuits."""

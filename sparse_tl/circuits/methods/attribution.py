@@ -1,0 +1,251 @@
+"""Attribution patching: the first-order effect of patching an edge or head.
+
+For a circuit edge from source u to destination v,
+
+    score(u -> v) = sum_pos (patch_u - clean_u) . d m / d input_v
+
+A negative score means that patching lowers the metric m: the edge helps. Steps:
+
+1. run the corrupted prompts and record what every source writes;
+2. run the clean prompts, record the same, and differentiate the metric with respect to every
+   destination's input: one backward pass (EAP-IG: at several points between corrupted and clean);
+3. contract all sources with all destinations of a layer in one matrix product.
+
+This costs at least two forward passes and one backward pass of the plain model. For heads and
+attention edges, the gradient is with respect to the activation at their own hook points.
+
+Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
+RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04577.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.circuits.methods.contraction import contract
+from sparse_tl.circuits.methods.gradient_passes import Method, Passes
+from sparse_tl.circuits.methods.read_gradients import ReadGradients
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.data import Positions, PromptPairs
+from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
+from sparse_tl.lens import (
+    EMBEDDED,
+    AttentionMask,
+    HookedModel,
+    adapt,
+    attached,
+    check_sums_under_hooks,
+    frozen,
+    in_evaluation_mode,
+    mask_hooks,
+)
+from sparse_tl.metrics import Metric
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.grids import AttentionGrid
+from sparse_tl.parts.positioned_graph import PositionedGraph
+
+EdgePatch = Literal["zero", "corrupted"]
+MOST_BYTES = 2e9
+"""Maximum size of scores by position."""
+
+
+@checked
+@in_evaluation_mode
+def attribute_circuit_edges(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    method: Method = "eap-ig",
+    steps: AtLeastOne = 5,
+    patch: Patch = "corrupted",
+    by_pair: bool = False,
+    positions: Positions | None = None,
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
+) -> Scores:
+    """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
+
+    With `positions`, the effect of patching it at each position (PEAP): the terms of the sum over
+    positions, ``[position, source, destination]``. What heads move between positions are attention
+    edges: `attribute_attention_edges`.
+
+    Several ranks divide the pairs among them, and all return the whole result; so do the functions
+    below.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        metric: metric function with one value per pair.
+        method: "eap": gradient at the clean prompt; "eap-ig": mean gradient over embeddings
+            ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "eap-ig-activations":
+            interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
+            relevance propagation for norms and MLPs in place of their gradients.
+        steps: number of interpolation steps.
+        patch: patch of an edge, as in `PairRuns`; also the far end of the interpolation.
+        by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
+            extra passes: the gradient of the metric's sum over pairs separates by row.
+        positions: keep scores per position: "tokens", for prompts of one length; or "spans", those
+            of `PromptPairs.with_spans`, over whose tokens scores are summed. None: sum over all.
+        batch_size: prompt pairs per forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
+            number per pair, parts do not write directly to the residual stream, the pairs lack the
+            positions, or scores by position would take more than 2 GB.
+        NoEffectError: patching everything changes the metric of no pair.
+    """
+    spans = None if positions is None else pairs.spans_of(positions)
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
+    graph = runs.adapter.graph
+    check_sums_under_hooks(runs.adapter, runs.batches[0].clean)
+    site = graph if spans is None else PositionedGraph(graph, spans.names)
+    n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
+    if spans is not None:
+        _check_size(n_pairs, n_positions, graph)
+    scores = torch.zeros(n_pairs * n_positions, *graph.exists.shape, dtype=torch.float64)
+    # Which of these each token's contribution is added to.
+    groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
+    if by_pair:
+        groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
+    grouped = groups.to(runs.adapter.device).split(runs.batch_size)
+    plan = Passes(metric, method, steps, runs)
+    tracking = tracked("scoring circuit edges", plan.count, progress)
+    with tracking as step, frozen(runs.adapter.core):
+        for index in runs.own:
+            for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
+                back, change, matters = ReadGradients(runs.adapter), {}, torch.tensor(True)
+                for one in passes:
+                    change, matters = one.change, one.matters
+                    back.add(one)
+                    step()
+                moved = _moved(change, plan.sources) & matters
+                contract(scores, back, change, grouped[index].where(moved, -1), rows)
+    plan.check_effect()
+    shape = [n_pairs] * by_pair + list(site.exists.shape)
+    scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
+    return Scores(site, scores if by_pair else scores / len(pairs), method, pairs.start)
+
+
+@checked
+@in_evaluation_mode
+def attribute_heads(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    method: Method = "eap-ig",
+    steps: AtLeastOne = 5,
+    patch: Patch = "corrupted",
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
+) -> Scores:
+    """First-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
+
+    Arguments and errors are those of `attribute_circuit_edges`; "eap-ig-activations" interpolates
+    the heads of one layer at a time.
+    """
+    adapter = adapt(model)
+    graph, names = adapter.graph, Heads().points(adapter)
+    site = HookPoints((EMBEDDED, *names), (), ())
+    runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
+    scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
+    plan = Passes(metric, method, steps, runs, heads_only=True)
+    with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
+        for index in runs.own:
+            effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
+            scores += effects.cpu().double()
+    plan.check_effect()
+    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method, pairs.start)
+
+
+@checked
+@in_evaluation_mode
+def attribute_attention_edges(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    method: Literal["eap", "eap-ig"] = "eap-ig",
+    steps: AtLeastOne = 5,
+    patch: EdgePatch = "zero",
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
+) -> Scores:
+    """First-order effect of closing each attention edge of each head, per prompt pair.
+
+        score[layer, head, q, k] = (patch - A[q, k]) . d m / d A[q, k]
+
+    with A the attention pattern that multiplies the values (gated, in a sparse model). Edges at
+    padding score 0. Arguments and errors are those of `attribute_circuit_edges`, without
+    "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
+    """
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
+    adapter, length = runs.adapter, pairs.clean.shape[1]
+    names = AttentionEdges().points(adapter)
+    plan = Passes(metric, method, steps, runs, also=names)
+    masks: dict[int, AttentionMask] = {}
+    found = []
+    with (
+        tracked("scoring attention edges", plan.count, progress) as step,
+        attached(adapter, mask_hooks(adapter, masks)),
+        frozen(adapter.core),
+    ):
+        for index in runs.own:
+            reference = runs.batches[index].corrupted if patch == "corrupted" else None
+            shown = PatchValues(adapter, names, patch, reference)
+            # The gradient of the sum over pairs separates into each pair's gradient by row.
+            effects = _effects(plan, index, names, step, shown)
+            allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
+            found.append((effects.transpose(0, 1).cpu().double(), allowed))
+    if patch == "corrupted":
+        plan.check_effect()
+    values, allowed = zip(*ranks.in_order(found), strict=True)
+    site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
+    return Scores(site, torch.cat(values), method, pairs.start)
+
+
+def _effects(
+    plan: Passes,
+    index: int,
+    names: Sequence[str],
+    step: Callable[[], object],
+    shown: PatchValues | None = None,
+) -> Float[Tensor, "layer pair ..."]:
+    """Change times gradient at some hook points, over a batch's passes."""
+    gradients: dict[str, Tensor] = {}
+    change: dict[str, Tensor] = {}
+    for one in plan.passes(index, shown):
+        change = one.change
+        counted = [name for name in names if one.counts_for(name)]
+        for name, gradient in one.gradients(counted).items():
+            gradients[name] = gradients.get(name, 0) + one.share * gradient
+        step()
+    return torch.stack([change[name] * gradients[name] for name in names])
+
+
+def _moved(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
+    """Where a source changes: not before the first token that differs, nor at padding."""
+    return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
+
+
+def _check_size(n_pairs: int, n_positions: int, graph: CircuitGraph) -> None:
+    size = 8 * n_pairs * n_positions * graph.exists.numel()
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"expected scores by position of at most {MOST_BYTES / 1e9:g} GB; {n_positions:,} "
+            f"positions of {n_pairs:,} pairs by {graph.exists.numel():,} sources and destinations "
+            f"take {size / 1e9:.1f} GB. Join tokens to fewer spans (pairs.with_spans, "
+            'positions="spans"), or average over pairs (by_pair=False)'
+        )

@@ -1,0 +1,83 @@
+"""The contraction of attribution: what sources change, times gradients of what destinations read.
+
+    score(u -> v) = sum_places (patch_u - u) . d m / d input_v
+
+One matrix product contracts all sources with the destinations of a few layers over places and
+d_model: of one layer alone, it would take as long as reading what the sources write from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparse_tl.circuits.methods.read_gradients import Places, ReadGradients
+from sparse_tl.lens import source_outputs
+from sparse_tl.parts.graph import Node
+
+WRITES_AT_ONCE = 2**26
+"""Maximum number of values that all sources write, in d_model dimensions, held at one time."""
+READS_AT_ONCE = 64
+"""Maximum number of destinations in one matrix product, if they are of several layers."""
+
+
+def contract(
+    scores: Float[Tensor, "group source destination"],
+    back: ReadGradients,
+    change: Mapping[str, Tensor],
+    groups: Int[Tensor, "batch pos"],
+    rows: slice,
+) -> None:
+    """Add the contraction of some sources with all destinations to the scores.
+
+    The sum over places is taken over a few at a time: what every source writes in d_model
+    dimensions is the largest tensor of all.
+
+    Args:
+        scores: scores of each group of places, on the CPU in float64.
+        back: gradients with respect to the destinations' inputs.
+        change: patch minus clean activation of every source.
+        groups: group that each prompt position is summed into; -1 to leave it out.
+        rows: sources to score.
+    """
+    graph, flat = back.adapter.graph, groups.flatten()
+    at_once = max(1, WRITES_AT_ONCE // (len(graph.sources) * back.adapter.d_model))
+    in_order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+    for some in in_order.split(at_once) if len(in_order) else ():
+        places = some // groups.shape[1], some % groups.shape[1]
+        own = {name: change[name][places][None] for name in back.adapter.source_points()}
+        difference = source_outputs(back.adapter, own)[:, 0]
+        _contract_few(scores, back, difference, places, flat[some], rows)
+
+
+def _contract_few(
+    scores: Float[Tensor, "group source destination"],
+    back: ReadGradients,
+    difference: Float[Tensor, "source place d_model"],
+    places: Places,
+    groups: Int[Tensor, " place"],
+    rows: slice,
+) -> None:
+    """Add what a few places, in the order of their groups, contribute, layer by layer."""
+    graph, n_layers = back.adapter.graph, back.adapter.n_layers
+    found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
+    written = [part.flatten(1) for part in difference.split(counts, dim=1)]
+    first, end, _ = rows.indices(len(graph.sources))
+    most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+    together = max(1, READS_AT_ONCE // most)
+    buffer = difference.new_empty(together * most, *difference.shape[1:])
+    for layer in range(0, n_layers, together):
+        layers = range(layer, min(layer + together, n_layers))
+        before = slice(first, min(end, graph.n_sources_before(Node("mlp", layers[-1]))))
+        if before.start >= before.stop:  # sources of later layers
+            continue
+        for index, one in enumerate(layers):
+            back.layer(one, places, buffer[index * most : (index + 1) * most])
+        reading, start = buffer[: len(layers) * most], layer * most
+        for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
+            product = flat[before] @ read.flatten(1).T
+            scores[group, before, start : start + len(reading)] += product.cpu().double()
+    for group, flat, read in zip(found, written, back.final[places].split(counts), strict=True):
+        scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()

@@ -1,0 +1,297 @@
+"""Backward elimination: drop a circuit's parts in groups, and run every circuit that is considered.
+
+1. Start from the n best parts by score of all N: those n, of a grid, for which
+   ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
+2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
+   the heads or the MLP of a layer, those into them, those out of each head, and those into each of
+   its inputs. Of heads: every head.
+3. Drop a group, or its weaker half, whichever gains more,
+
+       gain = price * (number of parts dropped) - (loss of explained effect)
+
+   if it gains anything and loses at most `STEP`. Parts that are left without effect count as
+   dropped. An effect above 1 counts as one that is as far below 1.
+4. Go through all groups again at a higher price: what may still be lost, divided among the parts
+   that are left; at least twice the last price, and twice the lowest at which a group would have
+   been dropped. The first price is also at least what the ranking would lose per part next.
+   A pass loses at most half of what may be lost, or `STEP`, which doubles where all groups lose
+   more.
+
+What may be lost is ``1 - level``, and some more, since other pairs may need more parts. Every
+circuit on the way contains all later ones, so that the curve of a search hardly ever falls.
+
+Under a time limit, finer groups that could not all be tried in time are left out of a pass, unless
+none of the coarser ones can be dropped at any price, and the next price is at least four times the
+last one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.circuit import Circuit, Grid
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.circuits.search_identity import search_identity
+from sparse_tl.data import PromptPairs
+from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.resuming import Resumable, resumed
+
+MARGIN = 0.05
+"""How far below the level the search goes on, in explained effect."""
+STEP = 0.02
+"""Largest loss of explained effect in one step; doubled whenever no group loses less."""
+HASTE = 4.0
+"""Most that the first price may be, in units of what may be lost, divided among all parts."""
+RATIO = 1.3
+"""Ratio between two sizes of the grid that the start is taken from."""
+SHARES = (0, 1 / 2)
+"""Shares of a group that are kept."""
+ROWS = 256
+"""Maximum number of circuits times prompts in one forward pass."""
+SAVE_EVERY = 30.0
+"""Seconds between two checkpoints."""
+
+Group = tuple[int | slice, ...]
+"""Index of a group of parts."""
+
+
+@dataclass
+class EliminationState(Resumable):
+    """Circuits found so far, each part of the last one, and where the search is.
+
+    Args:
+        dropped: the step at which each part was dropped; 0 for parts that are left.
+        effects: explained effect after each step, on the pairs of the search; at most 1.
+        mask: parts that are left, with those that lost their effect in this pass.
+        begun: parts that were left when this sweep over groups began.
+        position: index of the next group.
+        price: price of a part in this pass, in explained effect.
+        floor: explained effect that this pass does not go below.
+        cheapest: lowest price at which a group tried in this pass would be dropped.
+        step: largest loss of explained effect in one step.
+        done: whether the search is finished.
+        seconds: time spent.
+    """
+
+    noun = "search"
+
+    dropped: Int[Tensor, "*axes"]
+    effects: list[float]
+    mask: Bool[Tensor, "*axes"]
+    begun: Bool[Tensor, "*axes"]
+    position: int = 0
+    price: float = 0.0
+    floor: float = 0.0
+    cheapest: float = 0.0
+    step: float = STEP
+    done: bool = False
+    seconds: float = 0.0
+
+
+class Elimination:
+    """A search for small circuits that explain an effect.
+
+    Args:
+        runs: pairs of the search, which keep their runs, at the site of the scores.
+        metric: metric function with one value per pair.
+        scores: scores that the search starts from, and that order the parts of a group.
+        level: explained effect that circuits should reach.
+    """
+
+    def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
+        self.runs, self.metric, self.scores, self.site = runs, metric, scores, scores.site
+        self._strength = scores.mean().abs()
+        self._lowest = level - MARGIN
+        sweeps = _sweeps(scores.site)
+        self._groups = [group for sweep in sweeps for group in sweep]
+        self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
+        self._folder: Path | None = None
+        clean, none = list[Tensor](), list[Tensor]()
+        for batch, run in runs:
+            clean.append(measure(metric, run.clean_logits, batch))
+            none.append(measure(metric, runs.everything_patched(run), batch))
+        self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
+        self.state = self._start()
+
+    def save_to(self, folder: Path, pairs: PromptPairs, settings: str) -> None:
+        """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
+        state, self._folder = self.state, folder
+        state.identity = search_identity(
+            self.runs, pairs, self.site, self.metric, self.site.exists, settings
+        )
+        state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
+        self.state = resumed(state, folder)
+
+    def run(self, seconds: float = math.inf, progress: bool = True) -> None:
+        """Search until circuits are below the level by `MARGIN`, or the time is over."""
+        state, began, spent = self.state, time.monotonic(), self.state.seconds
+        end, now, saved, tried = began + seconds - spent, began, began, 0
+        total = len(self._groups)
+        while not state.done and now < end:
+            stop = min(start for start in (*self._sweeps, total) if start > state.position)
+            in_time = now + (stop - state.position) * (now - began) / max(1, tried) < end
+            if state.position and state.cheapest < math.inf and not in_time:
+                state.price *= 2  # so that few passes suffice
+                self._end_pass()
+                continue
+            if state.position == 0:
+                self._begin_pass()
+            if state.position in self._sweeps:
+                state.begun = self._connected(state.mask)
+                state.mask = state.begun.clone()
+            for _, run in self.runs:
+                run.start_from(state.begun)
+            with tracked("eliminating", total, progress, done=state.position) as step:
+                while state.position < stop and now < end:
+                    self._try(self._groups[state.position])
+                    state.position, tried, now = state.position + 1, tried + 1, time.monotonic()
+                    state.seconds = spent + now - began
+                    if now > saved + SAVE_EVERY:
+                        saved = now
+                        self._save()
+                    step(f"{self._size(state.mask):,} {self.site.noun}: {state.effects[-1]:.2f}")
+            if state.position == total:
+                self._end_pass()
+        self._save()
+
+    def ranking(self) -> Scores:
+        """Minus the step at which each part was dropped, as scores of the parts."""
+        last = len(self.state.effects) + 1
+        steps = torch.where(self.state.dropped == 0, last, self.state.dropped)
+        values = -steps.where(self.site.exists, 0).double()
+        return Scores(self.site, values, "elimination", self.scores.prompt_start)
+
+    def sizes(self) -> list[int]:
+        """Number of parts after each step: where to cut the ranking."""
+        steps = self.state.dropped[self.site.exists]
+        n_dropped = steps.bincount(minlength=len(self.state.effects) + 1)[1:].cumsum(0)
+        return (self.site.n_parts - n_dropped).tolist()
+
+    # ---- one step --------------------------------------------------------------------------------
+
+    def _start(self) -> EliminationState:
+        """The best parts by score, as many as gain most, as the first step.
+
+        The first price is twice the one here: what the ranking loses per part in its next step
+        down the grid, up to `HASTE`.
+        """
+        order, left = self.scores.order(), 1 - self._lowest
+        best, effect, most, n = self._connected(self.site.exists), 1.0, 0.0, float(len(order))
+        found, tried = effect, dict[int, float]()
+        while n > 1 and found > 1 - 2 * left:
+            n /= RATIO
+            mask = torch.zeros_like(best)
+            mask[tuple(order[: int(n)].T)] = True
+            mask = self._connected(mask)
+            (found,) = self._effects(mask[None])
+            size = self._size(mask)
+            tried[size] = max(0.0, 1 - found)
+            gain = left * math.log(len(order) / max(1, size)) - tried[size]
+            if gain > most and found >= 1 - left / 2:
+                best, effect, most = mask, found, gain
+        size, lost = self._size(best), max(0.0, 1 - effect)
+        less = max((some for some in tried if some < size), default=size)
+        slope = (tried[less] - lost) / (size - less) if less < size else 0.0
+        price = min(slope, HASTE * left / size) / 2
+        dropped = (self.site.exists & ~best).long()
+        return EliminationState(dropped, [effect], best, best.clone(), price=price)
+
+    def _begin_pass(self) -> None:
+        state = self.state
+        left = max(0.0, state.effects[-1] - self._lowest)
+        share = left / max(1, self._size(self._connected(state.mask)))
+        state.price = max(2 * state.price, 2 * state.cheapest, share)
+        state.floor = state.effects[-1] - max(left / 2, state.step)
+        state.cheapest = math.inf
+
+    def _end_pass(self) -> None:
+        """Whether there is a next pass; larger steps in it if this one could drop no group."""
+        state = self.state
+        left = state.effects[-1] - self._lowest
+        stuck = state.cheapest == math.inf
+        state.done = left < 0 or (stuck and state.step > left)
+        if stuck:
+            state.step, state.cheapest = 2 * state.step, 0.0
+        state.position = 0
+
+    def _try(self, group: Group) -> None:
+        """Drop as much of a group as gains most."""
+        state, live = self.state, self._connected(self.state.mask)
+        inside = torch.zeros_like(live)
+        inside[group] = live[group]
+        places = inside.nonzero()
+        if not len(places):
+            return
+        order = places[self._strength[tuple(places.T)].argsort(descending=True, stable=True)]
+        kept = sorted({int(share * len(order)) for share in SHARES})
+        masks = state.mask.repeat(len(kept), *[1] * live.ndim)
+        for mask, n in zip(masks, kept, strict=True):
+            mask[tuple(order[n:].T)] = False
+        size, before, effects = self._size(live), state.effects[-1], self._effects(masks)
+        gains = [(0.0, -1)]
+        for row, effect in enumerate(effects):
+            dropped = size - self._size(self._connected(masks[row]))
+            if effect >= max(state.floor, before - state.step):
+                loss = max(0.0, before - effect)
+                gains.append((state.price * dropped - loss, row))
+                state.cheapest = min(state.cheapest, loss / dropped)
+        gain, row = max(gains)
+        if gain > 0:
+            state.mask = masks[row].clone()
+            state.effects.append(effects[row])
+            state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
+
+    def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
+        """Explained effects on the pairs of the search; any above 1 counts as equally far below."""
+        found = list[Float[Tensor, "circuit pair"]]()
+        with autograd(False):
+            for batch, run in self.runs:
+                at_once = max(1, ROWS // len(batch))
+                logits = [row for some in masks.split(at_once) for row in run.logits(some)]
+                values = [measure(self.metric, row, batch) for row in logits]
+                found.append(torch.stack(values).cpu().double())
+        effects = explained_effect(torch.cat(found, dim=1), self._clean, self._none)
+        return (1 - (effects - 1).abs()).tolist()
+
+    def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
+        if not isinstance(self.site, CircuitGraph):
+            return mask
+        return Circuit(self.site, mask).connected(patch=self.runs.patch).mask
+
+    def _size(self, mask: Bool[Tensor, "*axes"]) -> int:
+        return int(mask.count_nonzero())
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            self.state.save(self._folder)
+
+
+def _sweeps(site: Grid) -> list[list[Group]]:
+    """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
+    if not isinstance(site, CircuitGraph):
+        return [[tuple(place) for place in site.places.flip(0).tolist()]]
+    every, last = slice(None), len(site.destinations) - 1
+    heads = [group for group in site.groups if group.n_kv_heads]
+    sweeps: list[list[Group]] = [
+        [(slice(0, 1), every), *((group.rows, every) for group in site.groups)],
+        [*((every, group.columns) for group in site.groups), (every, slice(last, None))],
+        [(row, every) for group in heads for row in range(group.rows.start, group.rows.stop)],
+        [
+            (every, column)
+            for group in heads
+            for column in range(group.columns.start, group.columns.stop)
+        ],
+    ]
+    return [sweep[::-1] for sweep in sweeps]

@@ -1,0 +1,274 @@
+"""The neurons of one MLP, ranked by their direct effect through the readers of the MLP.
+
+    effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
+
+The output of a neuron is its activation times its output direction (`sparse_tl.lens.models.neurons`).
+Patches act on circuit edges, as in `patch_exactly`. Steps:
+
+1. Score all neurons to first order, with one backward pass per batch:
+   ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores
+   add up to the "eap" scores of the edges, except for the bias of the MLP, which belongs to no
+   neuron and changes if the MLP has a gate or is followed by a norm.
+2. Patch the neurons with the largest ``|score|`` exactly, many in one forward pass.
+3. For these neurons, list the tokens at which they act and the logits that they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.evaluation import positions_of
+from sparse_tl.circuits.methods.gradient_passes import Passes
+from sparse_tl.circuits.methods.read_gradients import ReadGradients
+from sparse_tl.circuits.neurons import DrivingToken, NeuronEffects
+from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.prompt.tokens import output_text, text_around
+from sparse_tl.data import Positions, PromptPairs
+from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    Norm,
+    adapt,
+    in_evaluation_mode,
+    neuron_coefficients,
+    neuron_directions,
+    record,
+)
+from sparse_tl.metrics import Metric, measure
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.nodes import Node
+from sparse_tl.parts.positioned_graph import PositionedGraph
+
+LISTED = 5
+"""Number of tokens in each list."""
+
+
+@checked
+@in_evaluation_mode
+def neuron_effects(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    mlp: Node | str,
+    *,
+    readers: Circuit | Sequence[str] | str | None = None,
+    n: AtLeastOne = 20,
+    batch_size: AtLeastOne = 32,
+    rows: AtLeastOne = 256,
+    progress: bool = True,
+) -> NeuronEffects:
+    """The direct effects of an MLP's neurons: of patching one neuron's output for chosen readers.
+
+    All neurons are scored to first order; the `n` strongest are patched exactly.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs; the patch is the neuron's output on the corrupted prompt.
+        metric: metric function with one value per pair.
+        mlp: the MLP, such as "m5".
+        readers: destinations that read the patched neuron, such as "m7", "a9.h3<v>" or "logits"; or
+            a circuit of circuit edges, with or without positions, in which case they are those that
+            read the MLP in the circuit. All readers by default.
+        n: number of neurons to patch exactly.
+        batch_size: prompt pairs per forward pass.
+        rows: maximum number of pairs times neurons in one forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the model has no such MLP, or the MLP is not the sum of its neurons; a reader
+            does not exist or does not read the MLP, the pairs lack the positions of the circuit, or
+            the metric is not one finite number per pair.
+        NoEffectError: patching everything changes the metric of no pair.
+    """
+    source = _source(adapt(model), mlp, readers, pairs)
+    at = source.positions
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, positions=at)
+    score, peaks = _rank(source, runs, metric, progress)
+    chosen = score.abs().argsort(descending=True, stable=True)[:n]
+    effect = torch.full_like(score, torch.nan)
+    effect[chosen] = _patch(source, runs, metric, chosen, rows, progress)
+    clean, corrupted = (each.double().mean(dim=0) for each in (peaks.clean, peaks.corrupted))
+    added = _added_logits(source, chosen) * clean[chosen, None].sign()
+    raised, lowered = (_largest(model, values) for values in (added, -added))
+    names = {neuron: f"{source.mlp}.n{neuron}" for neuron in chosen.tolist()}
+    return NeuronEffects(
+        str(source.mlp),
+        source.readers,
+        len(pairs),
+        effect,
+        score,
+        clean,
+        corrupted,
+        {name: peaks.at(model, pairs, neuron) for neuron, name in names.items()},
+        dict(zip(names.values(), raised, strict=True)),
+        dict(zip(names.values(), lowered, strict=True)),
+        pairs.start,
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """An MLP, and the destinations that read its neurons."""
+
+    adapter: Adapter
+    mlp: Node
+    reads: Bool[Tensor, "*span destination"]
+    readers: tuple[str, ...]
+    positions: Positions | None
+    directions: Float[Tensor, "neuron d_model"]
+
+    @autograd(False)
+    def run(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Tensor, Tensor]:
+        """Each neuron's activation, and the coefficient of the direction that it writes."""
+        block = f"blocks.{self.mlp.layer}"
+        names = [f"{block}.mlp.hook_post", f"{block}.hook_mlp_out"]
+        kept, _ = record(self.adapter, tokens, names)
+        post, out = (kept[name] for name in names)
+        written = neuron_coefficients(self.adapter, self.mlp.layer, post, out)
+        return post.view(written.shape), written
+
+    def at(self, batch: PromptPairs) -> Bool[Tensor, "batch pos destination"]:
+        """Which destinations read the neurons at each token."""
+        reads = self.reads.to(batch.clean.device)
+        if self.positions is None or batch.spans is None:
+            return reads.expand(*batch.clean.shape, -1)
+        return reads[batch.spans.at]
+
+
+def _source(
+    adapter: Adapter,
+    mlp: Node | str,
+    readers: Circuit | Sequence[str] | str | None,
+    pairs: PromptPairs,
+) -> _Source:
+    graph, node = adapter.graph, Node.parse(str(mlp))
+    row = graph.source_index(node)
+    if node.kind != "mlp":
+        raise ValueError(f'expected an MLP such as "m5"; got {str(mlp)!r}')
+    if readers is None:
+        circuit = Circuit(graph, graph.exists)
+    elif isinstance(readers, Circuit):
+        circuit = readers
+    else:
+        names = [readers] if isinstance(readers, str) else readers
+        circuit = Circuit.of(graph, [f"{node}->{name}" for name in names])
+    grid, edges = circuit.site, torch.zeros_like(circuit.mask, device="cpu")
+    if (grid.graph if isinstance(grid, PositionedGraph) else grid) != graph:
+        raise ValueError(f"expected a circuit of the model's own {graph!r}; got {circuit!r}")
+    edges[..., row, :] = circuit.mask[..., row, :]
+    if not bool(edges.any()):
+        raise ValueError(f"expected readers of {node}; got none in {readers!r}")
+    positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    names = [name.partition("->")[2] for name in grid.names(edges.nonzero())]
+    directions = neuron_directions(adapter, node.layer).detach()
+    return _Source(adapter, node, edges[..., row, :], tuple(names), positions, directions)
+
+
+@dataclass(frozen=True)
+class _Peaks:
+    """For each pair and neuron, the token with the largest ``|score|``, and the values there."""
+
+    score: Float[Tensor, "pair neuron"]
+    position: Int[Tensor, "pair neuron"]
+    clean: Float[Tensor, "pair neuron"]
+    corrupted: Float[Tensor, "pair neuron"]
+
+    def at(self, model: HookedModel, pairs: PromptPairs, neuron: int) -> tuple[DrivingToken, ...]:
+        """The tokens at which a neuron acts most, over all pairs."""
+        scores = self.score[:, neuron]
+        order = scores.abs().argsort(descending=True, stable=True)[:LISTED]
+        tokens = list[DrivingToken]()
+        for pair in order[scores[order] != 0].tolist():
+            position, end = int(self.position[pair, neuron]), int(pairs.positions[pair])
+            texts = text_around(model, pairs.clean[pair, : end + 1], position)
+            values = (
+                each[pair, neuron].item() for each in (self.clean, self.corrupted, self.score)
+            )
+            tokens.append(DrivingToken(pair, position, *texts, *values))
+        return tuple(tokens)
+
+
+def _rank(
+    source: _Source, runs: PairRuns, metric: Metric, progress: bool
+) -> tuple[Float[Tensor, " neuron"], _Peaks]:
+    """The first-order score of every neuron, and the tokens that it comes from."""
+    plan = Passes(metric, "eap", 1, runs)
+    total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
+    with tracked("ranking neurons", len(runs), progress) as step:
+        for index, batch in enumerate(runs.batches):
+            clean, corrupted = source.run(batch.clean), source.run(batch.corrupted)
+            back = ReadGradients(source.adapter)
+            for one in plan.passes(index):
+                back.add(one)
+            slope = back.summed(source.at(batch)) @ source.directions.T
+            scores = (corrupted[1] - clean[1]) * slope
+            total += scores.sum(dim=(0, 1)).cpu().double()
+            size, position = scores.abs().max(dim=1)
+            # Without any change, take the position that is read.
+            position = position.where(size > 0, batch.positions[:, None])[:, None]
+            values = (scores, clean[0], corrupted[0])
+            score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
+            by_batch.append([score, position[:, 0].cpu(), *activations])
+            step()
+    plan.check_effect()
+    peaks = _Peaks(*map(torch.cat, zip(*by_batch, strict=True)))
+    return total / sum(map(len, runs.batches)), peaks
+
+
+@autograd(False)
+def _patch(
+    source: _Source,
+    runs: PairRuns,
+    metric: Metric,
+    neurons: Int[Tensor, " chosen"],
+    rows: int,
+    progress: bool,
+) -> Float[Tensor, " chosen"]:
+    """The exact effects of the chosen neurons."""
+    adapter, layer = source.adapter, source.mlp.layer
+    row, effects = adapter.graph.source_index(source.mlp), torch.zeros(len(neurons)).double()
+    with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
+        for batch in runs.batches:
+            change = source.run(batch.clean)[1] - source.run(batch.corrupted)[1]
+            patch = NeuronPatch(adapter, layer, change, source.directions)
+            site = EdgesOfNeurons(batch.spans if source.positions else None, layer)
+            run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
+            clean = measure(metric, run.start_from(None), batch)
+            changes = list[Tensor]()
+            for patched in neurons.split(max(1, rows // len(batch))):
+                patch.neurons = patched
+                gates = torch.ones(len(patched), *site.shape(adapter))
+                gates[..., row, :] = (~source.reads).to(gates)
+                for logits in run.logits(gates):
+                    changes.append((measure(metric, logits, batch) - clean).sum().cpu())
+                    step()
+            effects += torch.stack(changes).double()
+    return effects / sum(map(len, runs.batches))
+
+
+@autograd(False)
+def _added_logits(
+    source: _Source, neurons: Int[Tensor, " chosen"]
+) -> Float[Tensor, "chosen vocab"]:
+    """What the directions of neurons add to the logits, up to the scale of the final norm."""
+    weight, _ = source.adapter.unembedding()
+    norm = source.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    directions = norm.centred(source.directions[neurons.to(weight.device)])
+    directions = directions if norm.weight is None else directions * norm.weight
+    return (directions @ weight).cpu().double()
+
+
+def _largest(model: HookedModel, values: Float[Tensor, "chosen vocab"]) -> list[tuple[str, ...]]:
+    """The texts of the outputs with the largest values in each row."""
+    no_tokens = torch.zeros(0, dtype=torch.long)
+    best = values.topk(min(LISTED, values.shape[1])).indices.tolist()
+    return [tuple(output_text(model, output, no_tokens) for output in row) for row in best]

@@ -1,0 +1,149 @@
+"""Gradients with respect to each destination's residual input, from those at q, k, v and MLPs.
+
+The gradient g at a head's q, k or v is pulled back through its projection W and the normalisation
+with weight w, scale s and standardised input x (an RMS norm does not centre):
+
+    back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
+
+Where the scale counts as a constant (``relp``), the term with x is absent.
+V depends only on weights, so only ``g / s`` and the coefficients of x are summed over passes; the
+large product with V is computed once, in `ReadGradients.layer`. ``x . V g`` needs no extra product:
+``x V`` is q, k or v without its biases.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.methods.gradient_passes import GradientPass
+from sparse_tl.lens import Adapter
+
+Places = tuple[Int[Tensor, " place"], Int[Tensor, " place"]]
+"""Prompts and positions."""
+READS_AT_ONCE = 2**25
+"""Maximum number of values that all destinations of a layer read, held at one time."""
+
+
+class ReadGradients:
+    """Gradients of all destinations, summed over passes.
+
+    Args:
+        adapter: adapter of the model.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._sums: dict[str, Tensor] = {}
+        self._constants: dict[tuple[int, str], Tensor] = {}
+        self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(adapter.n_layers)]
+
+    @property
+    def final(self) -> Float[Tensor, "batch pos d_model"]:
+        """The gradient with respect to the final residual stream, which the logits read."""
+        return self._sums["final"]
+
+    @autograd(False)
+    def add(self, one: GradientPass) -> None:
+        """Add a pass's gradients at every destination."""
+        layers = range(self.adapter.n_layers)
+        points = [self.adapter.destination_points(layer) for layer in layers]
+        gradients = one.gradients([*sum(points, []), "final"])
+        for layer, names in enumerate(points):
+            residuals = self.adapter.residual_points(layer)
+            self._add_heads(layer, one, names[:3], one.kept[residuals[0]], gradients)
+            for name in names[3:]:
+                norm = self.adapter.norm(layer, "mlp")
+                back = norm.pulled_back(
+                    one.kept[residuals[1]], gradients[name], fixed_scale=one.by_relevance
+                )
+                self._add(name, one.share * back)
+        self._add("final", one.share * gradients["final"])
+
+    def _add_heads(
+        self,
+        layer: int,
+        one: GradientPass,
+        names: list[str],
+        residual: Float[Tensor, "batch pos d_model"],
+        gradients: dict[str, Tensor],
+    ) -> None:
+        norm = self.adapter.norm(layer, "attn")
+        found = {name: one.share * gradients[name] for name in names}
+        if norm.kind is not None:
+            x, scale = norm.standardised(residual)
+            found = {name: gradient / scale[..., None] for name, gradient in found.items()}
+            if not one.by_relevance:
+                along = [
+                    ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
+                    for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
+                ]
+                self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
+        for name, gradient in found.items():
+            self._add(name, gradient)
+
+    def _add(self, name: str, more: Tensor) -> None:
+        self._sums[name] = self._sums[name] + more if name in self._sums else more
+
+    @autograd(False)
+    def layer(
+        self,
+        layer: int,
+        places: Places,
+        out: Float[Tensor, "destination place d_model"],
+    ) -> Float[Tensor, "some place d_model"]:
+        """Gradients of one layer's destinations in the graph's order, written into `out`: q of
+        every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
+        done = 0
+        names = self.adapter.destination_points(layer)
+        for slot, name in zip("qkv", names, strict=False):
+            flat = rearrange(self._sums[name][places], "place head d_head -> head place d_head")
+            through = self._through(layer, slot).to(flat.dtype)
+            torch.bmm(flat, through.mT, out=out[done : done + len(flat)])
+            done += len(flat)
+        for along, x in self._along[layer]:
+            heads = rearrange(along[places], "place head -> head place 1")
+            out[:done].addcmul_(heads, x[places], value=-1)
+        for name in names[3:]:
+            out[done] = self._sums[name][places]
+            done += 1
+        return out[:done]
+
+    @autograd(False)
+    def summed(
+        self, readers: Bool[Tensor, "batch pos destination"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The sum of the gradients of chosen destinations, at each place."""
+        graph, d_model = self.adapter.graph, self.adapter.d_model
+        total = readers[..., -1:] * self.final
+        size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+        chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
+        at_once = max(1, READS_AT_ONCE // (size * d_model))
+        for layer in range(graph.n_layers):
+            for some in chosen[:, :, layer].any(dim=-1).nonzero().split(at_once):
+                places = some[:, 0], some[:, 1]
+                read = self.layer(layer, places, total.new_empty(size, len(some), d_model))
+                weights = chosen[:, :, layer][places].to(read.dtype)
+                total[places] += einsum(weights, read, "place to, to place d -> place d")
+        return total
+
+    def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:
+        """The matrix V of a layer's q, k or v."""
+        weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+        norm = self.adapter.norm(layer, "attn")
+        if norm.weight is not None:
+            weight = weight * norm.weight[:, None]
+        return norm.centred(weight.mT).mT
+
+    def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
+        """The value of q, k or v for a normalised input of 0; computed in the first pass."""
+        if (layer, slot) not in self._constants:
+            weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            shift = self.adapter.norm(layer, "attn").bias
+            if shift is not None:
+                bias = bias + einsum(weight, shift, "head d e, d -> head e")
+            self._constants[layer, slot] = bias
+        return self._constants[layer, slot]

@@ -1,0 +1,191 @@
+"""Find a small circuit that explains an effect, by the methods that are worth their time.
+
+1. Divide the pairs: one half searches, the other one, *held out*, is never seen by a search.
+2. Every method ranks the parts: by attribution, heads also by their exact effects, and by backward
+   elimination, which starts from these.
+3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs.
+4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
+   returned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.evaluation import evaluate, log_sizes
+from sparse_tl.circuits.faithfulness import FaithfulnessRuns
+from sparse_tl.circuits.found_circuit import FoundCircuit, reached, rising
+from sparse_tl.circuits.methods.attribution import attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits.methods.elimination import Elimination
+from sparse_tl.circuits.methods.exact import patch_exactly
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.data import PromptPairs
+from sparse_tl.gates import CircuitEdges, Heads, Patch
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.metrics import Metric
+from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.storage.locks import held
+
+SHRINKS = 0.93
+"""Of the circuits of a search, those are evaluated that are that much smaller than the next."""
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    """What a method gives: scores, the sizes to cut them at, and how long they took in seconds."""
+
+    scores: Scores
+    sizes: tuple[int, ...]
+    seconds: float
+
+    def circuits(self, patch: Patch) -> list[Circuit]:
+        """Circuits of growing size, without edges that have no effect."""
+        cut = map(self.scores.top, (*self.sizes, self.scores.site.n_parts))
+        if isinstance(self.scores.site, CircuitGraph):
+            cut = (circuit.connected(patch=patch) for circuit in cut)
+        return [*{len(circuit): circuit for circuit in cut}.values()]
+
+
+@checked
+@in_evaluation_mode
+def find_circuit(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    at: Share = 0.9,
+    parts: Literal["circuit_edges", "heads"] = "circuit_edges",
+    held_out: PromptPairs | None = None,
+    patch: Patch = "corrupted",
+    seconds: Positive | None = None,
+    batch_size: AtLeastOne = 32,
+    checkpoint: str | Path | None = None,
+    seed: Seed = 0,
+    progress: bool = True,
+) -> FoundCircuit:
+    """Find a small circuit with a given explained effect on pairs that no search has seen.
+
+    Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
+    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since these pairs choose the
+    circuit, its effect on yet others can be slightly smaller.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs to search on; one half of them, drawn at random, if none are given as
+            `held_out`.
+        metric: metric function with one value per pair.
+        at: explained effect that the circuit should reach, above 0 and at most 1.
+        parts: what the circuit is made of.
+        held_out: other prompt pairs, to evaluate circuits on.
+        patch: patch at everything outside a circuit, as in `PairRuns`.
+        seconds: after so many seconds the elimination stops, and the circuits that it has found
+            are evaluated; by default it runs to its end.
+        batch_size: prompt pairs per forward pass.
+        checkpoint: folder for checkpoints; an elimination interrupted there is resumed.
+        seed: random seed of the division into halves.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: there are fewer than two pairs to divide, an argument is out of range, or the
+            checkpoint is of another search, or in use.
+        NoEffectError: patching everything changes the metric of no pair.
+    """
+    if held_out is None:
+        pairs, held_out = _halves(pairs, seed)
+    site = CircuitEdges() if parts == "circuit_edges" else Heads()
+    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
+    runs.check_effect(metric)
+    report = FaithfulnessRuns(runs, metric, held_out)
+    options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
+    began = time.monotonic()
+    found = _rankings(model, pairs, metric, parts, options)
+    scores = [*found.values()][-1].scores
+    folder = None if checkpoint is None else Path(checkpoint)
+    with held(folder):
+        search = Elimination(runs, metric, scores, at)
+        if folder is not None:
+            search.save_to(folder, pairs, f"{at} {batch_size}")
+        left = math.inf if seconds is None else seconds - (time.monotonic() - began)
+        search.run(left, progress)
+    sizes = _thinned(search.sizes(), search.state.effects)
+    found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
+    circuits = {method: ranking.circuits(patch) for method, ranking in found.items()}
+    evaluations = {
+        method: evaluate(model, held_out, metric, some, **options)
+        for method, some in circuits.items()
+    }
+    curves = {method: rising(evaluation) for method, evaluation in evaluations.items()}
+    best = {method: curve.sizes[reached(curve, at)] for method, curve in curves.items()}
+    method = min(best, key=lambda name: best[name])
+    circuit = next(circuit for circuit in circuits[method] if len(circuit) == best[method])
+    searched, others = report.of(circuit.mask)
+    assert others is not None
+    return FoundCircuit(
+        circuit,
+        method,
+        at,
+        searched,
+        others,
+        evaluations,
+        {name: ranking.seconds for name, ranking in found.items()},
+        scores,
+    )
+
+
+def _halves(pairs: PromptPairs, seed: int) -> tuple[PromptPairs, PromptPairs]:
+    """Pairs to search on and pairs to hold out, drawn at random."""
+    if len(pairs) < 2:
+        raise ValueError(
+            f"expected at least two prompt pairs, to search on some and evaluate on others; got "
+            f"{len(pairs)}; give more, or others as held_out="
+        )
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    half = len(pairs) // 2
+    return pairs.select(order[half:]), pairs.select(order[:half])
+
+
+def _rankings(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    parts: Literal["circuit_edges", "heads"],
+    options: dict[str, Any],
+) -> dict[str, _Ranking]:
+    """The rankings to compare with; the last one is that which the elimination starts from."""
+    began = time.monotonic()
+    if parts == "circuit_edges":
+        scores = attribute_circuit_edges(model, pairs, metric, **options)
+        sizes = log_sizes(scores.site.n_parts)
+        return {"eap-ig": _Ranking(scores, sizes, time.monotonic() - began)}
+    scores = attribute_heads(model, pairs, metric, **options)
+    sizes = log_sizes(scores.site.n_parts, per_doubling=8, all_up_to=32)
+    middle = time.monotonic()
+    grid = adapt(model).graph.heads
+    effects = patch_exactly(model, pairs, metric, grid.names(grid.places), **options)
+    exact = replace(Scores.of(grid, effects, "exact"), prompt_start=pairs.start)
+    return {
+        "eap-ig": _Ranking(scores, sizes, middle - began),
+        "exact": _Ranking(exact, sizes, time.monotonic() - middle),
+    }
+
+
+def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
+    """Growing sizes of circuits, each much larger than the one before and none worse.
+
+    A circuit that explains less than a smaller one, on the pairs of the search, is left out.
+    """
+    kept, best = [sizes[-1]], effects[-1]
+    for size, effect in zip(reversed(sizes), reversed(effects), strict=True):
+        if size * SHRINKS >= kept[-1] and effect >= best:
+            kept.append(size)
+            best = effect
+    return tuple(kept)

@@ -1,0 +1,208 @@
+"""Direct logit attribution: how much each component writes towards the answer.
+
+    attribution[component] = norm_share(what it writes) . (W_U[answer] - W_U[wrong])
+
+at the position that is read. With the scale of the final norm held fixed, the logits (before a soft
+cap) are linear in the final residual stream, so input, heads, MLPs and biases add up to the logit
+difference. What a component does through later components does not count.
+
+Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.data import PromptPairs
+from sparse_tl.data.pairs import NO_TOKEN
+from sparse_tl.gates import CircuitEdges
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    Norm,
+    adapt,
+    check_numbers,
+    hooked,
+    in_evaluation_mode,
+    record,
+    source_outputs,
+    tolerance,
+)
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class LogitAttribution(Result):
+    """What each component writes towards the answer, from `attribute_logits`.
+
+    Args:
+        components: "input"; heads ("a0.h1"), MLPs ("m0") and attention biases ("a0.b") by layer;
+            and "bias", the biases of the final norm and the unembedding.
+        values: logits that each component adds, per prompt pair; positive: towards the answer.
+        n_heads: number of heads of a layer.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    components: Sequence[str]
+    values: Float[Tensor, "component pair"]
+    n_heads: int
+    prompt_start: str | None = None
+
+    @property
+    def total(self) -> Float[Tensor, " pair"]:
+        """The sum over components: the logit difference before a soft cap."""
+        return self.values.sum(dim=0)
+
+    def __getitem__(self, component: str) -> float:
+        """The logits that one component adds, mean over pairs.
+
+        Raises:
+            ValueError: the model lacks the component.
+        """
+        if component not in self.components:
+            raise ValueError(
+                f"expected one of {self.components[0]!r} to {self.components[-1]!r}; got "
+                f"{component!r}"
+            )
+        return self.values[self.components.index(component)].mean().item()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per component: mean and standard deviation over pairs, in logits."""
+        import pandas as pd
+
+        spread = self.values.std(dim=1, correction=0).tolist()
+        means = self.values.mean(dim=1).tolist()
+        return pd.DataFrame({"component": self.components, "logits": means, "std": spread})
+
+    def _summary(self) -> pd.DataFrame:
+        """The components with the largest attributions."""
+        return self.to_pandas().sort_values("logits", key=abs, ascending=False).head(20)
+
+    def __repr__(self) -> str:
+        means = self.values.mean(dim=1)
+        best = means.abs().argsort(descending=True, stable=True)[:3].tolist()
+        listed = ", ".join(f"{self.components[i]} {means[i]:+.3g}" for i in best)
+        return (
+            f"LogitAttribution({self.total.mean():+.3g} logits over {self.values.shape[1]} pairs "
+            f"from {len(self.components)} components: {listed}, ...)"
+        )
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def attribute_logits(
+    model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
+) -> LogitAttribution:
+    """Direct logit attribution of the logit difference, answers minus wrong, on clean prompts.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs; without wrong answers, the logit of the answers is attributed.
+        batch_size: prompt pairs per forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the model is not the sum of its components, or cannot run the prompts.
+    """
+    adapter = adapt(model)
+    graph, names = adapter.graph, adapter.source_points()
+    runs = PairRuns(model, CircuitEdges(), pairs, "zero", batch_size, shared=True)
+    sources = [str(node) for node in graph.sources]
+    biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
+    by_batch: list[Tensor] = []
+    with tracked("attributing logits", len(runs), progress) as step:
+        for batch, run in runs:
+            kept, final = record(adapter, batch.clean, names)
+            at_read = {name: kept[name][run.read][:, None] for name in names}
+            written = source_outputs(adapter, at_read)
+            b_O = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
+            b_O = b_O[:, None].expand(-1, len(batch), -1)
+            parts = torch.cat([written[:, :, 0], b_O.to(written)])
+            _check_sum(adapter, parts, final[run.read])
+            values, bias = towards_answers(adapter, batch, parts, final[run.read])
+            added = torch.cat([values, bias[None]])
+            check_numbers(adapter, added)
+            by_batch.append(added.cpu())
+            step()
+    values = torch.cat(ranks.in_order(by_batch), dim=1)
+    row_of = {name: row for row, name in enumerate([*sources, *biases, "bias"])}
+    last_head = f".h{graph.n_heads - 1}"
+    components = []
+    for name in sources:
+        components.append(name)
+        if name.endswith(last_head):
+            components.append(f"{name.removesuffix(last_head)}.b")
+    components.append("bias")
+    values = values[[row_of[name] for name in components]]
+    return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
+
+
+def _check_sum(
+    adapter: Adapter,
+    parts: Float[Tensor, "part pair d_model"],
+    residual: Float[Tensor, "pair d_model"],
+) -> None:
+    """Check that parts add up to the residual stream, and that no hook can edit what follows."""
+    error = float((parts.sum(dim=0) - residual).abs().max())
+    ends = [getattr(adapter.model, "ln_final", None), adapter.model.unembed]
+    after = [module for end in ends if end is not None for module in end.modules()]
+    if error > tolerance(residual.dtype) * float(residual.abs().max()) or any(map(hooked, after)):
+        raise ValueError(
+            f"expected components that add up to the logit difference; a hook on {adapter.name!r} "
+            f"adds something else (up to {error:.3g} in the residual stream), or can edit the "
+            "final normalisation or the unembedding. Remove it first."
+        )
+
+
+def towards_answers(
+    adapter: Adapter,
+    batch: PromptPairs,
+    parts: Float[Tensor, "part pair d_model"],
+    residual: Float[Tensor, "pair d_model"],
+) -> tuple[Float[Tensor, "part pair"], Float[Tensor, " pair"]]:
+    """The logit difference that each part of the residual stream adds, and that of the biases.
+
+    Args:
+        adapter: adapter of the model.
+        batch: the pairs.
+        parts: parts of the residual stream where it is read.
+        residual: the whole residual stream there, which sets the scale of the final norm.
+    """
+    weight, bias = adapter.unembedding()
+    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    (right, right_bias), (wrong, wrong_bias) = (
+        _mean_unembedding(weight, bias, tokens) for tokens in (batch.answers, batch.wrong)
+    )
+    direction, of_biases = right - wrong, right_bias - wrong_bias
+    shares = norm.share(parts.double(), residual.double())
+    if norm.bias is not None:
+        of_biases = of_biases + direction @ norm.bias.double()
+    return (shares * direction).sum(dim=-1), of_biases
+
+
+def _mean_unembedding(
+    weight: Float[Tensor, "d_model vocab"],
+    bias: Float[Tensor, " vocab"],
+    tokens: Int[Tensor, "pair token"],
+) -> tuple[Float[Tensor, "pair d_model"], Float[Tensor, " pair"]]:
+    """The mean weights and biases of each row's tokens; 0 for a row without tokens."""
+    shares = (tokens != NO_TOKEN).double()
+    shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
+    tokens = tokens.clamp(min=0)
+    direction = torch.einsum("pt,ptd->pd", shares, weight.T[tokens].double())
+    return direction, (shares * bias[tokens].double()).sum(dim=1)

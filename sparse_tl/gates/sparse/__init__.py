@@ -1,0 +1,1 @@
+"""Models with learnable gates on attention edges and MLPs."""

@@ -1,0 +1,294 @@
+"""A model with learnable gates on attention edges and MLPs, used exactly like the wrapped model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
+from sparse_tl.calls.scopes import Scope, autograd, scope, uninterruptible
+from sparse_tl.gates.distributions import GateDistribution, GateMode
+from sparse_tl.gates.passes import Counted, as_rows, using
+from sparse_tl.gates.sparse.attention import AttentionGates, GateKind
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, counted_by_batch, open_shares
+from sparse_tl.gates.sparse.kinds import attention_gates
+from sparse_tl.gates.sparse.mlps import MLPGates
+from sparse_tl.gates.sparse.saving import load_sparse, save_sparse
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores
+from sparse_tl.lens.core.modes import in_evaluation_mode
+
+
+@checked
+class SparseTransformer(nn.Module):
+    """Wrap a model so that its attention edges, and optionally MLP outputs, pass learnable gates.
+
+    The wrapper has the model's whole interface, under the same names: calling it, `generate`,
+    `run_with_cache`, `hooks`, `to_tokens`, `cfg`. Gates are deterministic except inside a `sampled`
+    or `opened` block. A user's hook on ``hook_pattern`` sees the gated pattern; an edit to
+    ``hook_attn_scores`` changes the gate too. The same holds for ``hook_mlp_out`` and MLP inputs.
+
+    Gates sit on the model itself; `unwrap` removes them and keeps any training of the weights.
+
+    Args:
+        model: model to wrap, a TransformerBridge or a HookedTransformer.
+        gates: existing gates, or the kind of new ones: "share" (`ShareGates`), the default, or
+            "score" (`ScoreGates`), the default where `initial_bias` is given.
+        initial_threshold: initial threshold of share gates, a share of attention; 0.005 by default.
+        initial_bias: initial bias of score gates, in logits, 4.0 by default; larger is denser.
+        distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
+        mlps: whether to gate every MLP at every position; see `MLPGates`.
+        mlp_gates: existing gates on MLPs to use instead of new ones.
+
+    Raises:
+        TypeError: `model` is not a TransformerLens model.
+        ValueError: the model is wrapped already, its attention or MLPs cannot be gated, or its
+            weights cannot be saved; existing gates do not fit it; or an argument belongs to the
+            other kind of gate, or to new gates where existing ones are given.
+
+    Reference: arXiv 2512.05865; MLP gates are an addition of this package.
+    """
+
+    model: Model
+    gates: AttentionGates
+    mlp_gates: MLPGates | None
+    cfg: Any  # this and the next are looked up on the model
+    hook_dict: dict[str, Any]
+    tokenizer: Any
+    to_tokens: Any
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        gates: GateKind | AttentionGates | None = None,
+        initial_threshold: Share | None = None,
+        initial_bias: Logit | None = None,
+        distribution: GateDistribution | None = None,
+        mlps: bool = False,
+        mlp_gates: MLPGates | None = None,
+    ) -> None:
+        super().__init__()
+        adapter = adapt(model)
+        if getattr(adapter.core, "_sparse_tl_wrapped", False):
+            raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
+        check_named(model)
+        starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
+        gates = attention_gates(adapter, gates, starts, distribution)
+        if mlps or mlp_gates is not None:
+            mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
+            mlp_gates.check(adapter, gates.distribution)
+        self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
+        self._hooks_on: AttachedHooks | None = None
+        try:
+            self._attach()
+        except BaseException:  # such as Ctrl-C: no caller could unwrap the model
+            self.unwrap()
+            raise
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model under its gates; takes and returns what the model does."""
+        model = self.model_under_gates()
+        args, kwargs = as_rows(args, kwargs)
+        adapt(model).check_mask(kwargs.get("attention_mask"))
+        return model(*args, **kwargs)
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `run_with_cache`; the cache holds gated patterns."""
+        return self.model_under_gates().run_with_cache(*args, **kwargs)
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `run_with_hooks`; hooks see gated patterns."""
+        return self.model_under_gates().run_with_hooks(*args, **kwargs)
+
+    def run_with_counts(
+        self,
+        *args: Any,
+        keep_gates: bool = False,
+        pressure: NotNegative = 0.0,
+        edge_cost: Float[Tensor, "*#edge"] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, AttentionEdgeCounts]:
+        """The model's output, and the counts of this pass; expected counts are differentiable.
+
+        Args:
+            *args: positional arguments of the model.
+            keep_gates: also return every deterministic gate, as `gates` and `mlp_gates`.
+            pressure: extra gradient of the expected count for confidently open gates.
+            edge_cost: cost of each edge, broadcastable to ``[layer, head, query, key]``.
+            **kwargs: keyword arguments of the model; only ``attention_mask`` says what is padding.
+        """
+        args, kwargs = as_rows(args, kwargs)
+        layers: list[Counted] = []
+        settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
+        with using(self._all_gates(), counts=layers, real=kwargs.get("attention_mask"), **settings):
+            output = self(*args, **kwargs)
+        return output, AttentionEdgeCounts.of_pass(layers)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate`, under the gates; a single prompt may have one dimension."""
+        args, kwargs = as_rows(args, kwargs)
+        return self.model_under_gates().generate(*args, **kwargs)
+
+    def sampled(
+        self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
+    ) -> Scope[None]:
+        """Inside the block, gates are sampled, as in training.
+
+        Args:
+            generator: random generator for the samples.
+            noise: scale of the gate noise.
+        """
+        return using(self._all_gates(), mode=GateMode.SAMPLED, generator=generator, noise=noise)
+
+    def opened(self) -> Scope[None]:
+        """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
+        return using(self._all_gates(), mode=GateMode.OPEN)
+
+    @in_evaluation_mode
+    @autograd(False)
+    def count_attention_edges(
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
+    ) -> AttentionEdgeCounts:
+        """Count active, expected and possible attention edges, and MLP outputs, of some prompts.
+
+        Args:
+            tokens: prompts, or a single prompt; mark padding with ``attention_mask=``.
+            batch_size: prompts per forward pass.
+            **kwargs: keyword arguments of the model; tensors are split along the prompts.
+
+        Raises:
+            ValueError: no prompt is given.
+        """
+        counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
+        return AttentionEdgeCounts.concatenate(list(counts))
+
+    @in_evaluation_mode
+    @autograd(False)
+    def open_attention_edges(
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
+    ) -> pd.DataFrame:
+        """The attention edges that are open in at least one prompt, most common first.
+
+        Arguments and errors are those of `count_attention_edges`, for prompts of one length.
+
+        Returns:
+            One row per edge: layer, head, query and key (columns of the prompt), and the share of
+            prompts in which its gate is open, above 0 and up to 1.
+        """
+        kwargs["keep_gates"] = True
+        return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
+
+    def _all_gates(self) -> list[AttentionGates | MLPGates]:
+        return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
+
+    @uninterruptible
+    def unwrap(self) -> Model:
+        """Remove the gates and return the model, with no trace of the wrapper on it."""
+        if self._hooks_on is not None:
+            self._deferred.close()
+            self._hooks_on.remove()
+            self._hooks_on = None
+            del adapt(self.model).core._sparse_tl_wrapped
+        return self.model
+
+    def model_under_gates(self) -> Model:
+        """The wrapped model with its gates attached.
+
+        Raises:
+            RuntimeError: the gates were removed, by `unwrap` or from outside.
+            ValueError: another bridge has taken over the model's modules.
+        """
+        if self._hooks_on is None:
+            raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
+        if not self._hooks_on.in_place:
+            raise RuntimeError(
+                "the gates' hooks were removed from the model (by "
+                "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
+            )
+        return adapt(self.model).model  # fails if another bridge took over its modules
+
+    def dense_copy(self) -> Model:
+        """A frozen copy of the model in its current state, without gates."""
+        with self._detached():
+            return adapt(self.model).copy().requires_grad_(False)
+
+    def save_pretrained(self, folder: str | Path, *, adapters_only: bool = False) -> Path:
+        """Write model, gates and tokenizer as safetensors and JSON, completely or not at all.
+
+        `adapters_only` writes the low-rank adapters in place of the model: a small folder.
+        """
+        return save_sparse(self.model, self.gates, self.mlp_gates, folder, adapters_only)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        base: str | Path | Model | None = None,
+        device: str | None = None,
+    ) -> SparseTransformer:
+        """Load a folder written by `save_pretrained`.
+
+        Args:
+            folder: the folder.
+            base: the model on which a folder of adapters was trained, or what `load_model` takes;
+                a model gets the adapters in place.
+            device: device of the model, unless `base` is one; a GPU by default if there is one.
+
+        Raises:
+            ValueError: the folder is of another kind or damaged, its gates do not fit the model, or
+                the base has other weights than the one that the adapters were trained on.
+        """
+        model, gates, mlp_gates = load_sparse(folder, device, base)
+        return cls(model, gates=gates, mlp_gates=mlp_gates)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached if neither the module nor its class has the name: look it up on the model.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in {"model", "gates", "mlp_gates"} or name.startswith("__"):
+                raise
+        return getattr(super().__getattr__("model"), name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseTransformer:
+        super()._apply(fn, recurse)  # for `to`, `cuda`, `half`...; the model's `to` is not called
+        adapt(self.model).sync_config()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
+        with self._detached():  # hooks are closures over these gates
+            model, gates = adapt(self.model).copy(), copy.deepcopy(self.gates, memo)
+            mlp_gates = copy.deepcopy(self.mlp_gates, memo)
+        return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
+
+    def __repr__(self) -> str:
+        gates = "; MLPs of ".join(gates.extra_repr() for gates in self._all_gates())
+        return f"SparseTransformer({adapt(self.model).name}: {gates})"
+
+    @uninterruptible
+    def _attach(self) -> None:
+        adapter = adapt(self.model)
+        hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
+        self._hooks_on = AttachedHooks(adapter, hooks)
+        self._deferred = defer_scores(adapter, self._hooks_on)
+        adapter.core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)  # type: ignore[assignment]
+
+    @scope
+    def _detached(self) -> Iterator[None]:
+        was_on = self._hooks_on is not None
+        self.unwrap()
+        for gates in self._all_gates():
+            gates.forget()
+        try:
+            yield
+        finally:
+            if was_on:
+                self._attach()

@@ -1,0 +1,191 @@
+"""Sampled binary gates on an attention pattern, with a backward pass of their own.
+
+With the pattern ``p``, logits ``l = e + r`` (an edge's term and a query's term), logistic noise
+``n`` and edge costs ``c``,
+
+    A = [l + n > 0],    gated = A p,    expected = sum_(valid) sigmoid(l),    cost likewise
+
+    d gated / d p  =  A
+    d gated / d l  =  p sigmoid'((l + n) / temperature) / temperature
+    d expected / d l  =  sigmoid'(l) + pressure [l > 0] at valid pairs
+
+as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``log p``; of the
+latter, the derivative ``d l / d p = 1 / p`` is multiplied in before a small p can overflow: ``p``
+cancels in that of the gated pattern, and with ``t = exp(-r)``,
+``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
+
+The backward pass needs only ``p``, ``l + n`` and, if they are read, the scores; the same formula
+composed of single operations would keep six tensors of that size. Both passes go through the heads
+a few at a time, so that intermediate values stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.gates.distributions import logistic_noise
+from sparse_tl.gates.passes import Counted, GateSettings
+from sparse_tl.gates.sparse.layer_counts import open_edges, possible_edges
+
+EDGES_AT_ONCE = 2**20
+"""Number of edges whose intermediate values are held at one time."""
+_STEEPEST = 80.0
+"""Largest query term whose exponential is taken; that of 89 overflows in float32."""
+
+
+def edge_term(
+    scores: Float[Tensor, "*head query key"] | None,
+    pattern: Float[Tensor, "*head query key"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "*head query key"]:
+    """An edge's term in the logit of its gate: its score, or the logarithm of its attention."""
+    if scores is not None:
+        return scores.to(dtype)
+    return pattern.to(dtype).clamp_min(torch.finfo(dtype).tiny).log()
+
+
+def gated_pattern(
+    scores: Float[Tensor, "prompt head query key"] | None,
+    pattern: Float[Tensor, "prompt head query key"],
+    row: Float[Tensor, "#prompt head #query 1"],
+    temperature: float,
+    now: GateSettings,
+    cost: Float[Tensor, "#head #query #key"] | None = None,
+    valid: Bool[Tensor, "#prompt #head query key"] | None = None,
+) -> tuple[Float[Tensor, "prompt head query key"], Counted]:
+    """The pattern under sampled gates, and the counts of `attention_edges_of_layer`.
+
+    Args:
+        scores: attention scores, if they are the edges' term; None if the pattern's logarithm is.
+        pattern: attention pattern.
+        row: each query's term.
+        temperature: temperature of the backward pass.
+        now: settings, of which the noise's generator and scale and the pressure are used.
+        cost: cost per edge.
+        valid: pairs of real tokens that the layer's mask allows, which are counted; None to count
+            nothing.
+    """
+    shape = pattern.shape[:2]
+    given = None if cost is None else cost.expand(shape[1], *pattern.shape[2:])
+    rows = row.expand(*shape, pattern.shape[2], 1)
+    gated, expected, weighted, whole = _GatedPattern.apply(
+        scores, pattern, rows, temperature, now, given, valid
+    )
+    if valid is None:
+        return gated, {}
+    counts = {**possible_edges(valid, *shape), **whole, "expected": expected}
+    return gated, counts if cost is None else counts | {"cost": weighted}
+
+
+class _GatedPattern(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        scores: Tensor | None,
+        pattern: Tensor,
+        row: Tensor,
+        temperature: float,
+        now: GateSettings,
+        cost: Tensor | None,
+        valid: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        shape = pattern.shape[:2]
+        gated, noisy = torch.empty_like(pattern), None
+        if now.noise:
+            noisy = torch.empty_like(pattern, dtype=row.dtype)
+        sums: dict[str, list[Tensor]] = {}
+        for some, heads in _pieces(pattern):
+            logits = _logits(scores, pattern, row, some)
+            drawn = logits if noisy is None else _flat(noisy)[some]
+            if noisy is not None:
+                noise = logistic_noise(logits, now.generator)
+                torch.add(logits, noise, alpha=now.noise, out=drawn)
+            torch.mul(_flat(pattern)[some], _positive(drawn), out=_flat(gated)[some])
+            if valid is not None:
+                here, weights = _rows(valid, shape, some), None if cost is None else cost[heads]
+                is_open, chance = (of(logits).mul_(here) for of in (_positive, torch.sigmoid))
+                for name, found in open_edges(is_open, chance, weights).items():
+                    sums.setdefault(name, []).append(found)
+        whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
+        expected = whole.pop("expected", row.new_zeros(shape))
+        weighted = whole.pop("cost", row.new_zeros(shape))
+        ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
+        ctx.temperature, ctx.pressure = temperature, now.pressure
+        return gated, expected, weighted, whole
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, *gradients: Any
+    ) -> tuple[Any, ...]:
+        scores, pattern, row, noisy, cost, valid = ctx.saved_tensors
+        by_gated, by_expected, by_cost, _ = gradients
+        by_scores = None if scores is None else torch.empty_like(scores)
+        by_pattern, by_row = torch.empty_like(pattern), row.new_empty(row.shape)
+        for some, heads in _pieces(pattern):
+            p, r = _flat(pattern)[some].to(row.dtype), _flat(row)[some]
+            logits = _logits(scores, pattern, row, some)
+            drawn = logits if noisy is None else _flat(noisy)[some]
+            by_p = _flat(by_gated)[some] * _positive(drawn)
+            soft = torch.sigmoid(drawn / ctx.temperature)
+            # The derivative by the logit, and the same divided by p.
+            over_p = soft.mul_(1 - soft).div_(ctx.temperature).mul_(_flat(by_gated)[some])
+            by_logit = over_p * p
+            if valid is not None:
+                share = by_expected.flatten()[some, None, None]
+                if cost is not None:
+                    share = share + by_cost.flatten()[some, None, None] * cost[heads]
+                share = share * _rows(valid, pattern.shape[:2], some)
+                chance, is_open = torch.sigmoid(logits), _positive(logits)
+                if scores is None:
+                    over = (1 - chance) / (p + torch.exp(-r.clamp(max=_STEEPEST)))
+                    over += ctx.pressure * (is_open / p.clamp_min(torch.finfo(p.dtype).tiny))
+                    over_p += over * share
+                slope = chance.mul_(1 - chance).add_(is_open, alpha=ctx.pressure)
+                by_logit += slope.mul_(share)
+            if by_scores is None:
+                by_p = by_p + over_p
+            else:
+                _flat(by_scores)[some] = by_logit.to(by_scores.dtype)
+            _flat(by_pattern)[some] = by_p.to(pattern.dtype)
+            _flat(by_row)[some] = by_logit.sum(dim=-1, keepdim=True)
+        return by_scores, by_pattern, by_row, None, None, None, None
+
+
+def _positive(values: Tensor) -> Tensor:
+    """1 where a value is above 0, else 0; as floats, since CPUs multiply by booleans slowly."""
+    return values.sign().clamp_min_(0)
+
+
+def _logits(scores: Tensor | None, pattern: Tensor, row: Tensor, some: slice) -> Tensor:
+    """The logits of some prompts and heads, as in `_pieces`."""
+    read = None if scores is None else _flat(scores)[some]
+    return edge_term(read, _flat(pattern)[some], row.dtype) + _flat(row)[some]
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.flatten(0, 1)
+
+
+def _pieces(pattern: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
+    """A few prompts and heads at a time: their slice of the flattened axes, and the heads."""
+    n_prompts, n_heads, *edges = pattern.shape
+    size = max(1, EDGES_AT_ONCE // max(1, edges[0] * edges[1]))
+    for start in range(0, n_prompts * n_heads, size):
+        stop = min(start + size, n_prompts * n_heads)
+        yield slice(start, stop), torch.arange(start, stop, device=pattern.device) % n_heads
+
+
+def _rows(
+    valid: Bool[Tensor, "#prompt #head query key"], shape: torch.Size, some: slice
+) -> Bool[Tensor, "#some query key"]:
+    """The valid pairs of some prompts and heads, as in `_pieces`."""
+    if valid.shape[0] == valid.shape[1] == 1:
+        return valid[0]
+    places = torch.arange(some.start, some.stop, device=valid.device)
+    return valid.expand(*shape, -1, -1)[places // shape[1], places % shape[1]]

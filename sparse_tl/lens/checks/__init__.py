@@ -1,0 +1,1 @@
+"""Numerical checks that a model behaves as the package assumes."""

@@ -1,0 +1,1 @@
+"""What every adapter, hook and check builds on: the interface to a model and its hook points."""

@@ -1,0 +1,154 @@
+"""Attachment points other than TransformerLens hook points: before and after modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
+
+from sparse_tl.calls.scopes import scope
+
+HookFunction = Callable[[Any], Any]
+"""Function from an activation, or another value, to its replacement, or None to keep it."""
+Place = Callable[[HookFunction], list[RemovableHandle]]
+"""Attaches a function to an activation of every pass, until the returned handles are removed."""
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A hook point where functions see the activation in another shape.
+
+    Args:
+        point: the hook point.
+        view: turns a function of the activation in that shape into one of the activation itself.
+    """
+
+    point: HookPoint
+    view: Callable[[HookFunction], HookFunction]
+
+
+def before(
+    module: nn.Module, function: HookFunction, *, first: bool = False
+) -> list[RemovableHandle]:
+    """Attach to the input of a module; if `first`, before its existing pre-hooks."""
+
+    def replaced(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The view is read only by this module, and has a gradient of its own.
+        shown = args[0].view_as(args[0])
+        changed = function(shown)
+        return (shown if changed is None else changed, *args[1:])
+
+    return [module.register_forward_pre_hook(replaced, prepend=first)]
+
+
+def after(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
+    """Attach to the output of a module, for all its readers."""
+
+    def replaced(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        # Without normalisation the output is the input tensor itself.
+        shown = output.view_as(output)
+        changed = function(shown)
+        return shown if changed is None else changed
+
+    return [module.register_forward_hook(replaced)]
+
+
+@scope
+def entered(point: nn.Module, rows: Tensor) -> Iterator[None]:
+    """Inside the block, a residual stream replaces a hook point's input, before its hooks run.
+
+    Args:
+        point: hook point at the input of the first layer that runs.
+        rows: the residual stream; or tokens, which replace nothing.
+    """
+    (handle,) = before(point, lambda value: rows if rows.is_floating_point() else None)
+    with handle:
+        yield
+
+
+def between(
+    first: nn.Module,
+    last: nn.Module,
+    shown: Callable[[Tensor, Tensor], Tensor],
+    write: Callable[[Tensor], Tensor],
+    function: HookFunction,
+) -> list[RemovableHandle]:
+    """Attach to a value that is made from two modules' inputs and determines the last one's output.
+
+    Args:
+        first: module that is called first.
+        last: module that is called last.
+        shown: makes the value from the inputs of both.
+        write: makes the last module's output from a changed value.
+        function: function to attach.
+    """
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept.append(args[0])
+
+    def replaced(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> Tensor | None:
+        value = shown(kept.pop(), args[0])
+        changed = function(value)
+        return None if changed is None or changed is value else write(changed)
+
+    return [first.register_forward_pre_hook(keep), last.register_forward_hook(replaced)]
+
+
+def before_branch(
+    point: nn.Module, end: nn.Module, function: HookFunction
+) -> list[RemovableHandle]:
+    """Attach to the residual stream at a hook point that feeds only one of its branches.
+
+    Args:
+        point: hook point at the input of the branch.
+        end: hook point where the branch has been added to the stream; a change of the stream is
+            also added there.
+        function: function to attach; it runs before all other hooks.
+    """
+    change: Tensor | None = None
+
+    def edit(_module: nn.Module, _args: tuple[Any, ...], value: Tensor) -> Tensor | None:
+        nonlocal change
+        changed = function(value)
+        change = None if changed is None or changed is value else changed - value
+        return changed
+
+    def add(_module: nn.Module, _args: tuple[Any, ...], stream: Tensor) -> Tensor | None:
+        nonlocal change
+        added, change = change, None
+        return None if added is None else stream + added
+
+    hooks = (point, edit), (end, add)
+    return [place.register_forward_hook(hook, prepend=True) for place, hook in hooks]
+
+
+def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
+    """Show a module's input after all edits, once the module has returned."""
+
+    def show(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
+        function(args[0])
+
+    return [module.register_forward_hook(show)]
+
+
+def read_call(
+    modules: Sequence[nn.Module], read: Callable[[dict[str, Any]], Any], function: HookFunction
+) -> list[RemovableHandle]:
+    """Show a value that is derived from the keyword arguments of a module's call.
+
+    Args:
+        modules: the module that is called, such as a layer's attention; or several, if some may be
+            skipped.
+        read: function from the keyword arguments to the value.
+        function: function to attach.
+    """
+
+    def show(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        function(read(kwargs))
+
+    return [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]

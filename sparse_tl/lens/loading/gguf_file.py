@@ -1,0 +1,283 @@
+"""GGUF files: found, checked, and read by transformers.
+
+A GGUF file consists of a header and tensor data. The header has metadata (architecture, sizes,
+vocabulary, chat template) and a table of the tensors: name, shape, type and offset. Nothing in it
+is code, but readers trust its counts and sizes. So the header is checked first:
+
+1. Magic number and version; not one part of a split file.
+2. Every count and length fits in the rest of the file, and is at most what real models need.
+3. Every tensor lies within the file, and none overlaps another.
+
+What transformers would silently ignore is refused: scaled rotary positions that its reader of the
+architecture does not know, and tensors that the model does not use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import transformers
+from packaging.requirements import Requirement
+from transformers import modeling_gguf_pytorch_utils
+
+from sparse_tl.calls.scopes import scope
+
+# Earlier versions of transformers make other tokenizers: without BOS, or of kinds they do not know.
+_NEEDED = Requirement("gguf>=0.17.1"), Requirement("transformers>=5.23")
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""The metadata's types of numbers, in the notation of `struct`."""
+_TEXT, _ARRAY = 8, 9
+_MOST_NAMES = 2**16  # metadata fields, or tensors
+_MOST_ENTRIES = 2**21  # of all arrays together; Gemma's vocabulary takes 0.8 million
+_LONGEST = 2**20  # bytes of a text
+_ALIGNMENT = 32
+NAME = "model.gguf"
+"""Name under which transformers sees the file."""
+
+
+class Header(NamedTuple):
+    """The header of a GGUF file.
+
+    Args:
+        fields: metadata by name: numbers and texts, and the lengths of arrays.
+        sizes: number of weights in each tensor.
+    """
+
+    fields: dict[str, Any]
+    sizes: dict[str, int]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the file has a vocabulary."""
+        return "tokenizer.ggml.tokens" in self.fields
+
+
+def find_gguf(place: Path) -> Path | None:
+    """The GGUF file at a path or in a folder, or None.
+
+    Raises:
+        ValueError: the folder has several.
+    """
+    if not place.is_dir():
+        return place if place.suffix == ".gguf" or _has_magic(place) else None
+    found = sorted(place.glob("*.gguf"))
+    if len(found) > 1:
+        raise ValueError(
+            f"expected one GGUF file in {place}; found {[file.name for file in found[:5]]}. Give "
+            "the path of the one to load"
+        )
+    return found[0] if found else None
+
+
+def _has_magic(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(_MAGIC)) == _MAGIC
+
+
+def _version(package: Requirement) -> str:
+    try:
+        return metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def read_header(file: Path) -> Header:
+    """Read and check the header of a GGUF file, without reading its tensors.
+
+    Raises:
+        ImportError: a package that is needed to read such files is not installed.
+        ValueError: the file is missing or damaged, or is one part of several.
+    """
+    for needed in _NEEDED:
+        if (found := _version(needed)) == "none" or found not in needed.specifier:
+            raise ImportError(
+                f"expected {needed} to read {file}; {found} is installed. pip install '{needed}'"
+            )
+    try:
+        with file.open("rb") as opened:
+            return _header(_Bytes(opened))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"expected a whole GGUF file at {file}; {error}") from error
+
+
+class _Bytes:
+    """A file read from its start, never beyond its end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size = file, os.fstat(file.fileno()).st_size
+        self.entries = 0
+
+    def bytes(self, count: int) -> bytes:
+        found = self.file.read(count)
+        if len(found) < count:
+            raise ValueError(f"its {self.size:,} bytes end within the header")
+        return found
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        if length > _LONGEST:
+            raise ValueError(f"a text in it would have {length:,} bytes")
+        return self.bytes(length).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        """A metadata value; for an array, its length."""
+        if kind == _TEXT:
+            return self.text()
+        if kind == _ARRAY:
+            inner, length = self.numbers("IQ")
+            self.entries += length
+            if inner == _ARRAY or self.entries > _MOST_ENTRIES:
+                raise ValueError(f"it has arrays of arrays, or of {self.entries:,} entries")
+            if inner == _TEXT:
+                for _ in range(length):
+                    self.text()
+            else:
+                self.numbers(f"{length}{_number(inner)}")
+            return length
+        return self.numbers(_number(kind))[0]
+
+
+def _number(kind: int) -> str:
+    if kind not in _NUMBERS:
+        raise ValueError(f"its metadata has a value of type {kind}, which GGUF does not know")
+    return _NUMBERS[kind]
+
+
+def _header(data: _Bytes) -> Header:
+    if data.file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it does not begin with the letters GGUF")
+    (version,) = data.numbers("I")
+    if version not in _VERSIONS:
+        raise ValueError(
+            f"it is of version {version}; {' and '.join(map(str, _VERSIONS))} are read"
+        )
+    n_tensors, n_fields = data.numbers("QQ")
+    if max(n_tensors, n_fields) > _MOST_NAMES:
+        raise ValueError(f"it would have {n_tensors:,} tensors and {n_fields:,} metadata fields")
+    fields = dict(_unique(_fields(data, n_fields), "metadata field"))
+    parts = fields.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ValueError(
+            f"it is one of {parts} parts. Join them first: llama-gguf-split --merge FIRST_PART OUT"
+        )
+    if not isinstance(fields.get("general.architecture"), str):
+        raise ValueError("its metadata does not name an architecture")
+    alignment = fields.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"its tensors would be aligned to {alignment!r} bytes, no power of two")
+    table = dict(_unique(_tensors(data, n_tensors), "tensor"))
+    end = start = -(-data.file.tell() // alignment) * alignment
+    for name, (offset, n_bytes, _) in sorted(table.items(), key=lambda item: item[1]):
+        if start + offset < end or offset % alignment:
+            raise ValueError(f"the tensor {name[:80]!r} would begin within another one")
+        end = start + offset + n_bytes
+        if end > data.size:
+            raise ValueError(
+                f"the tensor {name[:80]!r} would end at byte {end:,} of {data.size:,}. The file "
+                "is cut off, or one part of several"
+            )
+    return Header(fields, {name: size for name, (_, _, size) in table.items()})
+
+
+def _unique(pairs: Iterator[tuple[str, Any]], what: str) -> Iterator[tuple[str, Any]]:
+    seen = set[str]()
+    for name, value in pairs:
+        if name in seen:
+            raise ValueError(f"it has the {what} {name[:80]!r} twice")
+        seen.add(name)
+        yield name, value
+
+
+def _fields(data: _Bytes, count: int) -> Iterator[tuple[str, Any]]:
+    for _ in range(count):
+        name, (kind,) = data.text(), data.numbers("I")
+        yield name, data.value(kind)
+
+
+def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Offset, bytes and number of weights of each tensor."""
+    from gguf import GGML_QUANT_SIZES
+
+    for _ in range(count):
+        name, (n_axes,) = data.text(), data.numbers("I")
+        if not 1 <= n_axes <= 4:
+            raise ValueError(f"the tensor {name[:80]!r} would have {n_axes:,} axes")
+        shape = data.numbers(f"{n_axes}Q")
+        kind, offset = data.numbers("IQ")
+        if kind not in GGML_QUANT_SIZES:
+            raise ValueError(
+                f"the tensor {name[:80]!r} is of type {kind}, which gguf does not know"
+            )
+        together, n_bytes = GGML_QUANT_SIZES[kind]  # weights in a block, and its bytes
+        if not all(shape) or shape[0] % together:
+            raise ValueError(f"the tensor {name[:80]!r} has shape {shape}: no rows of its type")
+        size = math.prod(shape)
+        yield name, (offset, size // together * n_bytes, size)
+
+
+@scope
+def without_bar() -> Iterator[None]:
+    """Hide the progress bar of dequantisation, for which transformers has no setting."""
+    reader: Any = modeling_gguf_pytorch_utils
+    shown = reader.tqdm
+    reader.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        reader.tqdm = shown
+
+
+def gguf_options(config: Any) -> dict[str, Any]:
+    """Options that make transformers read plain weights from a GGUF file."""
+    # Otherwise it may keep quantised blocks, and run code from a hub on them.
+    whole = transformers.GgufConfig(dequantize=True)
+    return {"gguf_file": NAME, "config": config, "quantization_config": whole}
+
+
+def check_taken(header: Header, config: Any, needed: int) -> None:
+    """Check that the model uses everything in the file.
+
+    Args:
+        header: header of the file.
+        config: configuration that transformers made from it.
+        needed: number of weights of a model with this configuration.
+
+    Raises:
+        ValueError: tensors or scaled rotary positions would be ignored.
+    """
+    held = sum(header.sizes.values())
+    if needed != held:
+        raise ValueError(
+            f"transformers' {config.model_type} takes {needed:,} of its {held:,} weights, so that "
+            f"it would be another model than the file's"
+        )
+    for name, value in header.fields.items():
+        asked = name.endswith((".rope.scaling.type", ".rope.scaling.factor"))
+        if asked and value not in ("none", 0, 1) and not _scales(config.to_dict()):
+            raise ValueError(
+                f"transformers ignores its {name} = {value!r}, so that it would be another model "
+                "than the file's"
+            )
+
+
+def _scales(config: Mapping[Any, Any]) -> bool:
+    """Whether rotary positions are scaled, anywhere in a configuration."""
+    return any(
+        _scales(value)
+        if isinstance(value, dict)
+        else name == "rope_type" and value not in ("default", None)
+        for name, value in config.items()
+    )

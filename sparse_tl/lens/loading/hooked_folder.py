@@ -1,0 +1,187 @@
+"""HookedTransformers, built from configuration fields or stored as a folder.
+
+A folder holds ``tl_config.json``, ``model.safetensors`` with HookedTransformer's names and, if the
+model has a tokenizer, the tokenizer's files. Weights are loaded without folding or centring, so
+that the model can be trained further. If TransformerLens has no HookedTransformer, the folder loads
+as a bridge around the equivalent model of `transformers`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_tl.lens.core.architecture import (
+    CONFIG_FILE,
+    dtype_named,
+    model_config,
+    read_architecture,
+)
+from sparse_tl.lens.core.data_files import check_depth, has_tokenizer
+from sparse_tl.lens.core.points import HookedTransformer, Model
+from sparse_tl.lens.loading.booting import boot
+from sparse_tl.lens.loading.conversion import as_transformers
+from sparse_tl.lens.loading.hugging_face import check_tokenizer, read_tokenizer
+from sparse_tl.storage.files import read_tensors, write_json, write_tensors
+
+try:
+    from transformer_lens import HookedTransformerConfig
+except ImportError:  # removed in version 4
+    HookedTransformerConfig = None
+
+WEIGHTS_FILE = "model.safetensors"
+_SIZES = ("d_model", "d_head", "n_heads", "n_key_value_heads", "d_mlp", "d_vocab", "d_vocab_out")
+_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+def build_model(
+    config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
+) -> HookedTransformer:
+    """Build a HookedTransformer from configuration fields, by default with random weights.
+
+    Args:
+        config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
+        tokenizer: a Hugging Face tokenizer.
+        device: device of the model; a GPU by default if there is one.
+
+    Raises:
+        ValueError: a field or dtype is unknown, the fields are inconsistent, or this version of
+            TransformerLens has no HookedTransformer.
+    """
+    if HookedTransformerConfig is None:
+        raise ValueError(
+            "expected transformer-lens 3.9 to build a HookedTransformer; later versions have none"
+        )
+    fields = dict(config)
+    if isinstance(fields.get("dtype"), str):
+        fields["dtype"] = dtype_named(fields["dtype"])
+    if device is not None:
+        fields["device"] = device
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+            made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
+            return HookedTransformer(made, tokenizer=tokenizer)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
+
+
+def save_hooked(model: HookedTransformer, folder: Path) -> None:
+    """Write configuration and weights to an existing folder."""
+    write_json(folder / CONFIG_FILE, model_config(model))
+    weights = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith(tuple(f".{buffer}" for buffer in _BUFFERS))
+    }
+    write_tensors(folder / WEIGHTS_FILE, weights)
+
+
+def check_hooked(folder: Path) -> dict[str, Any]:
+    """The configuration fields of a folder, after checking that it has weights.
+
+    Raises:
+        ValueError: a field does not describe an architecture, or there are no weights.
+    """
+    config = read_architecture(folder / CONFIG_FILE)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"expected the weights in {folder / WEIGHTS_FILE}; there is no such file")
+    return config
+
+
+def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) -> Model:
+    """Load the model from a folder that `save_hooked` wrote, ignoring other files.
+
+    Raises:
+        ValueError: a field does not describe an architecture, weights do not fit, or this version
+            of TransformerLens cannot represent the architecture.
+    """
+    config, file = check_hooked(folder), folder / WEIGHTS_FILE
+    weights = read_tensors(file)
+    check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
+    _check_sizes(config, weights, folder)
+    _check_floats(weights, file)
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    tokenizer = None
+    if has_tokenizer(folder):
+        tokenizer = read_tokenizer(folder, adds_bos=config.get("tokenizer_prepends_bos", True))
+        check_tokenizer(tokenizer, config.get("d_vocab", len(tokenizer)))
+    if HookedTransformerConfig is None:
+        return _as_bridge(config, weights, tokenizer, folder, device)
+    model = build_model({**config, "init_weights": False}, device=device)
+    if tokenizer is not None:
+        _set_tokenizer(model, tokenizer)
+    _load_weights(model, weights, file)
+    return model
+
+
+def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Refuse sizes that exceed the weights, before allocating tensors of such sizes."""
+    held = sum(tensor.numel() for tensor in weights.values())
+    large = {name: config[name] for name in _SIZES if config.get(name, 0) > held}
+    if large:
+        raise ValueError(
+            f"expected sizes that the {held:,} numbers in {folder / WEIGHTS_FILE} can fill in "
+            f"{folder / CONFIG_FILE}; got {large}"
+        )
+
+
+def _check_floats(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Refuse weights that are not floating-point numbers, which would be converted."""
+    wrong = [
+        name
+        for name, tensor in weights.items()
+        if not tensor.is_floating_point() and name.rsplit(".", 1)[-1] not in _BUFFERS
+    ]
+    if wrong:
+        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]} are not")
+
+
+def _as_bridge(
+    config: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    tokenizer: Any,
+    folder: Path,
+    device: str,
+) -> Model:
+    try:
+        plain: Any = as_transformers(config, weights)
+    except ValueError as error:
+        raise ValueError(f"cannot load {folder}: {error}") from error
+    bridge = boot(plain.to(device), tokenizer, name=config.get("model_name", folder.name))
+    bridge.cfg.default_prepend_bos = config.get("default_prepend_bos", True)
+    return bridge
+
+
+def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
+    """Give a model its tokenizer unchanged.
+
+    TransformerLens reloads tokenizers that have a BOS token but do not add it, from their path and
+    with all settings in their files, so that BOS is added. That would run code named in the files,
+    and a model trained without BOS would lose the last token of prompts that fill its context.
+    """
+    bos = tokenizer.bos_token
+    if not tokenizer.init_kwargs.get("add_bos_token"):
+        tokenizer.bos_token = None
+    model.set_tokenizer(tokenizer)
+    tokenizer.bos_token = bos
+
+
+def _load_weights(model: HookedTransformer, weights: dict[str, torch.Tensor], origin: Path) -> None:
+    """Load weights into a model; buffers may be missing, but any other mismatch is refused."""
+    try:
+        outcome = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected the weights in {origin} to fit their {CONFIG_FILE}; {error}"
+        ) from error
+    missing = [name for name in outcome.missing_keys if name.rsplit(".", 1)[-1] not in _BUFFERS]
+    if missing or outcome.unexpected_keys:
+        raise ValueError(
+            f"expected the weights in {origin} to fit their {CONFIG_FILE}; missing "
+            f"{missing[:5]}, unexpected {outcome.unexpected_keys[:5]}"
+        )

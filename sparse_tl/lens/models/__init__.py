@@ -1,0 +1,1 @@
+"""The adapters of TransformerBridge and HookedTransformer."""

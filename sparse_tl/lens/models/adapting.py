@@ -1,0 +1,45 @@
+"""Find the adapter of a model by its class."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparse_tl.lens.core.adapter import Adapter
+from sparse_tl.lens.core.points import HookedModel, HookedTransformer, Model, TransformerBridge
+from sparse_tl.lens.models.bridge import BridgeAdapter
+from sparse_tl.lens.models.hooked import HookedAdapter
+
+
+def adapt(model: HookedModel) -> Adapter:
+    """The adapter of a model, by its class; for a SparseTransformer, that of the wrapped model.
+
+    Raises:
+        TypeError: the kind of model is not supported.
+        ValueError: a TransformerBridge that is not a single stack of blocks.
+    """
+    under_gates = getattr(model, "model_under_gates", None)
+    inner = model if under_gates is None else under_gates()
+    if isinstance(inner, TransformerBridge):
+        return BridgeAdapter(inner)
+    if isinstance(inner, HookedTransformer):
+        return HookedAdapter(inner)
+    raise TypeError(
+        "expected a TransformerBridge or a HookedTransformer, or a SparseTransformer around one; "
+        f"got {type(model).__name__}"
+    )
+
+
+def read_parameters(module: nn.Module | HookedModel) -> dict[str, nn.Parameter]:
+    """The parameters of a module, by name, that forward passes read.
+
+    Bridges also have others: joint parameters that were split and are no longer read.
+    """
+    assert isinstance(module, nn.Module)
+    models = [part for part in module.modules() if isinstance(part, Model)]
+    known = {id(p) for model in models for p in model.parameters()}
+    read = {id(p) for model in models for p in adapt(model).parameters("all")}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if id(parameter) in read or id(parameter) not in known
+    }

@@ -1,0 +1,199 @@
+"""The adapter of a HookedTransformer, a class that TransformerLens 4 removed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from sparse_tl.calls.scopes import scope
+from sparse_tl.lens.checks.admission import circuit_graph
+from sparse_tl.lens.core.adapter import Adapter
+from sparse_tl.lens.core.attaching import own_forwards, stand_in
+from sparse_tl.lens.core.masks import AttentionMask
+from sparse_tl.lens.core.norms import Norm
+from sparse_tl.lens.core.places import Place, after, before, read_call, read_input
+from sparse_tl.lens.core.points import Analysis, HookedTransformer, NormPlace, hook_point
+from sparse_tl.lens.core.shortcuts import hooked
+from sparse_tl.parts.nodes import Slot
+
+_NORMS: dict[NormPlace, str] = {
+    "attn": "ln1",
+    "mlp": "ln2",
+    "after_attn": "ln1_post",
+    "after_mlp": "ln2_post",
+}
+_QK = ("W_Q", "W_K", "b_Q", "b_K")
+
+
+class HookedAdapter(Adapter):
+    """The adapter of a HookedTransformer."""
+
+    model: HookedTransformer
+    graph = cached_property(circuit_graph)
+
+    def unsupported(self, analysis: Analysis) -> str | None:
+        """See `Adapter`."""
+        cfg = self.model.cfg
+        if analysis == "circuits" and cfg.positional_embedding_type == "shortformer":
+            return "its keys and queries read position embeddings beside the residual stream"
+        if analysis == "circuits" and cfg.ungroup_grouped_query_attention:
+            return "cfg.ungroup_grouped_query_attention is on"
+        return super().unsupported(analysis)
+
+    def place(self, name: str) -> HookPoint | Place:
+        """See `Adapter`."""
+        if name == "cached_columns":
+            # `generate` calls `forward` itself, which skips hooks of the whole model.
+            return partial(read_call, [self.model, self.model.blocks[0]], _cached)
+        layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "entering":
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+        if what in ("mlp_input", "mlp_normalized"):
+            norm = self.model.blocks[int(layer)].ln2
+            return partial(before if what == "mlp_input" else after, norm)
+        if what == "mlp_read":
+            return partial(read_input, self.model.blocks[int(layer)].mlp)
+        if what == "attn.mask":
+            return partial(read_call, [self.model.blocks[int(layer)].attn], self._mask(int(layer)))
+        return hook_point(self.model, name)
+
+    def _mask(self, layer: int) -> Callable[[dict[str, Any]], AttentionMask]:
+        """A function from the arguments of a layer's attention to its mask."""
+        local = self.model.blocks[layer].attn.attn_type == "local"
+        window = self.model.cfg.window_size if local else None
+
+        def read(kwargs: dict[str, Any]) -> AttentionMask:
+            if not self.causal:  # masks are ignored, those of padding too
+                return AttentionMask(causal=False)
+            real = kwargs.get("attention_mask")
+            given = None if real is None else real[:, None, None, :]
+            return AttentionMask(causal=True, window=window, given=given)
+
+        return read
+
+    def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
+        """See `Adapter`."""
+        model = self.model
+        if model.cfg.normalization_type is not None:
+            final = getattr(model, "ln_final")(final)  # noqa: B009 - absent without normalisation
+        # The model's own unembedding copies its whole matrix in every pass.
+        unembed = model.unembed
+        logits = unembed.hook_out(F.linear(unembed.hook_in(final), unembed.W_U.T, unembed.b_U))
+        cap = model.cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        """See `Adapter`."""
+        return self._norm(getattr(self.model.blocks[layer], _NORMS[which], None))
+
+    def norms(self) -> dict[str, Norm]:
+        """All normalisations of the residual stream and of what is added to it, by module name."""
+        if self.model.cfg.normalization_type is None:
+            return {}
+        found = {
+            f"blocks.{layer}.{name}": getattr(block, name, None)
+            for layer, block in enumerate(self.model.blocks)
+            for name in _NORMS.values()
+        }
+        found["ln_final"] = getattr(self.model, "ln_final", None)
+        return {name: self._norm(norm) for name, norm in found.items() if norm is not None}
+
+    def _norm(self, module: nn.Module | None) -> Norm:
+        cfg = self.model.cfg
+        name = cfg.normalization_type
+        kind = (
+            None if name is None or module is None else "layer" if name.startswith("LN") else "rms"
+        )
+        return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
+
+    def qkv(
+        self, layer: int, slot: Slot
+    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+        """A projection and its bias; k and v of key-value heads."""
+        attention, upper = self.model.blocks[layer].attn, slot.upper()
+        grouped = getattr(attention, f"_W_{upper}", None)  # not repeated for each query head
+        if grouped is not None:
+            return grouped, getattr(attention, f"_b_{upper}")
+        return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+
+    def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """The matrix from each head's z to the residual stream."""
+        return self.model.blocks[layer].attn.W_O
+
+    def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
+        """See `Adapter`."""
+        return self.model.blocks[layer].attn.b_O
+
+    def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
+        """See `Adapter`."""
+        return self.model.unembed.W_U, self.model.unembed.b_U
+
+    def copy(self) -> HookedTransformer:
+        """A copy of the model that shares no parameter with it."""
+        # A `forward` that stands in for a module's own would still call that of the original.
+        with own_forwards(self.model):
+            return copy.deepcopy(self.model)
+
+    def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
+        """The parameters of queries and keys, or all parameters."""
+        if group == "all":
+            return list(self.model.parameters())
+        return [
+            parameter
+            for block in self.model.blocks
+            for name, parameter in block.attn.named_parameters(recurse=False)
+            if name.lstrip("_") in _QK
+        ]
+
+    def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"stop_at_layer": self.n_layers}
+        if attention_mask is not None:
+            options["attention_mask"] = attention_mask
+        if rows.is_floating_point():
+            options["start_at_layer"] = from_layer
+        return self.model(rows, **options)
+
+    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+        """See `Adapter`."""
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        # Without a mask, the model would take tokens that are also used as padding for padding.
+        real = torch.ones(n_prompts, 1, dtype=torch.long, device=self.device)
+        cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, n_prompts)
+        return {"past_kv_cache": cache, "attention_mask": real}
+
+    def _after_last_mlp(self) -> list[Any]:
+        block = self.model.blocks[-1]
+        norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
+        return [block.hook_resid_post, *norms, self.model.unembed]
+
+    @scope
+    def _fused(self) -> Iterator[None]:
+        """Run each normalisation of the residual stream as one operation."""
+        known = {
+            attrgetter(name)(self.model): norm
+            for name, norm in self.norms().items()
+            if not name.endswith("_post")
+        }
+        with ExitStack() as removed:
+            for module, norm in known.items():
+                # Hooks on the module itself see the same values; hooks inside it would not fire.
+                if not any(map(hooked, module.children())):
+                    removed.callback(stand_in(module, lambda _, norm=norm: norm.__call__))
+            yield
+
+
+def _cached(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    cache = kwargs.get("past_kv_cache")
+    entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
+    return torch.tensor(0 if entry is None else entry.past_keys.shape[1])

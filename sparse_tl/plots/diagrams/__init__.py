@@ -1,0 +1,1 @@
+"""Diagrams of circuits, and views of attention patterns."""

@@ -1,0 +1,270 @@
+"""Circuit diagrams: the attention edges of one prompt, one panel per model.
+
+1. Check the panels, and round their weights to thousandths (`rounded_graph`).
+2. Compute the layout (`diagram_layout`), and choose the edges to draw with the page's own script
+   (``attention_edges.js``, run by `javascript`).
+3. Draw the static SVG (`circuit_svg`).
+4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
+   the reader changes an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Lt
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.arguments import checked
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.plots.diagrams.circuit_svg import draw_svg, drawn_token, line_styles
+from sparse_tl.plots.diagrams.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
+from sparse_tl.plots.diagrams.rounded_graph import (
+    STEPS,
+    RoundedGraph,
+    quantity_data,
+    round_graph,
+    threshold_steps,
+)
+from sparse_tl.plots.page import palette
+from sparse_tl.plots.page.figure_frame import Surround
+from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING, PanelFigure
+from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.token_text import shorten, visible_text
+
+Threshold = Annotated[float, Ge(0), Lt(1)]
+"""Smallest weight to draw; 0 shows every edge with a non-zero weight."""
+
+# Maximum number of attention weights on a page, and of effects, at six to ten bytes each.
+_MAX_WEIGHTS = 25_000
+
+
+class CircuitDiagram(PanelFigure):
+    """A circuit diagram that displays in notebooks and can be saved to files."""
+
+    scripts = (*CIRCUIT_DRAWING, "scrolled_figure.js", "circuit_diagram.js")
+
+
+@checked
+def circuit_diagram(
+    panels: Mapping[str, AttentionGraph],
+    *,
+    target: int = -1,
+    weight: EdgeWeight = "attention",
+    threshold: Threshold = 0.1,
+    transition: str | None = "Sparsity-Regularised Finetuning",
+    title: str | None = None,
+) -> CircuitDiagram:
+    """Draw which attention edges move information to a predicted token.
+
+    Columns are token positions and rows are layers, upwards. An edge is drawn if the largest
+    weight of any head in its layer reaches the threshold; darker and thicker lines have larger
+    weights. Edges that are not connected to the predicted token through drawn edges are light; of
+    the others, the 32 that carry most are dark (see ``attention_edges.js``). If MLPs have gates, a
+    square below a node is an open MLP that writes to it.
+
+    Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
+    6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
+
+    Args:
+        panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
+            with the same columns and targets.
+        target: index into the graphs' targets: the predicted token that is shown first, and in
+            images.
+        weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
+            query's residual stream that the edge writes, relative to the panel's largest;
+            ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
+            ``"first-order"``: estimate of that. Estimates also replace effects that were not
+            computed; their lines are dotted.
+        threshold: smallest absolute weight to draw, in 0..1, after rounding to thousandths.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: title above the panels.
+
+    Returns:
+        The figure: static SVG that a dependency-free script makes interactive.
+
+    Raises:
+        ValueError: there is no panel, panels disagree on columns, targets or metric, the target or
+            threshold is out of range, effects are requested but absent, or weights are not finite,
+            out of range or acausal.
+        TypeError: a panel is not an `AttentionGraph`.
+    """
+    _check_panels(panels)
+    target = _checked_target(panels, target)
+    rounded = [round_graph(graph, name) for name, graph in panels.items()]
+    _check_scores(weight, rounded)
+    surround = Surround(tuple(panels), title, transition)
+    layout = lay_out(list(panels.values()), surround)
+    limit = threshold_steps(threshold)
+    state = {"target": target, "weight": weight, "limit": limit, "head": -1}
+    data = _script_data(rounded, layout, state)
+    views = run_script(CIRCUIT_DRAWING, "firstView", data)
+    drawn = list(zip(panels.values(), views, strict=True))
+    svg = draw_svg(drawn, layout, surround, target=target, weight=weight)
+    return CircuitDiagram(svg, data, surround)
+
+
+def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
+    if not panels:
+        raise ValueError(
+            'expected at least one panel; got none; pass {"Base Model": trace_attention(...)}'
+        )
+    for name, graph in panels.items():
+        if 0 in graph.attention.shape:
+            raise ValueError(
+                f"expected at least one layer, head and column in panel {name!r}; got attention "
+                f"of shape {tuple(graph.attention.shape)}; trace a prompt that is not empty"
+            )
+    first_name, first = next(iter(panels.items()))
+    for name, graph in panels.items():
+        for what in ("n_columns", "targets"):
+            expected, got = getattr(first, what), getattr(graph, what)
+            if expected != got:
+                raise ValueError(
+                    f"expected panels that trace the same prompt, so that columns correspond; got "
+                    f"{what} {expected} in {first_name!r} and {got} in "
+                    f"{name!r}; draw different prompts as separate figures"
+                )
+
+    metrics = {
+        name: graph.metric
+        for name, graph in panels.items()
+        if graph.effect is not None or graph.attribution is not None
+    }
+    if len(set(metrics.values())) > 1:
+        raise ValueError(
+            f"expected effects on the same metric in all panels, since they are compared; got "
+            f"{metrics}; trace all models with the same metric="
+        )
+
+
+def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
+    # First-order estimates replace missing effects.
+    shown = {"effect", "first-order"} if weight == "effect" else {weight}
+    for panel in panels:
+        if weight == "carried":
+            panel.graph.edge_weights(weight)
+        elif weight != "attention" and not shown & panel.scores.keys():
+            raise ValueError(
+                f"expected {weight} scores in every panel; got none in {panel.name!r}; trace the "
+                "model with attribution=True or max_effects=..., or draw weight='attention'"
+            )
+
+
+def _checked_target(graphs: Mapping[str, AttentionGraph], target: int) -> int:
+    n_targets = len(next(iter(graphs.values())).targets)
+    if not -n_targets <= target < n_targets:
+        allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a graph with targets"
+        raise ValueError(
+            f"expected a target {allowed}; got {target}; a target is an index into the {n_targets} "
+            "targets of the graphs, not a column"
+        )
+    return target % n_targets
+
+
+def _script_data(
+    panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
+) -> dict[str, Any]:
+    """The data from which the script redraws the lines of the static figure."""
+    floors = _smallest_thresholds(panels, state)
+    return {
+        "state": state,
+        "floors": floors,
+        "steps": STEPS,
+        "columns": layout.columns,
+        "bow": layout.bow,
+        "reach": layout.reach,
+        "styles": line_styles(layout.line_scale),
+        "paint": {
+            "reached": palette.NODE_REACHED,
+            "unreached": palette.NODE_UNREACHED,
+            "predicted": palette.ACCENT,
+        },
+        "targets": panels[0].graph.targets,
+        "given": panels[0].graph.given,
+        "panels": [
+            _panel_data(panel, floors, layout, panel_layout)
+            for panel, panel_layout in zip(panels, layout.panels, strict=True)
+        ],
+    }
+
+
+def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
+    """For each weight, the lowest threshold, in thousandths, at which a page of bounded size holds
+    every edge of every target; at most the requested threshold."""
+    weights = {
+        "attention": [panel.attention for panel in panels],
+        "carried": [panel.carried for panel in panels if panel.carried is not None],
+        "effect": [values for panel in panels for values in panel.scores.values()],
+    }
+    floors = {}
+    for kind, values in weights.items():
+        sizes = torch.cat([each.flatten().abs().round() for each in values] or [torch.zeros(0)])
+        n_beyond = int((sizes > 0).sum()) - _MAX_WEIGHTS
+        floor = 1 if n_beyond <= 0 else int(sizes.topk(_MAX_WEIGHTS + 1).values[-1]) + 1
+        is_shown = kind == {"first-order": "effect"}.get(state["weight"], state["weight"])
+        floors[kind] = min(floor, state["limit"]) if is_shown else floor
+    return floors | {"first-order": floors["effect"]}
+
+
+def _listed(
+    values: Int[Tensor, "layer head query key"] | Float[Tensor, "layer head query key"],
+    floor: int,
+    exact: Bool[Tensor, "layer head query key"] | None = None,
+) -> dict[str, list[Any]]:
+    """The weights that round to at least `floor`, with four digits; the steps between their indices
+    in the flat tensor; and, if some are estimates, whether each is exact."""
+    indices = (values.abs().round() >= floor).flatten().nonzero().squeeze(1)
+    steps = indices.diff(prepend=torch.zeros(1, dtype=indices.dtype))
+    weights: list[float] = values.flatten()[indices].tolist()
+    if values.is_floating_point():
+        weights = [float(f"{weight:.4g}") for weight in weights]
+    listed: dict[str, list[Any]] = {"steps": steps.tolist(), "values": weights}
+    if exact is not None and not bool(exact.all()):
+        listed["exact"] = exact.flatten()[indices].int().tolist()
+    return listed
+
+
+def _panel_data(
+    panel: RoundedGraph, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
+) -> dict[str, Any]:
+    graph = panel.graph
+    outputs = [visible_text(token) for token in graph.output_tokens]
+    mlps = ""
+    if graph.mlps is not None:
+        mlps = f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs"
+    return {
+        "name": shorten(visible_text(panel.name)),
+        "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
+        "levels": panel_layout.levels,
+        "bend": panel_layout.bend,
+        "swing": panel_layout.swing,
+        "input": [shorten(visible_text(token)) for token in graph.input_tokens],
+        "output": [shorten(token) for token in outputs],
+        # The text above a given column if its prediction is shown.
+        "above": {column: drawn_token(outputs[column], layout) for column in graph.given},
+        "arrows": [
+            prediction_arrow(layout, panel_layout, column, read_at)
+            for column, read_at in graph.targets
+        ],
+        "quantity": quantity_data(graph),
+        "nEstimated": int((graph.gates & ~panel.exact).sum()),
+        "nPossible": graph.n_possible.tolist(),
+        "mlps": mlps,
+        "attention": _listed(panel.attention, floors["attention"]),
+        "carried": None if panel.carried is None else _listed(panel.carried, floors["carried"]),
+        "mostCarried": float(f"{panel.most_carried:.4g}"),
+        "scores": {
+            kind: {
+                "rows": [
+                    _listed(row, floors[kind], panel.exact if kind == "effect" else None)
+                    for row in values
+                ],
+                "scales": [float(f"{scale:.4g}") for scale in panel.scales[kind]],
+            }
+            for kind, values in panel.scores.items()
+        },
+    }

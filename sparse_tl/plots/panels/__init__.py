@@ -1,0 +1,1 @@
+"""Figures of panels: curves, maps of heads and layers, scatter plots."""
