@@ -199,8 +199,8 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
 HEADING = """# Gallery
 
 Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models and of
-SmolLM2. They share one palette (`sparse_tl/plots/page/palette.py`): readable for the colour-blind, on a
-light and on a dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
+SmolLM2. They share one palette (`sparse_tl/plots/page/palette.py`): readable for the colour-blind,
+on a light and on a dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
 `figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it follows the
 notebook's theme; `figure.light()` and `figure.dark()` do not. Pages follow the reader's system.
 Pages of curves hold plotly's script, 5 MB, and those of attention patterns circuitsvis; they are

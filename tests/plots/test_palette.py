@@ -145,15 +145,15 @@ class TestReadable:
 
 class TestOneLanguage:
     def test_colours_are_written_in_the_palette_alone(self) -> None:
-        for path in FOLDER.glob("*.py"):
+        for path in FOLDER.rglob("*.py"):
             # Examples in error messages are quoted otherwise.
             found = re.findall(r'"(?:#[0-9a-fA-F]{3,8}|rgba?\(\d.*?)"', path.read_text())
             assert path.name == "palette.py" or not found, f"{path.name}: {found}"
 
     def test_scripts_and_styles_hold_colours_of_the_palette(self) -> None:
-        known = set(re.findall(r"#[0-9a-f]{6}", (FOLDER / "palette.py").read_text()))
+        known = set(re.findall(r"#[0-9a-f]{6}", (FOLDER / "page/palette.py").read_text()))
         assert len(known) > 30
-        for path in (*FOLDER.glob("*.js"), *FOLDER.glob("*.css")):
+        for path in (*FOLDER.glob("js/*.js"), *FOLDER.glob("js/*.css")):
             used = set(re.findall(r"#[0-9a-fA-F]{3,8}\b", path.read_text()))
             assert used <= known, f"{path.name}: {used - known}"
 

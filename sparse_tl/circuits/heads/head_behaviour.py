@@ -18,7 +18,8 @@
 
    1: always; 0: as often as not; -1: never. Positive factors, such as the scale of the norm, have
    no influence.
-4. On prompt pairs, also measure which heads move the answer (`sparse_tl.circuits.heads.task_behaviour`).
+4. On prompt pairs, also measure which heads move the answer
+   (`sparse_tl.circuits.heads.task_behaviour`).
 
 Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
 arXiv 2209.11895 (prefix matching). Their copying scores use weights alone, or logits over the

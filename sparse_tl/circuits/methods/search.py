@@ -75,8 +75,8 @@ def find_circuit(
     """Find a small circuit with a given explained effect on pairs that no search has seen.
 
     Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since these pairs choose the
-    circuit, its effect on yet others can be slightly smaller.
+    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since these pairs
+    choose the circuit, its effect on yet others can be slightly smaller.
 
     Args:
         model: dense or sparse model; left unchanged.

@@ -8,8 +8,8 @@ a learnable direction w and bias b per layer,
 in training; ``A = [w . u + b > 0]`` otherwise. The gate multiplies what reaches the residual
 stream: the output after its own normalisation, where the model has one. Training starts at
 ``w = 0``, where all positions of a layer share a logit; gradients reach w, b and, once w is not 0,
-u. Attention edges are gated by ``query . key + b``: see `sparse_tl.gates.sparse.attention`. MLP gates are
-an addition of this package; arXiv 2512.05865 gates attention edges only.
+u. Attention edges are gated by ``query . key + b``: see `sparse_tl.gates.sparse.attention`. MLP
+gates are an addition of this package; arXiv 2512.05865 gates attention edges only.
 """
 
 from __future__ import annotations

@@ -22,25 +22,18 @@ from transformers import DynamicCache
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.admission import circuit_graph
+from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.attaching import others_off
 from sparse_tl.lens.core.lora import effective_weight
 from sparse_tl.lens.core.norms import Norm, bridge_norm
-from sparse_tl.lens.core.places import (
-    Place,
-    Viewed,
-    after,
-    before,
-    before_branch,
-    between,
-    read_call,
-)
 from sparse_tl.lens.core.points import Analysis, NormPlace, hook_point
 from sparse_tl.lens.loading.booting import boot, check_alone
 from sparse_tl.lens.loading.plain import plain_copy, unread_parameters
 from sparse_tl.lens.models.bridge_passes import (
     cached_columns,
+    check_left_padded,
     mask_place,
     plain_norms,
     skipped,
@@ -67,7 +60,7 @@ class BridgeAdapter(Adapter):
     graph = cached_property(circuit_graph)
 
     def __init__(self, model: TransformerBridge) -> None:
-        missing = [name for name in _PARTS if not isinstance(getattr(model, name, None), nn.Module)]
+        missing = [part for part in _PARTS if not isinstance(getattr(model, part, None), nn.Module)]
         if missing:
             raise ValueError(
                 f"expected a language model with one stack of blocks; {model.cfg.model_name!r} "
@@ -104,13 +97,13 @@ class BridgeAdapter(Adapter):
 
     # ---- hook points -----------------------------------------------------------------------------
 
-    def place(self, name: str) -> HookPoint | Viewed | Place:
+    def place(self, name: str) -> HookPoint | places.Viewed | places.Place:
         """See `Adapter`."""
         if name == "cached_columns":
-            return partial(read_call, [self.core], cached_columns)
+            return partial(places.read_call, [self.core], cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
-            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+            return partial(places.before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
         if what == "attn.mask":
             return mask_place(self.model.blocks[int(layer)].attn, self.causal)
         latent = self._latents.get(int(layer)) if layer.isdigit() else None
@@ -126,12 +119,14 @@ class BridgeAdapter(Adapter):
                 return point
             # Here the name means the MLP's input alone; the residual stream bypasses that point.
             end = hook_point(self.model, f"blocks.{layer}.hook_resid_post")
-            return partial(before_branch, point, end)
+            return partial(places.before_branch, point, end)
         norm = self._module(int(layer), "before_mlp")
         if norm is None:
             # The norm's output would be the MLP's own input: run one function after the other.
-            return partial(before, self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
-        return partial(before if what == "mlp_input" else after, norm)
+            return partial(
+                places.before, self.model.blocks[int(layer)].mlp, first=what == "mlp_input"
+            )
+        return partial(places.before if what == "mlp_input" else places.after, norm)
 
     def read_point(self, layer: int, slot: Slot) -> str:
         """See `Adapter`; under latent attention, what q, k or v reads by `LatentAttention`."""
@@ -144,7 +139,7 @@ class BridgeAdapter(Adapter):
             return super().heads_point(layer)
         return f"blocks.{layer}.attn.z_written"
 
-    def _written(self, layer: int) -> Place:
+    def _written(self, layer: int) -> places.Place:
         """The place of z over the scale: what heads write from if their sum is normalised.
 
         With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
@@ -166,34 +161,23 @@ class BridgeAdapter(Adapter):
         def write(changed: Tensor) -> Tensor:
             return self.heads_written(layer, changed).sum(dim=0)
 
-        return partial(between, attention.o.original_component, norm, scaled, write)
+        return partial(places.between, attention.o.original_component, norm, scaled, write)
 
     # ---- running ---------------------------------------------------------------------------------
 
     @autograd(False)
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
         """See `Adapter`."""
-        if self._pads_in_float64(attention_mask):
+        if self._left_padded_float64(attention_mask):
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
             mask = torch.tensor([[0, 1]], device=self.device)
             with others_off(self.model):
-                self._check_padded(self.model(tokens, attention_mask=mask))
+                check_left_padded(self.model(tokens, attention_mask=mask), self.name)
 
-    def _pads_in_float64(self, attention_mask: Tensor | None) -> bool:
-        """Whether a float64 model gets prompts padded on the left, for which it may return NaN."""
-        return (
-            attention_mask is not None
-            and self.dtype == torch.float64
-            and not bool(attention_mask[:, 0].all())
-        )
-
-    def _check_padded(self, found: Tensor) -> None:
-        if found.isnan().any():
-            raise ValueError(
-                f"expected prompts of one length, or padded on the right; {self.name!r} in float64 "
-                "returns NaN for prompts that are padded on the left, by itself: transformers "
-                "computes softmax in float32, where the scores of padding are infinite"
-            )
+    def _left_padded_float64(self, attention_mask: Tensor | None) -> bool:
+        if attention_mask is None or self.dtype != torch.float64:
+            return False
+        return not bool(attention_mask[:, 0].all())
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """See `Adapter`."""
@@ -210,8 +194,8 @@ class BridgeAdapter(Adapter):
         with stopped(self.model), skipped(self.model, from_layer):
             final = self.model(rows, **options)
         # Not via `check_mask`: hooks of this pass would see its prompt.
-        if self._pads_in_float64(attention_mask):
-            self._check_padded(final)
+        if self._left_padded_float64(attention_mask):
+            check_left_padded(final, self.name)
         return final
 
     def _fused(self) -> AbstractContextManager[None]:

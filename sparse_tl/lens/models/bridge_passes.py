@@ -63,6 +63,20 @@ def _mask(attention: nn.Module, causal: bool, kwargs: dict[str, Any]) -> Attenti
     return AttentionMask(causal and given.ndim < 4, given=given)
 
 
+def check_left_padded(output: Tensor, model: str) -> None:
+    """Refuse the NaN that some float64 models return for prompts padded on the left.
+
+    Raises:
+        ValueError: the output has a NaN.
+    """
+    if output.isnan().any():
+        raise ValueError(
+            f"expected prompts of one length, or padded on the right; {model!r} in float64 "
+            "returns NaN for prompts that are padded on the left: transformers computes softmax "
+            "in float32, where the scores of padding are infinite"
+        )
+
+
 @scope
 def plain_norms(norms: Sequence[Any]) -> Iterator[None]:
     """Inside the block, norms run as those of the wrapped model do.
