@@ -214,7 +214,7 @@ def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     """For damaged files: what is checked beside their checksums, which whoever writes can write."""
     from sparse_tl.gates.sparse import saving
-    from sparse_tl.lens.loading.load import loading
+    from sparse_tl.lens.loading import load as loading
 
     for module in (loading, saving):
         monkeypatch.setattr(module, "check_sums", lambda folder: None)

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, load_model, save_model
-from sparse_tl.lens.loading.load import hooked_folder
+from sparse_tl.lens.loading import hooked_folder
 from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 

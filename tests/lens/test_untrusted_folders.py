@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
-from sparse_tl.lens.loading.load import hub
+from sparse_tl.lens.loading import hub
 from sparse_tl.storage.files import read_json, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 

@@ -121,7 +121,7 @@ def test_the_command_streams_what_it_does_not_hold(
     if steps == 20:
         run_post_training(tmp_path / "out", **settings)
     else:  # the text is longer than what is held, and ends nevertheless
-        with pytest.warns(UserWarning, match="takes 160 rows of book, which has 95"):
+        with pytest.warns(UserWarning, match="uses 160 rows of book, which has 95"):
             run_post_training(tmp_path / "out", **settings)
         assert sorted(seen[:95]) == sorted(windows[:45] + windows[50:])
     assert len(seen) == 4 * steps

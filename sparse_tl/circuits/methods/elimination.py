@@ -204,7 +204,7 @@ class Elimination:
         size, lost = self._size(best), max(0.0, 1 - effect)
         less = max((some for some in tried if some < size), default=size)
         slope = (tried[less] - lost) / (size - less) if less < size else 0.0
-        price = min(slope, HASTE * left / size) / 2
+        price = min(slope, HASTE * left / max(1, size)) / 2
         dropped = (self.site.exists & ~best).long()
         return EliminationState(dropped, [effect], best, best.clone(), price=price)
 
