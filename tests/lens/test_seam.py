@@ -434,6 +434,6 @@ def test_hooks_that_transformers_leaves_are_not_the_users() -> None:
     model: Any = tiny_model()
     model.run_with_cache(torch.arange(4)[None])  # from now on, transformers records attentions
     assert not hooks_besides(adapt(model), OWN)
-    handle = model.blocks[0].hook_out.register_forward_hook(lambda *_: None)
+    handle = model.blocks[0].hook_resid_post.register_forward_hook(lambda *_: None)
     assert hooks_besides(adapt(model), OWN) == {handle.id}
     handle.remove()
