@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,27 @@ def test_a_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
     (tmp_path / "ordinary").touch()
     write_json(tmp_path / "ours", {})
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+@pytest.mark.parametrize("write", [atomic_file, atomic_folder])
+def test_a_second_thread_cannot_touch_an_unfinished_write(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "written"
+
+    def fill(place: Path, content: str) -> None:
+        (place / "file" if place.is_dir() else place).write_text(content)
+
+    def second() -> None:
+        with write(path) as place:
+            fill(place, "second")
+
+    with write(path) as place, ThreadPoolExecutor() as threads:
+        fill(place, "first")
+        with pytest.raises(ValueError, match="another thread is writing"):
+            threads.submit(second).result()
+    assert (path / "file" if path.is_dir() else path).read_text() == "first"
+    second()  # afterwards it can
+    assert (path / "file" if path.is_dir() else path).read_text() == "second"
+    assert [file.name for file in tmp_path.iterdir()] == ["written"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

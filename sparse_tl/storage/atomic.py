@@ -1,7 +1,8 @@
 """Files and folders that appear completely or not at all, even if the process or machine dies.
 
-Each is written under a temporary name beside it, synced to the disk, and then renamed. One process
-at a time writes to a path, so anything under its temporary name was left by a killed process.
+Each is written under a temporary name beside it, synced to the disk, and then renamed. One thread
+of one process at a time writes to a path, so anything under its temporary name was left by a killed
+process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sparse_tl.storage.locks import held
 _ATTEMPTS = 50
 """Number of attempts to read a folder that another process replaces again and again."""
 _TEMPORARY = re.compile(r"\..+\.(unfinished(\.[^.]*)?|previous|lock)")
+_writing: dict[str, object] = {}
+"""The paths that threads of this process are writing to, each with its writer."""
 Value = TypeVar("Value")
 
 
@@ -43,7 +46,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
     Raises:
         OSError: the file cannot be written; `path` is left as it was.
-        ValueError: another process is writing to `path`.
+        ValueError: another process or thread is writing to `path`.
     """
     path = Path(path)
     if _in_unfinished(path):
@@ -69,7 +72,7 @@ def atomic_folder(path: str | Path, *, keep: bool = False) -> Iterator[Path]:
 
     Raises:
         OSError: the folder cannot be written; `path` is left as it was.
-        ValueError: `path` is a file, or another process is writing to it.
+        ValueError: `path` is a file, or another process or thread is writing to it.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_dir():
@@ -100,12 +103,19 @@ def _unfinished(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.unfinished{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with held(path):
-            _remove(temporary)
+        with held(path):  # against other processes
+            writing, place = object(), os.path.abspath(path)
+            if _writing.setdefault(place, writing) is not writing:  # in one step, for threads
+                raise ValueError(
+                    f"expected one writer of {path} at a time; another thread is writing to it. "
+                    "Wait until that ends, or choose another place."
+                )
             try:
+                _remove(temporary)
                 yield temporary
             finally:
                 _remove(temporary)
+                del _writing[place]
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"cannot write {path}: {error}. No incomplete file was left, and earlier content is "
