@@ -25,7 +25,7 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.gradient_passes import Passes
+from sparse_tl.circuits.gradient_passes import AttributionPlan
 from sparse_tl.circuits.neurons import DrivingToken, NeuronEffects
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.prompt import output_text, text_around
@@ -201,7 +201,7 @@ def _rank(
     source: _Source, runs: PairRuns, metric: Metric, progress: bool
 ) -> tuple[Float[Tensor, " neuron"], _Peaks]:
     """The first-order score of every neuron, and where it comes from."""
-    plan = Passes(metric, "eap", 1, runs)
+    plan = AttributionPlan(metric, "eap", 1, runs)
     total, found = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
     with tracked("ranking neurons", len(runs), progress) as step:
         for index, batch in enumerate(runs.batches):

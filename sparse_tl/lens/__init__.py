@@ -95,6 +95,7 @@ from sparse_tl.lens.skipping import (
     needed as needed,
     only_needed as only_needed,
     places_needed as places_needed,
+    seen_by_hooks as seen_by_hooks,
 )
 from sparse_tl.lens.under_hooks import (
     check_alike as check_alike,
