@@ -117,8 +117,8 @@ class ClosedForm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.norm.pulled_back(*ctx.saved_tensors, gradient), None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        return ctx.norm.pulled_back(*ctx.saved_tensors, *gradients), None, None
 
 
 def bridge_norm(cfg: Any, module: Any) -> Norm:
