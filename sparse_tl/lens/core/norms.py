@@ -117,8 +117,8 @@ class ClosedForm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        return ctx.norm.pulled_back(*ctx.saved_tensors, *grad_outputs), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.norm.pulled_back(*ctx.saved_tensors, gradient), None, None
 
 
 def bridge_norm(cfg: Any, module: Any) -> Norm:
