@@ -35,9 +35,9 @@ class PairRuns:
             the same length, drawn at random with a fixed seed; "zero", zeros; or tensors by hook
             point.
         batch_size: prompt pairs per forward pass.
-        keep: for searches that come back to every batch: keep the runs of the first batches, with
-            their patches and what they start from. Those of further batches are made again
-            whenever they are needed, so memory does not grow with pairs.
+        keep: keep the runs of the first batches, with their patches and states, for searches that
+            return to every batch. Those of further batches are rebuilt whenever they are needed, so
+            memory does not grow with the number of pairs.
         positions: positions that gates of `CircuitEdges` or `HookPoints` are at, as in
             `attribute_circuit_edges`.
         shared: whether ranks share the batches, each having its `own`; batches are then no larger
@@ -45,8 +45,8 @@ class PairRuns:
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
-            prompts for a mean patch differ in length, the pairs lack the positions, a prompt has
-            none of its length to resample, or ranks have different pairs to share.
+            prompts for a mean patch differ in length, the pairs lack the positions, no other prompt
+            has a prompt's length to resample from, or ranks were given different pairs.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PairRuns:
     def has_effect(self, metric: Metric | Literal["kl"], batch: PromptPairs, run: GatedRun) -> bool:
         """Whether the patch changes the metric, or the predictions, of any pair of a batch.
 
-        True for heads without other prompts: that no head matters is a result.
+        True for heads under a patch without other prompts: that no head matters is a valid result.
         """
         if run.patch.final is not None:
             patched = self._patched_in(run)
@@ -155,7 +155,7 @@ class PairRuns:
         )
 
     def check_effect(self, metric: Metric | Literal["kl"]) -> None:
-        """Check that there is something to search for, on as few batches as show it.
+        """Check that the patch has an effect, running only as many batches as it takes to see one.
 
         Raises:
             NoEffectError: the patch changes the metric, or the predictions, of no pair.
@@ -183,7 +183,7 @@ def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
 
 
 def _other_rows(ends: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
-    """For every row, another one that ends in the same column, drawn at random."""
+    """For every row, a random other row that ends in the same column."""
     generator, others = torch.Generator().manual_seed(0), torch.zeros_like(ends)
     for end in ends.unique().tolist():
         (alike,) = (ends == end).nonzero(as_tuple=True)

@@ -82,6 +82,7 @@ from sparse_tl.lens.hooks.skipping import (
     needed as needed,
     only_needed as only_needed,
     places_needed as places_needed,
+    seen_by_hooks as seen_by_hooks,
 )
 from sparse_tl.lens.loading.booting import boot as boot
 from sparse_tl.lens.loading.hooked_folder import build_model as build_model

@@ -15,7 +15,7 @@ from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods import contraction
+from sparse_tl.circuits.methods import contraction, gradient_passes
 from sparse_tl.circuits.methods.gradient_passes import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
@@ -60,6 +60,44 @@ def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) 
     torch.testing.assert_close(fast, sum(slow[1:]) / 5, rtol=1e-9, atol=1e-12)
     theirs = sum(slow[:5]) / 5
     torch.testing.assert_close(fast + (slow[0] - slow[5]) / 5, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("attribute", [attribute_circuit_edges, attribute_heads])
+def test_small_batches_share_passes(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, attribute: Callable[..., Any]
+) -> None:
+    """Several interpolation steps at once give the same scores, also where the last are fewer."""
+    model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
+    attribute(model, pairs, logit_difference, steps=1)  # checks run now, once per model
+    run, rows = model.unembed.forward, list[int]()
+
+    def counted(residual: Tensor) -> Tensor:
+        rows.append(residual.shape[:-1].numel() // len(pairs))
+        return run(residual)
+
+    found, seen = [], []
+    model.unembed.__dict__["forward"] = counted
+    for at_once in (1, 3, 9):
+        monkeypatch.setattr(gradient_passes, "TOKENS_AT_ONCE", at_once * pairs.clean.numel())
+        for steps in (1, 5):
+            rows.clear()
+            found.append(attribute(model, pairs, logit_difference, steps=steps).values)
+            seen.append(sorted(rows))
+    assert seen[1::2] == [[1] * 6, [1, 1, 1, 3], [1, 1, 4]]
+    assert seen[::2] == [[1, 1]] * 3
+    for values, expected in zip(found[2:], found[:2] * 2, strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_hooks_see_one_copy_of_the_prompts(build_tiny: Build) -> None:
+    """Else a hook that fits the prompts' shape would fail."""
+    model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
+    shift = torch.randn(*pairs.clean.shape, 1, dtype=torch.float64)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_mlp_out", lambda value, hook: value + shift)]):
+        scores = attribute_heads(model, pairs, logit_difference, steps=5)
+    assert scores.values.isfinite().all()
 
 
 @pytest.mark.usefixtures("double_precision")

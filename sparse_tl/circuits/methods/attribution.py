@@ -4,15 +4,17 @@ For a circuit edge from source u to destination v,
 
     score(u -> v) = sum_pos (patch_u - clean_u) . d m / d input_v
 
-A negative score means that patching lowers the metric m: the edge helps. Steps:
+A negative score means that patching lowers the metric m: the edge helps. In phases:
 
-1. run the corrupted prompts and record what every source writes;
-2. run the clean prompts, record the same, and differentiate the metric with respect to every
-   destination's input: one backward pass (EAP-IG: at several points between corrupted and clean);
-3. contract all sources with all destinations of a layer in one matrix product.
+1. plan the passes that the method takes (`AttributionPlan`);
+2. run the corrupted prompts and record what every source writes (`PairRuns.values`);
+3. run the clean prompts, record the same, and differentiate the metric with respect to every
+   destination's input (`GradientPass`): one backward pass. EAP-IG does so at several points between
+   corrupted and clean, and adds up the gradients (`ReadGradients`);
+4. contract the changes of all sources with the gradients of all destinations (`contract`).
 
 This costs at least two forward passes and one backward pass of the plain model. For heads and
-attention edges, the gradient is with respect to the activation at their own hook points.
+attention edges, phase 4 multiplies change and gradient at their own hook points (`_effects`).
 
 Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
 RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04577.
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.methods.contraction import contract
-from sparse_tl.circuits.methods.gradient_passes import Method, Passes
+from sparse_tl.circuits.methods.gradient_passes import AttributionPlan, Method
 from sparse_tl.circuits.methods.read_gradients import ReadGradients
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -115,21 +117,25 @@ def attribute_circuit_edges(
     if spans is not None:
         _check_size(n_pairs, n_positions, graph)
     scores = torch.zeros(n_pairs * n_positions, *graph.exists.shape, dtype=torch.float64)
-    # Which of these each token's contribution is added to.
+    # The pair and position to which each token contributes.
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
     if by_pair:
         groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
     grouped = groups.to(runs.adapter.device).split(runs.batch_size)
-    plan = Passes(metric, method, steps, runs)
+    # Phase 1.
+    plan = AttributionPlan(metric, method, steps, runs)
     tracking = tracked("scoring circuit edges", plan.count, progress)
     with tracking as step, frozen(runs.adapter.core):
         for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
+                # Phases 2 and 3.
                 back, change, matters = ReadGradients(runs.adapter), {}, torch.tensor(True)
                 for one in passes:
                     change, matters = one.change, one.matters
                     back.add(one)
-                    step()
+                    for _ in range(one.copies):
+                        step()
+                # Phase 4.
                 moved = _moved(change, plan.sources) & matters
                 contract(scores, back, change, grouped[index].where(moved, -1), rows)
     plan.check_effect()
@@ -161,7 +167,7 @@ def attribute_heads(
     site = HookPoints((EMBEDDED, *names), (), ())
     runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = Passes(metric, method, steps, runs, heads_only=True)
+    plan = AttributionPlan(metric, method, steps, runs, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
         for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
@@ -194,7 +200,7 @@ def attribute_attention_edges(
     runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
-    plan = Passes(metric, method, steps, runs, also=names)
+    plan = AttributionPlan(metric, method, steps, runs, also=names)
     masks: dict[int, AttentionMask] = {}
     found = []
     with (
@@ -217,21 +223,22 @@ def attribute_attention_edges(
 
 
 def _effects(
-    plan: Passes,
+    plan: AttributionPlan,
     index: int,
     names: Sequence[str],
     step: Callable[[], object],
     shown: PatchValues | None = None,
 ) -> Float[Tensor, "layer pair ..."]:
-    """Change times gradient at some hook points, over a batch's passes."""
+    """Change times gradient at some hook points, summed over a batch's passes."""
     gradients: dict[str, Tensor] = {}
     change: dict[str, Tensor] = {}
     for one in plan.passes(index, shown):
         change = one.change
         counted = [name for name in names if one.counts_for(name)]
         for name, gradient in one.gradients(counted).items():
-            gradients[name] = gradients.get(name, 0) + one.share * gradient
-        step()
+            gradients[name] = gradients.get(name, 0) + one.over_copies(gradient)
+        for _ in range(one.copies):
+            step()
     return torch.stack([change[name] * gradients[name] for name in names])
 
 

@@ -2,8 +2,8 @@
 
     score(u -> v) = sum_places (patch_u - u) . d m / d input_v
 
-One matrix product contracts all sources with the destinations of a few layers over places and
-d_model: of one layer alone, it would take as long as reading what the sources write from memory.
+One matrix product contracts all sources with the destinations of a few layers, over places and
+d_model. Layer by layer, most of the time would go to reading what the sources write from memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def contract(
 ) -> None:
     """Add the contraction of some sources with all destinations to the scores.
 
-    The sum over places is taken over a few at a time: what every source writes in d_model
-    dimensions is the largest tensor of all.
+    A few places are contracted at a time, since what every source writes in d_model dimensions is
+    by far the largest tensor.
 
     Args:
         scores: scores of each group of places, on the CPU in float64.
@@ -60,7 +60,7 @@ def _contract_few(
     groups: Int[Tensor, " place"],
     rows: slice,
 ) -> None:
-    """Add what a few places, in the order of their groups, contribute, layer by layer."""
+    """Add the contributions of a few places, sorted by group, to the scores."""
     graph, n_layers = back.adapter.graph, back.adapter.n_layers
     found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
     written = [part.flatten(1) for part in difference.split(counts, dim=1)]

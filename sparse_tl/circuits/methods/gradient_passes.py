@@ -1,4 +1,9 @@
-"""Differentiable passes for attribution: gradients of a metric at any hook points."""
+"""The passes of attribution: gradients of a metric at any hook points.
+
+An `AttributionPlan` knows which passes a method takes, and runs them batch by batch; each is a
+`GradientPass`. For small batches a pass runs several interpolation steps at once, as copies of the
+prompts: larger matrix products are faster per row.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,26 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
-from sparse_tl.lens import EMBEDDED, Held, needed, record, relevance_rules
+from sparse_tl.lens import (
+    EMBEDDED,
+    Held,
+    needed,
+    record,
+    relevance_rules,
+    repeated,
+    seen_by_hooks,
+)
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.parallel import ranks
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 
+TOKENS_AT_ONCE = 768
+"""Maximum number of tokens in a pass of several steps, so that activations stay in CPU caches."""
 
-class Passes:
-    """The passes that an attribution method needs; created once, run for every batch.
+
+class AttributionPlan:
+    """The passes that an attribution method takes; created once, run for every batch.
 
     Args:
         metric: metric function with one value per pair.
@@ -51,10 +67,10 @@ class Passes:
             heads = Heads().points(self.adapter)
             self.sources = [EMBEDDED, *heads]
         self.names = [*self.sources, *also]
-        # As gates on them act: what heads and MLPs read, or what heads write at hook_z.
+        # Recorded where gates act: what heads read, or what heads write at hook_z.
         self.first = self.sources if heads_only else []
         for layer in () if heads_only else layers:
-            self.first += self.adapter.destination_points(layer)
+            self.first += self.adapter.destination_points(layer)[:3]
             self.names += self.adapter.residual_points(layer)
         self.names += self.first
         self.rows: dict[str, slice] = {}
@@ -74,14 +90,16 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """Number of passes over the batches of this rank."""
+        """Number of interpolation steps over the batches of this rank."""
         return len(self.runs) * (self.steps * len(self._moved) or 1)
 
     def measured(
-        self, final: Float[Tensor, "pair pos d_model"], batch: PromptPairs
-    ) -> Float[Tensor, " pair"]:
-        """The metric of each pair, given the final residual stream."""
-        return measure(self.metric, self.adapter.logits_at(final, read_mask(batch)), batch)
+        self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
+    ) -> Float[Tensor, " rows"]:
+        """The metric of each pair, given the final residual stream of copies of the prompts."""
+        copies = len(final) // len(batch)
+        logits = self.adapter.logits_at(final, repeated(read_mask(batch), copies))
+        return torch.cat([measure(self.metric, one, batch) for one in logits.chunk(copies)])
 
     @autograd(False)
     def _changes(
@@ -110,44 +128,49 @@ class Passes:
     def passes(self, index: int, shown: PatchValues | None = None) -> Iterator[GradientPass]:
         """The passes of one batch; `shown` holds the patches of the hook points in `also`."""
         batch, patch = self.runs.batches[index], self.runs.values(index)
-        one = GradientPass(self, batch, held=patch.held)
+        single, ig = self.method == "eap-ig-activations", self.method.startswith("eap-ig")
+        share = 1 / self.steps if ig else 1.0
+        one = GradientPass(self, batch, share, held=patch.held)
         clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
         change = {name: -patch.change(name, clean[name]) for name in self.sources}
         if shown is not None:
             change |= {name: -shown.change(name, clean[name]) for name in self.also}
         one.change = change
         self._changed |= self._changes(one, clean, patch.final)
-        single = self.method == "eap-ig-activations"
         if not single:
-            one.share = 1 / self.steps if self.method == "eap-ig" else 1.0
             yield from _lent(one)
         del one  # frees the autograd graph before the next pass
         first = self.steps if single else self.steps - 1  # the clean pass is done
+        # Hooks may fit one copy of the prompts only.
+        n = 1 if seen_by_hooks(self.adapter) else max(1, TOKENS_AT_ONCE // batch.clean.numel())
         for name in self._moved:
-            for k in range(first, 0, -1):
-                replaced = {name: clean[name] + (1 - k / self.steps) * change[name]}
-                one = GradientPass(self, batch, replaced, held=patch.held)
-                one.change, one.share, one.moved = change, 1 / self.steps, name if single else None
+            for last in range(first, 0, -n):
+                some = range(last, max(last - n, 0), -1)
+                moved = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
+                replaced = {name: torch.cat(moved)}
+                one = GradientPass(self, batch, share, replaced, copies=len(some), held=patch.held)
+                one.change, one.moved = change, name if single else None
                 yield from _lent(one)
                 del one
 
 
 class GradientPass:
-    """One differentiable forward pass, and the sources that its gradients contribute to.
+    """A differentiable forward pass, and the sources that its gradients contribute to.
 
     Args:
-        plan: the set of passes that this one belongs to.
+        plan: the plan that this pass belongs to.
         batch: prompt pairs.
+        share: weight of every interpolation step; gradients include it.
         replaced: activations that replace the model's own.
+        copies: number of steps in this pass; each has a copy of the prompts, one after the other.
         held: keys and values that the pass shares with that over the patched prompts.
 
     Attributes:
         kept: activations at the hook points, in the autograd graph.
-        values: metric of each pair.
-        value: their sum.
+        values: metric of each pair, in each copy.
+        value: their sum times the weight.
         change: patch minus clean activation, by hook point.
-        matters: positions at which changes and gradients mean anything.
-        share: weight of the pass.
+        matters: positions at which changes and gradients are meaningful.
         by_relevance: whether gradients follow the rules of relevance propagation.
         moved: the only hook point whose sources the pass contributes to; None for all.
 
@@ -156,21 +179,28 @@ class GradientPass:
     """
 
     change: dict[str, Tensor]
-    share = 1.0
     moved: str | None = None
 
     def __init__(
         self,
-        plan: Passes,
+        plan: AttributionPlan,
         batch: PromptPairs,
+        share: float,
         replaced: dict[str, Tensor] | None = None,
         *,
+        copies: int = 1,
         held: Held | None = None,
     ) -> None:
         self._plan, self.batch, self._replaced = plan, batch, replaced or {}
+        self.copies, self._share = copies, share
         held = None if plan.also else held  # attention patterns differ where prompts are alike
         read = read_mask(batch)
-        self._options: dict[str, Any] = {"first": plan.first, "read": read, "held": held}
+        self._options: dict[str, Any] = {
+            "first": plan.first,
+            "read": read,
+            "held": held,
+            "copies": copies,
+        }
         self.matters = needed(plan.adapter, read, None if held is None else held.alike)
         self.by_relevance = plan.method == "relp"
         # First of all hooks: what is recorded after a norm has the gradient of the rules.
@@ -186,19 +216,23 @@ class GradientPass:
             self.kept["final"] = final
             with autograd(True):
                 self.values = plan.measured(final, batch)
-                self.value = self.values.sum()
+                self.value = share * self.values.sum()
         if not self.value.requires_grad:
             raise ValueError(
                 "expected a metric with a gradient, such as a difference of logits; what it "
                 "returned does not depend on the logits differentiably"
             )
 
+    def over_copies(self, value: Float[Tensor, "rows ..."]) -> Float[Tensor, "pair ..."]:
+        """The sum over the copies of the prompts."""
+        return value if self.copies == 1 else value.unflatten(0, (self.copies, -1)).sum(dim=0)
+
     def counts_for(self, name: str) -> bool:
         """Whether the pass contributes to the sources at a hook point."""
         return self.moved in (None, name)
 
     def gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of the summed metric at some hook points; 0 where the value has no influence.
+        """Gradients of `value` at some hook points; 0 where the activation has no influence.
 
         Raises:
             ValueError: the metric depends on a value that autograd cannot trace.
@@ -216,7 +250,7 @@ class GradientPass:
 
     @autograd(False)
     def _check_without_influence(self, names: list[str]) -> None:
-        """Check that the metric does not move with values whose gradient is missing."""
+        """Check that the metric does not depend on activations whose gradient is missing."""
         generator, value = torch.Generator().manual_seed(0), self.value.detach()
         for name in names:
             shown = self.kept[name].detach()
@@ -226,7 +260,7 @@ class GradientPass:
                 replaced = {**self._replaced, name: noisy}
                 plan, tokens = self._plan, self.batch.clean
                 _, final = record(plan.adapter, tokens, (), replaced=replaced, **self._options)
-            moved = self._plan.measured(final, self.batch).sum() - value
+            moved = self._share * self._plan.measured(final, self.batch).sum() - value
             if bool(moved.abs() > 1e-6 * (1 + value.abs())):
                 raise ValueError(
                     f"expected gradients of the metric at {name}; there is none, although the "

@@ -26,7 +26,7 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.methods.gradient_passes import Passes
+from sparse_tl.circuits.methods.gradient_passes import AttributionPlan
 from sparse_tl.circuits.methods.read_gradients import ReadGradients
 from sparse_tl.circuits.neurons import DrivingToken, NeuronEffects
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
@@ -201,7 +201,7 @@ def _rank(
     source: _Source, runs: PairRuns, metric: Metric, progress: bool
 ) -> tuple[Float[Tensor, " neuron"], _Peaks]:
     """The first-order score of every neuron, and the tokens that it comes from."""
-    plan = Passes(metric, "eap", 1, runs)
+    plan = AttributionPlan(metric, "eap", 1, runs)
     total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
     with tracked("ranking neurons", len(runs), progress) as step:
         for index, batch in enumerate(runs.batches):

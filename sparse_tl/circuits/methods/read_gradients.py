@@ -50,18 +50,14 @@ class ReadGradients:
     def add(self, one: GradientPass) -> None:
         """Add a pass's gradients at every destination."""
         layers = range(self.adapter.n_layers)
-        points = [self.adapter.destination_points(layer) for layer in layers]
-        gradients = one.gradients([*sum(points, []), "final"])
-        for layer, names in enumerate(points):
-            residuals = self.adapter.residual_points(layer)
-            self._add_heads(layer, one, names[:3], one.kept[residuals[0]], gradients)
-            for name in names[3:]:
-                norm = self.adapter.norm(layer, "mlp")
-                back = norm.pulled_back(
-                    one.kept[residuals[1]], gradients[name], fixed_scale=one.by_relevance
-                )
-                self._add(name, one.share * back)
-        self._add("final", one.share * gradients["final"])
+        heads = [self.adapter.destination_points(layer)[:3] for layer in layers]
+        residuals = [self.adapter.residual_points(layer) for layer in layers]
+        others = [*(name for names in residuals for name in names[1:]), "final"]
+        gradients = one.gradients([*sum(heads, []), *others])
+        for layer, names in enumerate(heads):
+            self._add_heads(layer, one, names, one.kept[residuals[layer][0]], gradients)
+        for name in others:
+            self._add(name, one.over_copies(gradients[name]))
 
     def _add_heads(
         self,
@@ -72,7 +68,7 @@ class ReadGradients:
         gradients: dict[str, Tensor],
     ) -> None:
         norm = self.adapter.norm(layer, "attn")
-        found = {name: one.share * gradients[name] for name in names}
+        found = {name: gradients[name] for name in names}
         if norm.kind is not None:
             x, scale = norm.standardised(residual)
             found = {name: gradient / scale[..., None] for name, gradient in found.items()}
@@ -81,9 +77,11 @@ class ReadGradients:
                     ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
                     for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
                 ]
-                self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
+                coefficients = torch.cat(along, dim=-1) / x.shape[-1]
+                steps = zip(coefficients.chunk(one.copies), x.chunk(one.copies), strict=True)
+                self._along[layer] += steps
         for name, gradient in found.items():
-            self._add(name, gradient)
+            self._add(name, one.over_copies(gradient))
 
     def _add(self, name: str, more: Tensor) -> None:
         self._sums[name] = self._sums[name] + more if name in self._sums else more
@@ -98,8 +96,7 @@ class ReadGradients:
         """Gradients of one layer's destinations in the graph's order, written into `out`: q of
         every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
         done = 0
-        names = self.adapter.destination_points(layer)
-        for slot, name in zip("qkv", names, strict=False):
+        for slot, name in zip("qkv", self.adapter.destination_points(layer)[:3], strict=True):
             flat = rearrange(self._sums[name][places], "place head d_head -> head place d_head")
             through = self._through(layer, slot).to(flat.dtype)
             torch.bmm(flat, through.mT, out=out[done : done + len(flat)])
@@ -107,7 +104,7 @@ class ReadGradients:
         for along, x in self._along[layer]:
             heads = rearrange(along[places], "place head -> head place 1")
             out[:done].addcmul_(heads, x[places], value=-1)
-        for name in names[3:]:
+        for name in self.adapter.residual_points(layer)[1:]:
             out[done] = self._sums[name][places]
             done += 1
         return out[:done]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.rounding import precise
@@ -85,28 +87,38 @@ class Norm:
         self,
         residual: Float[Tensor, "*rows d_model"],
         gradient: Float[Tensor, "*rows d_model"],
-        *,
-        fixed_scale: bool = False,
     ) -> Float[Tensor, "*rows d_model"]:
-        """Multiply by the transposed Jacobian: ``(g - mean g - x mean(g x)) / scale``.
+        """Multiply by an RMS norm's transposed Jacobian: ``(g - x (g . x) / (n scale^2)) / scale``.
 
-        g is the gradient times the weight, x the standardised input; an RMS norm does not subtract
-        the mean. Exact, with epsilon included in the scale.
+        g is the gradient times the weight. Exact, with epsilon included in the scale.
 
         Args:
             residual: the norm's input.
             gradient: with respect to its output.
-            fixed_scale: whether the scale counts as a constant: ``(g - mean g) / scale``.
         """
-        if self.kind is None:
-            return gradient
-        x, scale = self.standardised(residual)
-        if self.weight is not None:
-            gradient = gradient * self.weight
-        gradient = self.centred(gradient)
-        if fixed_scale:
-            return gradient / scale
-        return (gradient - (gradient * x).mean(dim=-1, keepdim=True) * x) / scale
+        g = gradient if self.weight is None else gradient * self.weight
+        n, squares = residual.shape[-1], torch.linalg.vecdot(residual, residual)[..., None]
+        inverse = (squares / n + self.eps).rsqrt()
+        along = torch.linalg.vecdot(g, residual)[..., None] * inverse**2 / n
+        return torch.addcmul(g, along, residual, value=-1).mul_(inverse)
+
+
+class ClosedForm(torch.autograd.Function):
+    """An RMS norm as its module computes it, with the gradient in closed form.
+
+    Autograd takes longer and keeps more activations. The weight gets no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, norm: Norm, module: nn.Module) -> Tensor:
+        ctx.norm = norm
+        ctx.save_for_backward(residual)
+        return module(residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.norm.pulled_back(*ctx.saved_tensors, gradient), None, None
 
 
 def bridge_norm(cfg: Any, module: Any) -> Norm:

@@ -43,7 +43,8 @@ def record(
     attention_mask: Int[Tensor, "batch pos"] | None = None,
     read: Bool[Tensor, "batch pos"] | None = None,
     held: Held | None = None,
-) -> tuple[dict[str, Tensor], Float[Tensor, "batch pos d_model"]]:
+    copies: int = 1,
+) -> tuple[dict[str, Tensor], Float[Tensor, "rows pos d_model"]]:
     """Activations at some hook points, and the final residual stream.
 
     Args:
@@ -59,6 +60,7 @@ def record(
         read: positions that are read after the last layer. Activations at positions that do not
             matter to these mean nothing, and have gradients of 0. None: all matter.
         held: keys and values that this pass shares with others.
+        copies: number of copies of the prompts to run, one after the other.
 
     Raises:
         ValueError: a hook point does not fire.
@@ -86,10 +88,10 @@ def record(
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
     with (
         attached(adapter, hooks) as own,
-        only_needed(adapter, everywhere if read is None else read, alike=alike, own=own.ids),
+        only_needed(adapter, everywhere if read is None else read, alike, copies, own=own.ids),
         autograd(differentiable),
     ):
-        final = adapter.final(tokens, attention_mask=attention_mask)
+        final = adapter.final(tokens, copies=copies, attention_mask=attention_mask)
     check_fired(adapter, names, kept)
     return kept, final
 

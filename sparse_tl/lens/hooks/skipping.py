@@ -50,8 +50,8 @@ def only_needed(
 ) -> Iterator[None]:
     """Inside the block, passes over these prompts skip positions that do not matter.
 
-    Nothing is skipped if a hook might see it: any but those of a SparseTransformer's gates, which
-    act on each position or attention edge by itself, and `own`.
+    Nothing is skipped if hooks might see it: any hooks but `own` and a SparseTransformer's gates,
+    which act on each position or attention edge separately.
 
     Args:
         adapter: adapter of the model.
@@ -73,7 +73,7 @@ def only_needed(
             which = "none" if kind in replaced else "last" if at_end else "inner"
             if _saves(inner, counts[which], *sizes[kind]):
                 chosen.append((layer, kind, which))
-    if not chosen or _observed(adapter, own):
+    if not chosen or seen_by_hooks(adapter, own):
         yield
         return
     selected = {which: _Rows(repeated(mask, copies)) for which, mask in rows.items()}
@@ -102,7 +102,7 @@ class Held:
 
     @property
     def skipped(self) -> Bool[Tensor, "batch pos"] | None:
-        """The positions that the next pass can skip; None before there is anything to give it."""
+        """The positions that the next pass can skip; None before the first pass."""
         return self.alike if self._values else None
 
     def hooks(self, from_layer: int = 0) -> list[Hook]:
@@ -130,9 +130,9 @@ def held_between(
     others: Tensor,
     read: Bool[Tensor, "batch pos"],
 ) -> Held | None:
-    """What passes over two prompts of every row share; None if skipping it saves nothing.
+    """The keys and values that both prompts of each row share; None if skipping saves nothing.
 
-    Rows that do not differ up to where they are read share nothing: they are computed.
+    Rows whose prompts agree up to the position that is read are computed in full.
     """
     if not adapter.causal or tokens.shape != others.shape:
         return None
@@ -142,7 +142,7 @@ def held_between(
         return None
     inner = needed(adapter, read, alike)
     saves = _saves(inner, int(inner.count_nonzero()), *_sizes(adapter)["mlp"])
-    if not saves or _observed(adapter) or not _can_hold(adapter):
+    if not saves or seen_by_hooks(adapter) or not _can_hold(adapter):
         return None
     return Held(adapter, alike)
 
@@ -163,7 +163,7 @@ def places_needed(
     """The index of the positions that matter among all; None if `only_needed` skips none."""
     inner = needed(adapter, read, alike)
     saves = _saves(inner, int(inner.count_nonzero()), *_sizes(adapter)["mlp"])
-    return inner.flatten().nonzero()[:, 0] if saves and not _observed(adapter) else None
+    return inner.flatten().nonzero()[:, 0] if saves and not seen_by_hooks(adapter) else None
 
 
 def _sizes(adapter: Adapter) -> dict[str, tuple[int, int]]:
@@ -184,13 +184,14 @@ def _saves(mask: Bool[Tensor, "batch pos"], computed: int, weights: int, values:
     return (mask.numel() - computed) * weights > COPIED * computed * values + least
 
 
-def _observed(adapter: Adapter, own: Set[int] = frozenset()) -> bool:
+def seen_by_hooks(adapter: Adapter, own: Set[int] = frozenset()) -> bool:
+    """Whether hooks might see what a pass skips or repeats: any but those of gates, and `own`."""
     gates: Set[int] = getattr(adapter.core, "_sparse_tl_wrapped", frozenset())
     return bool(hooks_besides(adapter, gates | own))
 
 
 def _body(block: Any, kind: str) -> list[nn.Module]:
-    """The module that computes something at each position by itself, where no hook sees how."""
+    """The module that does a kind of computation position by position, unless a hook is inside."""
     outer = getattr(block if kind == "mlp" else getattr(block, "attn", None), kind, None)
     inner = getattr(outer, "original_component", None)
     found = [inner] if kind != "mlp" else [outer, inner]

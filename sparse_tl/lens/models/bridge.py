@@ -200,8 +200,8 @@ class BridgeAdapter(Adapter):
 
     def _fused(self) -> AbstractContextManager[None]:
         """See `Adapter`."""
-        modules = (attrgetter(name)(self.model) for name in self.norms())
-        return plain_norms([some for some in modules if hasattr(some, "hook_scale")])
+        norms = {attrgetter(name)(self.model): norm for name, norm in self.norms().items()}
+        return plain_norms({some: norms[some] for some in norms if hasattr(some, "hook_scale")})
 
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
         """See `Adapter`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
 )
 
 from sparse_tl.calls.scopes import scope
+from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.attaching import Forward, stand_in
 from sparse_tl.lens.core.masks import AttentionMask
+from sparse_tl.lens.core.norms import ClosedForm, Norm
 from sparse_tl.lens.core.places import HookFunction, Place, read_call
 from sparse_tl.lens.core.shortcuts import hooked
 
@@ -78,22 +80,29 @@ def check_left_padded(output: Tensor, model: str) -> None:
 
 
 @scope
-def plain_norms(norms: Sequence[Any]) -> Iterator[None]:
+def plain_norms(norms: Mapping[Any, Norm]) -> Iterator[None]:
     """Inside the block, norms run as those of the wrapped model do.
 
     A bridge also computes what hook points within them show; where one is hooked, it still does.
+    Under frozen weights, gradients of RMS norms are computed in closed form.
     """
     with ExitStack() as removed:
-        for norm in norms:
-            native = getattr(norm, "use_native_layernorm_autograd", False)
-            if native and not any(map(hooked, norm.children())):
-                removed.callback(stand_in(norm, partial(_native, norm.original_component)))
+        for module, norm in norms.items():
+            native = getattr(module, "use_native_layernorm_autograd", False)
+            if native and not any(map(hooked, module.children())):
+                run = partial(_native, module.original_component, norm)
+                removed.callback(stand_in(module, run))
         yield
 
 
-def _native(norm: nn.Module, _forward: Forward) -> Forward:
+def _native(module: nn.Module, norm: Norm, _forward: Forward) -> Forward:
+    trained = any(weight.requires_grad for weight in module.parameters())
+
     def run(hidden_states: Tensor, **_: Any) -> Tensor:
-        return norm(hidden_states).to(hidden_states.dtype)
+        exact = norm.kind == "rms" and hidden_states.dtype not in HALVES
+        if exact and hidden_states.requires_grad and not trained:
+            return ClosedForm.apply(hidden_states, norm, module)
+        return module(hidden_states).to(hidden_states.dtype)
 
     return run
 
