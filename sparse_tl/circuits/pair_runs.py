@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, GatedRun, Heads, HookPoints, Patch, PatchValues, Site
+from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
-from sparse_tl.lens import EMBEDDED, HookedModel, adapt, check_pairs, held_between
+from sparse_tl.gates.run import clean_outputs
+from sparse_tl.lens import HookedModel, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.parallel import ranks
 
@@ -23,7 +24,39 @@ STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
 
 
-class PairRuns:
+class PairBatches:
+    """Prompt pairs in batches on a model's device.
+
+    Args:
+        model: dense or sparse model.
+        pairs: prompt pairs.
+        batch_size: prompt pairs per forward pass.
+        shared: whether ranks share the batches, each having its `own`; batches are then no larger
+            than a rank's share of the pairs.
+
+    Raises:
+        ValueError: a prompt does not fit the model, or ranks were given different pairs.
+    """
+
+    def __init__(
+        self, model: HookedModel, pairs: PromptPairs, batch_size: int, *, shared: bool
+    ) -> None:
+        self.model, self.adapter = model, adapt(model)
+        check_pairs(self.adapter, pairs)
+        if shared:
+            pairs.check_on_ranks()
+            batch_size = min(batch_size, ranks.largest_share(len(pairs)))
+        self.batch_size = batch_size
+        self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
+        every = range(len(self.batches))
+        self.own: Sequence[int] = ranks.share(every) if shared else every
+        """The batches that this rank runs."""
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+class PairRuns(PairBatches):
     """Prompt pairs to run under gates at one site, batch by batch.
 
     Args:
@@ -40,13 +73,12 @@ class PairRuns:
             memory does not grow with the number of pairs.
         positions: positions that gates of `CircuitEdges` or `HookPoints` are at, as in
             `attribute_circuit_edges`.
-        shared: whether ranks share the batches, each having its `own`; batches are then no larger
-            than a rank's share of the pairs.
+        shared: as in `PairBatches`.
 
     Raises:
-        ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
-            prompts for a mean patch differ in length, the pairs lack the positions, no other prompt
-            has a prompt's length to resample from, or ranks were given different pairs.
+        ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
+            differ in length, the pairs lack the positions, no other prompt has a prompt's length to
+            resample from, or ranks were given different pairs.
     """
 
     def __init__(
@@ -62,28 +94,20 @@ class PairRuns:
         shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
-        self.model, self.site = model, site
-        self.patch: Patch = patch
-        self.adapter = adapt(model)
-        check_pairs(self.adapter, pairs)
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
+        super().__init__(model, pairs, batch_size, shared=shared)
+        self.site = site
+        self.patch: Patch = patch
         self._by_span = positions is not None
-        if shared:
-            pairs.check_on_ranks()
-            batch_size = min(batch_size, ranks.largest_share(len(pairs)))
-        self.batch_size = batch_size
-        self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
-        every = range(len(self.batches))
-        self.own: Sequence[int] = ranks.share(every) if shared else every
-        """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
             written = len(self.adapter.graph.sources) if isinstance(site, CircuitEdges) else 0
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
-            self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
+            per_batch = self.batch_size * pairs.clean.shape[1] * per_token
+            self._n_kept = max(1, STATES_AT_ONCE // per_batch)
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown: Patch = "corrupted" if needed else patch
         if patch == "mean":
@@ -95,14 +119,11 @@ class PairRuns:
             self.others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
             others = pairs.clean[_other_rows(pairs.positions.cpu())]
-            self.others = others.to(self.adapter.device).split(batch_size)
+            self.others = others.to(self.adapter.device).split(self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index in self.own:
             yield self.batches[index], self.run(index)
-
-    def __len__(self) -> int:
-        return len(self.own)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
@@ -172,9 +193,10 @@ def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
     """The logits of clean prompts where they are read, batch by batch; ranks share the batches."""
-    nowhere = HookPoints((EMBEDDED,), (), ())
-    for batch, run in PairRuns(model, nowhere, pairs, "zero", batch_size, shared=True):
-        yield batch, run.clean_logits
+    shared = PairBatches(model, pairs, batch_size, shared=True)
+    for index in shared.own:
+        batch = shared.batches[index]
+        yield batch, clean_outputs(shared.adapter, batch.clean, read_mask(batch))[1]
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

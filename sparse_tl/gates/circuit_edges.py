@@ -1,6 +1,6 @@
 """Gates on circuit edges: every destination v reads
 
-    input_v = residual_v - sum_u (1 - gate[u, v]) (now_u - patch_u),
+    input_v = residual_v + sum_u (1 - gate[u, v]) (patch_u - now_u),
 
 where ``now_u`` is what source u writes in this pass, ``patch_u`` is what the patch writes, and
 ``residual_v`` is the current residual stream, the sum of everything written in this pass. With all
@@ -8,7 +8,7 @@ gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the p
 Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
 which acts on the span's tokens.
 
-A source with nearly all edges closed is closed *as a whole*: its change is subtracted in a running
+A source with nearly all edges closed is closed *as a whole*: its change is added in a running
 sum that all later destinations share, and only its edges that differ are computed one by one. So a
 small circuit costs what it keeps, and a large one what it leaves out: writes are separated by head
 only for sources with such edges, and reads are computed only where they differ from the residual
@@ -32,9 +32,9 @@ from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
-from sparse_tl.gates.sites import GatedPass
+from sparse_tl.gates.sites import GatedPass, Site
 from sparse_tl.gates.source_changes import SourceChanges
-from sparse_tl.lens import EMBEDDED, SLOTS, Adapter, Hook, Order
+from sparse_tl.lens import EMBEDDED, SLOTS, Adapter, Hook, Order, check_sums_under_hooks
 
 _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
@@ -42,7 +42,7 @@ _FEW = 0.5
 
 @checked
 @dataclass(frozen=True)
-class CircuitEdges:
+class CircuitEdges(Site):
     """One gate per circuit edge, ``[source, destination]`` as in the model's graph.
 
     Args:
@@ -74,6 +74,25 @@ class CircuitEdges:
         now: GatedPass,
     ) -> list[Hook]:
         return CircuitEdgeHooks(adapter, gates, patch, now, self.spans).hooks()
+
+    def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
+        check_sums_under_hooks(adapter, tokens)
+
+    def keeps_all(self, adapter: Adapter, gates: Tensor) -> bool:
+        return bool(((gates == 1) | ~adapter.graph.exists.to(gates.device)).all())
+
+    def sources(self, adapter: Adapter) -> list[str]:
+        return adapter.source_points()
+
+    def of_stream(self, gates: Tensor) -> Tensor:
+        gates = gates.clone()
+        gates[..., -1] = 1  # what the logits read differs from the residual stream
+        return gates
+
+    def read_logits(
+        self, adapter: Adapter, gates: Tensor, patch: PatchValues, now: GatedPass, final: Tensor
+    ) -> Tensor:
+        return CircuitEdgeHooks(adapter, gates, patch, now, self.spans).read_logits(final)
 
 
 class CircuitEdgeHooks:

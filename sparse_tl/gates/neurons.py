@@ -33,7 +33,7 @@ class NeuronPatch(PatchValues):
     Args:
         adapter: adapter of the model.
         layer: layer of the MLP.
-        moved: clean minus patched multiple of its direction that each neuron writes.
+        moved: patched minus clean multiple of its direction that each neuron writes.
         directions: the directions.
 
     Attributes:

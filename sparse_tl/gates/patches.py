@@ -136,9 +136,9 @@ class PatchValues:
     def change(
         self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1, start: int = 0
     ) -> Tensor:
-        """The activation at a hook point minus its patch; arguments as in `at`."""
+        """The patch of a hook point minus its activation; arguments as in `at`."""
         shown = self.at(name, value, n_stack, start)
-        return value if shown is None else value - shown
+        return -value if shown is None else shown - value
 
 
 def needs_reference(patch: Patch) -> bool:

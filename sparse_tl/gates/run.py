@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.calls.scopes import autograd, scope
-from sparse_tl.gates.circuit_edges import CircuitEdgeHooks, CircuitEdges
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
-from sparse_tl.gates.sites import AttentionEdges, GatedPass, Heads, Site, SiteGates
+from sparse_tl.gates.sites import GatedPass, Site, SiteGates
 from sparse_tl.lens import (
     OWN,
     Adapter,
@@ -25,8 +24,6 @@ from sparse_tl.lens import (
     adapt,
     attached,
     check_alike,
-    check_gates,
-    check_sums_under_hooks,
     check_tokens,
     check_whole,
     enters,
@@ -74,8 +71,7 @@ def gated(
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
     prompts = reference_prompts(adapter, patch, reference)
-    if isinstance(site, CircuitEdges):
-        check_sums_under_hooks(adapter, prompts)
+    site.check(adapter, prompts)
     with evaluation_mode(model):
         points = site.points(adapter, stack)
         values = PatchValues(adapter, points, patch, prompts, seed, order=site.order)
@@ -140,8 +136,7 @@ class GatedRun:
             points = site.points(self.adapter)
             patch = PatchValues(self.adapter, points, patch, reference, order=site.order)
         self.patch = patch
-        if isinstance(site, CircuitEdges):
-            check_sums_under_hooks(self.adapter, tokens)
+        site.check(self.adapter, tokens)
         self._base: Tensor | None = None
         self._expected: Tensor | None = None
         self._entering: list[Tensor] = []
@@ -153,13 +148,8 @@ class GatedRun:
         return self._clean[1]
 
     @cached_property
-    @autograd(False)
     def _clean(self) -> tuple[Float[Tensor, "label d_model"], Float[Tensor, "label vocab"]]:
-        """The final residual stream of the whole model at the read positions, and its logits."""
-        mask, read = self.attention_mask, self.read
-        with evaluation_mode(self.adapter.model), only_needed(self.adapter, read):
-            final = self.adapter.final(self.tokens, read=read, attention_mask=mask)[read]
-            return final, self._logits(final)
+        return clean_outputs(self.adapter, self.tokens, self.read, self.attention_mask)
 
     @autograd(False)
     def start_from(self, gates: SiteGates | None) -> Float[Tensor, "label vocab"]:
@@ -167,17 +157,14 @@ class GatedRun:
 
         For circuit edges, the state holds what every source writes in d_model dimensions.
         """
-        adapter, edges = self.adapter, isinstance(self.site, CircuitEdges)
+        adapter, site = self.adapter, self.site
         if gates is None:
-            gates = torch.ones([max(size, 1) for size in self.site.shape(adapter)])
-        stack, _ = _stacked(adapter, self.site, gates)
-        points = self.site.points(adapter) if edges else []
+            gates = torch.ones([max(size, 1) for size in site.shape(adapter)])
+        stack, _ = _stacked(adapter, site, gates)
+        points = site.sources(adapter)
         entering: list[Tensor] = []
-        run = stack.clone()
-        if edges:
-            run[..., -1] = 1  # what the logits read differs from the residual stream
         # Hooks of the setting come first, so that the recording is of gated activations.
-        hooks = self.site.hooks(adapter, run, self.patch, GatedPass(1))
+        hooks = site.hooks(adapter, site.of_stream(stack), self.patch, GatedPass(1))
         # Copied, since hooks may edit in place.
         keep = lambda value: entering.append(value.clone())  # noqa: E731
         borders = [f"blocks.{layer}.entering" for layer in range(adapter.n_layers)]
@@ -185,9 +172,8 @@ class GatedRun:
         with attached(adapter, hooks), evaluation_mode(adapter.model):
             kept, final = record(adapter, self.tokens, points, attention_mask=self.attention_mask)
         self._entering, self._base = [*entering, final], stack
-        if edges:
-            changes = {name: self.patch.change(name, kept[name]) for name in points}
-            self._changes = source_outputs(adapter, changes)
+        changes = {name: self.patch.change(name, kept[name]) for name in points}
+        self._changes = source_outputs(adapter, changes) if points else None
         self._expected = None
         final = self.final(gates)
         self._expected = final if hooks_besides(adapter, OWN) else None
@@ -219,7 +205,8 @@ class GatedRun:
         return found[:n_stack].view(*shape, *found.shape[1:])
 
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
-        if n_stack == 1 and self._keeps_all(stack):
+        may_skip = n_stack == 1 and not torch.is_grad_enabled()
+        if may_skip and self.site.keeps_all(self.adapter, stack):
             return self._clean[0][None]
         adapter, first = self.adapter, self._first_layer(stack)
         held = self.patch.held
@@ -228,11 +215,9 @@ class GatedRun:
         now.places, now.n_places = places_needed(adapter, self.read, alike), self.read.numel()
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
-            if isinstance(self.site, CircuitEdges):
-                spans = self.site.spans
-                final = CircuitEdgeHooks(adapter, stack, self.patch, now, spans).read_logits(final)
+            final = self.site.read_logits(adapter, stack, self.patch, now, final)
         else:
-            once = isinstance(self.site, Heads)
+            once = self.site.shares_attention
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
             hooks = self.site.hooks(adapter, stack, self.patch, now)
             hooks += [] if held is None else held.hooks(first)
@@ -252,13 +237,6 @@ class GatedRun:
         chosen = final[self.read.repeat(n_stack, 1)]
         return chosen.view(n_stack, -1, chosen.shape[-1])
 
-    def _keeps_all(self, gates: SiteGates) -> bool:
-        """Whether gates on circuit edges patch nothing."""
-        if not isinstance(self.site, CircuitEdges) or torch.is_grad_enabled():
-            return False
-        exists = self.adapter.graph.exists.to(self.adapter.device)
-        return bool(((gates == 1) | ~exists).all())  # type: ignore[bad-argument-type]
-
     def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""
         if self._base is None or getattr(stack, "requires_grad", False) or not enters(self.adapter):
@@ -268,11 +246,22 @@ class GatedRun:
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 
 
+@autograd(False)
+def clean_outputs(
+    adapter: Adapter,
+    tokens: Int[Tensor, "batch pos"],
+    read: Bool[Tensor, "batch pos"],
+    attention_mask: Int[Tensor, "batch pos"] | None = None,
+) -> tuple[Float[Tensor, "label d_model"], Float[Tensor, "label vocab"]]:
+    """The final residual stream of the whole model at the read positions, and its logits."""
+    with evaluation_mode(adapter.model), only_needed(adapter, read):
+        final = adapter.final(tokens, read=read, attention_mask=attention_mask)
+        return final[read], adapter.logits_at(final, read)
+
+
 def _stacked(adapter: Adapter, site: Site, gates: SiteGates) -> tuple[Any, tuple[int, ...]]:
     """Gates with a stack axis, and the shape of their own stack, if any."""
     check_whole(adapter)
-    if isinstance(site, Heads | AttentionEdges):
-        check_gates(adapter)
     if isinstance(gates, ClosedEdges):
         return gates, gates.stack_shape
     if not gates.is_floating_point():

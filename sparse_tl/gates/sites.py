@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
@@ -19,7 +20,7 @@ from sparse_tl.calls.arguments import MOST, AtLeastOne, checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
-from sparse_tl.lens import Adapter, Hook, Order, repeated
+from sparse_tl.lens import Adapter, Hook, Order, check_gates, repeated
 
 
 @dataclass
@@ -30,7 +31,7 @@ class GatedPass:
         n_stack: copies of the prompts in the batch.
         from_layer: first layer that is run.
         n_prompts: number of prompts, if the first layer's attention runs on one copy only.
-        changes: for circuit edges, writes of the sources before `from_layer` minus the patch.
+        changes: for circuit edges, the patch of the sources before `from_layer` minus what they write.
         start: position of the first column; above 0 with a key-value cache.
         made: which of q, k and v hooks replace in each layer, whatever the model computes there.
         places: the positions that matter, by their index among the `n_places` of all prompts; None
@@ -47,41 +48,64 @@ class GatedPass:
     n_places: int = 0
 
 
-@runtime_checkable
-class Site(Protocol):
-    """Where gates can sit, and how they act there."""
-
-    order: Order
-    """When gates act, or read what a source writes, relative to other hooks."""
-
-    def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        """Shape of the gates, without a stack axis; -1 for any size."""
-        ...
-
-    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        """The hook points that need a patch: under these stacked gates, or under any."""
-        ...
-
-    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        """The first layer affected by a change of gates, given where the gates differ."""
-        ...
-
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
-        """The hooks that apply stacked gates to a model."""
-        ...
-
-
 SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedEdges
 
 
-class _Activations:
+class Site(ABC):
+    """Where gates can sit, and how they act there.
+
+    A new site defines the four abstract methods. The defaults of the others suit gates that act on
+    activations; gates on what a part reads, as `CircuitEdges` has, need more.
+    """
+
+    order: Order
+    """When gates act, or read what a source writes, relative to other hooks."""
+    shares_attention = False
+    """Whether gates act after attention, so that all settings attend alike in the first layer."""
+
+    @abstractmethod
+    def shape(self, adapter: Adapter) -> tuple[int, ...]:
+        """Shape of the gates, without a stack axis; -1 for any size."""
+
+    @abstractmethod
+    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
+        """The hook points that need a patch: under these stacked gates, or under any."""
+
+    @abstractmethod
+    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
+        """The first layer affected by a change of gates, given where the gates differ."""
+
+    @abstractmethod
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
+        """The hooks that apply stacked gates to a model."""
+
+    def check(self, adapter: Adapter, tokens: Tensor | None) -> None:  # noqa: B027
+        """Raise a ValueError where gates here are not defined on a model, or on these prompts."""
+
+    def keeps_all(self, adapter: Adapter, gates: Any) -> bool:
+        """Whether these gates leave the model as it is."""
+        return False
+
+    def sources(self, adapter: Adapter) -> list[str]:
+        """Hook points whose writes a pass that starts in a later layer has to know."""
+        return []
+
+    def of_stream(self, gates: Any) -> Any:
+        """The gates under which the residual stream is what the next layer receives."""
+        return gates
+
+    def read_logits(
+        self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass, final: Tensor
+    ) -> Tensor:
+        """What the logits read, given the residual stream after the last layer."""
+        return final
+
+
+class _Activations(Site):
     """Gates over some axes of the activations at hook points, ordered as in the model."""
 
     axes: tuple[int, ...]
     order = Order.FIRST  # so that caches and user hooks see gated activations
-
-    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        raise NotImplementedError
 
     def layer(self, index: int) -> int:
         """The layer of an index along the first axis of the gates."""
@@ -140,6 +164,10 @@ class Heads(_Activations):
     """One gate per head, ``[layer, head]``, on the head's output at ``attn.hook_z``."""
 
     axes = (2,)
+    shares_attention = True
+
+    def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
+        check_gates(adapter)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return adapter.n_layers, adapter.n_heads
@@ -181,6 +209,9 @@ class AttentionEdges(_Activations):
 
     axes = (1, 2, 3)
     order = Order.LAST  # so that learned gates, which come first, cannot open an edge again
+
+    def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
+        check_gates(adapter)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return adapter.n_layers, adapter.n_heads, -1, -1

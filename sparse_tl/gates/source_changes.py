@@ -1,8 +1,8 @@
-"""What sources write minus their patch, and what destinations read without it.
+"""The patch of sources minus what they write, and what destinations read with it.
 
 All reads of a pass under gates on circuit edges share this:
 
-    input_v = residual_v - sum_u (1 - gate[u, v]) change_u,
+    input_v = residual_v + sum_u (1 - gate[u, v]) change_u,
 
 with the same gates at all tokens, or with gates per span.
 """
@@ -24,10 +24,10 @@ _FEW = 8
 
 
 class SourceChanges:
-    """Writes of sources minus the patch, in the graph's order: separately, and as a sum.
+    """The patch of sources minus their writes, in the graph's order: separately, and as a sum.
 
-    Without gradients, separate writes go into one preallocated buffer, and only its rows in use are
-    read. With gradients, writes are read part by part, since each read keeps its input for the
+    Without gradients, separate changes go into one preallocated buffer, and only its rows in use
+    are read. With gradients, they are read part by part, since each read keeps its input for the
     backward pass.
 
     Args:
@@ -56,7 +56,7 @@ class SourceChanges:
     # ---- writing ---------------------------------------------------------------------------------
 
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
-        """Add the writes of the next separated sources."""
+        """Add the changes of the next separated sources."""
         self._check(len(part[0]) // self._n_stack, part.shape[2])
         if self.edges.learned:
             self._parts.append(part)
@@ -76,11 +76,11 @@ class SourceChanges:
         return (stacked * closed[..., None]).flatten(0, 1)
 
     def add(self, source: int, change: Float[Tensor, "rows pos d_model"]) -> None:
-        """Add writes to the sum: those of one source, or of several that start with it."""
+        """Add a change to the sum: of one source, or of several that start with it."""
         self._waiting.append((source, change))
 
     def start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
-        """Add the writes of all sources before the first layer that runs."""
+        """Add the changes of all sources before the first layer that runs."""
         rows = self.edges.separated(0, len(changes))
         if rows:
             self.append(changes[rows].repeat(1, self._n_stack, 1, 1))
@@ -105,7 +105,7 @@ class SourceChanges:
             # Many small terms: half precision would lose them one by one.
             change = change.to(torch.promote_types(change.dtype, torch.float32))
             self._sum = change if self._sum is None else self._sum + change
-        return residual if self._sum is None else (residual - self._sum).to(residual.dtype)
+        return residual if self._sum is None else (residual + self._sum).to(residual.dtype)
 
     def reads(
         self, columns: Sequence[int], shared: Float[Tensor, "rows pos d_model"]
@@ -125,9 +125,9 @@ class SourceChanges:
                 changes = part.view(len(part), self._n_stack, *tokens.shape[2:])
                 changes = changes[:, :, places].flatten(2)
                 if self._n_stack == 1:
-                    reads = torch.addmm(reads[0], weights[0].T, changes[:, 0], alpha=-1)[None]
+                    reads = torch.addmm(reads[0], weights[0].T, changes[:, 0])[None]
                 else:
-                    reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1), alpha=-1)
+                    reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1))
             found.append(reads)
         if self._spans is None:
             return found[0]
@@ -152,7 +152,7 @@ class SourceChanges:
             part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
             change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
             change = change * self._by_token(weights[part, :, row])[..., None]
-            reads = reads.index_add(0, part, change, alpha=-1)
+            reads = reads.index_add(0, part, change)
         return reads
 
     def _in_use(

@@ -25,7 +25,7 @@ GATES = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.5], [1.0, 0.25, 1.0]])
 
 
 @dataclass(frozen=True)
-class MLPs:
+class MLPs(Site):
     """One gate per MLP, ``[layer]``, on its output."""
 
     order = Order.LAST
@@ -75,7 +75,6 @@ def test_gates_at_a_site_of_the_users_own(build_tiny: Build, patch: Any) -> None
     reference = other if patch == "corrupted" else None
     expected = torch.stack([by_hand(model, tokens, gates, reference) for gates in GATES])
     site = MLPs()
-    assert isinstance(site, Site)
     for gates, logits in zip(GATES, expected, strict=True):
         with gated(model, site, gates, patch, reference=reference):
             torch.testing.assert_close(model(tokens), logits, atol=1e-5, rtol=0)

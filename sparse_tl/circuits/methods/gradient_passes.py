@@ -132,9 +132,9 @@ class AttributionPlan:
         share = 1 / self.steps if ig else 1.0
         one = GradientPass(self, batch, share, held=patch.held)
         clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
-        change = {name: -patch.change(name, clean[name]) for name in self.sources}
+        change = {name: patch.change(name, clean[name]) for name in self.sources}
         if shown is not None:
-            change |= {name: -shown.change(name, clean[name]) for name in self.also}
+            change |= {name: shown.change(name, clean[name]) for name in self.also}
         one.change = change
         self._changed |= self._changes(one, clean, patch.final)
         if not single:

@@ -238,7 +238,7 @@ def _patch(
     row, effects = adapter.graph.source_index(source.mlp), torch.zeros(len(neurons)).double()
     with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
         for batch in runs.batches:
-            change = source.run(batch.clean)[1] - source.run(batch.corrupted)[1]
+            change = source.run(batch.corrupted)[1] - source.run(batch.clean)[1]
             patch = NeuronPatch(adapter, layer, change, source.directions)
             site = EdgesOfNeurons(batch.spans if source.positions else None, layer)
             run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
