@@ -203,7 +203,7 @@ def _check(
 
 
 def _advice(annotation: Any, value: Any) -> str:
-    """Advice on how to make an accepted value: a mapping, or a class with a `made_by`."""
+    """Advice on making an accepted value: a mapping, or an object of a class with `made_by`."""
     kinds = list(_kinds(annotation))
     classes = dict.fromkeys(kind for kind in kinds if hasattr(kind, "made_by"))
     advice = [f"{kind.made_by} makes {kind.__name__}" for kind in classes]

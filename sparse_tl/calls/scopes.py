@@ -1,4 +1,4 @@
-"""Context managers whose entry and exit no signal interrupts, such as Ctrl-C.
+"""Context managers whose entry and exit no signal, such as Ctrl-C, can interrupt.
 
 Python runs signal handlers between any two instructions, even between registering a hook and
 storing its handle, between the entry of a `contextlib` block and the guarantee of its exit, and
@@ -168,7 +168,7 @@ def _guard() -> list[tuple[int, _Guard]]:
 
 
 def _restore_all(guarded: list[tuple[int, _Guard]]) -> None:
-    """Restore all handlers, even if restored ones raise, up to twice, before the others are."""
+    """Restore all handlers, even if restored ones raise midway, up to twice."""
     try:
         _restore(guarded)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Phrases of error messages: the values that an annotation accepts, and the value that came."""
+"""Phrases of error messages: the values that an annotation accepts, and the given value."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from sparse_tl.storage.files import digest
 Kind = TypeVar("Kind", bound="Rows")
 
 PASS = 100
-"""Number of tokens that cost as much as a pass's overhead; SmolLM2-135M on one core."""
+"""Number of tokens that cost as much as the overhead of a pass, for SmolLM2-135M on one core."""
 
 
 class Rows:
@@ -57,7 +57,7 @@ class Rows:
         """Check that all ranks have the same rows, of which each then takes its share.
 
         Raises:
-            ValueError: a rank has other rows; raised on every rank, with that rank's number.
+            ValueError: a rank has different rows; raised on every rank, with that rank's number.
         """
         if ranks.count() > 1:
             ranks.check_alike({"rows": self.digest()})

@@ -142,9 +142,11 @@ _reading = Lock()
 
 
 def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
-    """The rows, read under a lock from a streamed dataset. Its iterators share a state, also with
-    those of derived datasets (skip, take, filter): two that run at the same moment, in two threads,
-    skip one another's rows or fail."""
+    """The rows; those of a streamed dataset are read under a lock.
+
+    Its iterators share a state, even with those of derived datasets (skip, take, filter): two that
+    run at the same moment, in two threads, skip one another's rows or fail.
+    """
     datasets = sys.modules.get("datasets")  # unless it is imported, there are none
     if datasets is None or not isinstance(rows, datasets.IterableDataset):
         yield from rows

@@ -134,7 +134,7 @@ def _no_bos() -> ValueError:
     return ValueError("expected a tokenizer with a BOS token, to prepend it; it has none")
 
 
-# ---- how an answer continues it ------------------------------------------------------------------
+# ---- how an answer continues a prompt ------------------------------------------------------------
 
 
 def together(

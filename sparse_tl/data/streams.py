@@ -75,7 +75,7 @@ class ShuffledStream:
 
 
 def shuffled(size: int, seed: int, number: int) -> Int[Tensor, " row"]:
-    """The order of the rows of an epoch, or of a block, with a number."""
+    """The order of the rows of an epoch or block, given its number."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     return torch.randperm(size, generator=generator)
 

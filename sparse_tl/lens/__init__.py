@@ -1,4 +1,4 @@
-"""The only room that imports TransformerLens: adapters, hooks, checks, loading."""
+"""The only subpackage that imports TransformerLens: adapters, hooks, checks, loading."""
 
 from sparse_tl.lens.checkpointing import (
     all_activations as all_activations,

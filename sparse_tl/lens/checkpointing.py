@@ -26,9 +26,9 @@ from sparse_tl.lens.models.adapting import adapt
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 
-    Everything else is recomputed in the backward pass, with the same gate noise: about a third more
-    time, for the activations of one layer instead of all. Gradients do not change. No key-value
-    cache outlives a layer, since a layer that runs twice would fill it twice.
+    The backward pass recomputes everything else, with the same gate noise: a step takes about a
+    third more time, and holds the activations of one layer instead of all. Gradients do not change.
+    No key-value cache outlives a layer, since a layer that runs twice would fill it twice.
 
     Args:
         model: model to train, under gates or not.
@@ -77,5 +77,5 @@ def _run_twice(forward: Forward) -> Forward:
 
 
 def _with(cache: Cache | None, value: Any) -> Any:
-    """The value; a cache is replaced by this one."""
+    """The value, or `cache` in place of a cache."""
     return cache if isinstance(value, Cache) else value

@@ -26,7 +26,7 @@ from sparse_tl.lens.core.points import hook_point
 from sparse_tl.lens.core.shortcuts import hooked
 
 LONG = 256
-"""Tokens per prompt from which scores are deferred; shorter prompts run faster otherwise."""
+"""Tokens per prompt from which scores are deferred; shorter prompts run faster undeferred."""
 
 _BY_ENTRY = {
     *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "tanh", "masked_fill"),
@@ -53,10 +53,10 @@ class Deferred(Tensor):
     def of(cls: type[_Kind], expression: Expression) -> _Kind:
         """A tensor for an expression."""
         q, k = expression.product.args
-        dtype = expression.on(ENTRY).dtype  # whatever casts the functions make
+        dtype = expression.on(ENTRY).dtype  # after all casts that the functions make
         inputs = [q, k, *expression.leaves]
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        differentiable &= dtype.is_floating_point  # where the pattern is NaN, say
+        differentiable &= dtype.is_floating_point  # `isnan`, for example, gives booleans
         made = Tensor._make_wrapper_subclass(
             cls,
             (*q.shape[:3], k.shape[-1]),
@@ -196,7 +196,7 @@ class _Deferring(TorchFunctionMode):
 def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
     """Make all attention layers defer the scores of long prompts, until the result is closed.
 
-    Layers in which another hook reads scores or pattern compute them as before.
+    Layers in which another hook reads the scores or the pattern compute them as before.
 
     Args:
         adapter: adapter of the model.

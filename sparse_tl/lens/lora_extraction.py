@@ -1,4 +1,4 @@
-"""Recover merged low-rank adapters from a model's difference to its base."""
+"""Recover merged low-rank adapters from the difference between a model and its base."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparse_tl.lens.core.lora import NAME, SCALE, add_lora, projections
 from sparse_tl.lens.core.points import Model
 
 _ROUNDING = 1e-3
-"""Largest part of a difference in weights, by its norm, that adapters may leave out."""
+"""Largest share of a difference in weights, by norm, that adapters may leave out."""
 
 
 @checked
 @autograd(False)
 def extract_lora(model: Model, tuned: Model, rank: AtLeastOne = 16) -> TransformerBridge:
-    """Put low-rank adapters on a model, in place, that make it the tuned one; undoes `merge_lora`.
+    """Give a model, in place, the adapters that turn it into `tuned`; undoes `merge_lora`.
 
     ``2 B A`` is the difference between the two models' weights, factored by its singular values.
 

@@ -98,7 +98,7 @@ def _mlp_hooks(adapter: Adapter, layer: int) -> list[Hook]:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their quotient as a constant; 0 where the denominator is."""
+    """The quotient as a constant; 0 where the denominator is 0."""
     below = denominator.detach()
     return torch.where(below == 0, 0.0, numerator / torch.where(below == 0, 1.0, below))
 

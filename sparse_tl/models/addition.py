@@ -76,7 +76,7 @@ def load_addition_models(
     device: str | None = None,
     progress: bool = True,
 ) -> tuple[Model, SparseTransformer]:
-    """The dense addition model and the sparse one made from it; as `load_task_models`.
+    """The dense addition model and the sparse one made from it; see `load_task_models`.
 
     Args:
         seed: random seed of the pair; 0 comes with the package in the placeholder form.

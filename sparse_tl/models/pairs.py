@@ -132,7 +132,7 @@ def load_built_in(
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """The folder of all locally built pairs; the user's cache folder by default."""
+    """The folder for built pairs and downloaded models; the user's cache folder by default."""
     return Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
 
 

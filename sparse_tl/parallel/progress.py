@@ -1,8 +1,8 @@
-"""Progress display for long work: a bar in a terminal, a line per minute in a log file, and a
-self-updating line in Jupyter.
+"""Progress display for long work.
 
-A saved notebook keeps that line, which finally states what was done and how long it took; work
-that takes less than half a second leaves no line.
+A terminal shows a bar, a log file a line per minute, and Jupyter a line that updates itself. A
+saved notebook keeps that line, which finally states what was done and how long it took; work that
+takes less than half a second leaves no line.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tracked(
 
 
 def say(line: str) -> None:
-    """Write a line to standard error; of several ranks, the first does."""
+    """Write a line to standard error, on the first rank only."""
     if ranks.is_first():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

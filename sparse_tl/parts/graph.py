@@ -32,7 +32,7 @@ __all__ = ["CircuitEdge", "CircuitGraph", "Destination", "Node"]
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The heads, or the MLP, of one layer: nodes without edges between each other.
+    """The heads, or the MLP, of one layer: nodes with no edges between them.
 
     Args:
         rows: rows of the nodes, as sources.
@@ -88,7 +88,7 @@ class CircuitGraph(PartGrid):
         n_kv_heads: key-value heads per layer; `n_heads` without grouped queries.
         has_mlps: false for attention-only models.
         parallel: whether an MLP reads the same input as its layer's heads, not their output.
-        coupled: whether the summed head output of a layer is normalised (Gemma 2, OLMo-2), by which
+        coupled: whether the summed head output of a layer is normalised (Gemma 2, OLMo-2), so that
             each head affects the others' outputs.
 
     Raises:

@@ -22,7 +22,7 @@ from sparse_tl.calls.scopes import scope
 from sparse_tl.storage.locks import held
 
 _ATTEMPTS = 50
-"""Number of attempts to read a folder that another process replaces again and again."""
+"""Number of attempts to read a folder that another process keeps replacing."""
 _TEMPORARY = re.compile(r"\..+\.(unfinished(\.[^.]*)?|previous|lock)")
 _writing: dict[str, object] = {}
 """The paths that threads of this process are writing to, each with its writer."""
@@ -67,8 +67,8 @@ def atomic_folder(path: str | Path, *, keep: bool = False) -> Iterator[Path]:
     `recover_folder` restores it if the process dies in between.
 
     Args:
-        path: the folder; of a link, the target is replaced.
-        keep: whether the folder's other files stay, so that each file is replaced by itself.
+        path: the folder; if it is a link, its target is replaced.
+        keep: whether to keep the folder's other files; each new file is then moved in on its own.
 
     Raises:
         OSError: the folder cannot be written; `path` is left as it was.
@@ -190,7 +190,7 @@ def _version(folder: Path) -> tuple[int, int] | None:
         stat = folder.stat()
     except OSError:
         return None
-    return stat.st_ino, stat.st_ctime_ns  # the inodes of removed folders are used again
+    return stat.st_ino, stat.st_ctime_ns  # the inodes of removed folders are reused
 
 
 def is_temporary(path: Path) -> bool:

@@ -20,7 +20,7 @@ def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
 
     Args:
         folder: folder of the files.
-        known: checksums, by name, that are listed as they are; other files may be added later.
+        known: checksums, by name, to list without computing them; their files may be elsewhere.
     """
     sums = dict(known or {})
     for file in folder.iterdir():

@@ -2,7 +2,7 @@
 
 ``A B C D A B C`` is continued by D, which followed C before. The corrupted prompt has another token
 in place of the first C, so the token after it cannot be looked up. Tokens are drawn from the full
-vocabulary, so the task works for every tokenizer, and for models without one.
+vocabulary, except special ones, so the task works for every tokenizer, and for models without one.
 
 Reference: Olsson et al., *In-context Learning and Induction Heads*, arXiv 2209.11895.
 """

@@ -152,7 +152,7 @@ def load_checkpoint(
     identity: dict[str, Any],
     stream: TokenStream,
 ) -> TrainingState:
-    """Restore weights and optimizer and return the rest; without a checkpoint, a fresh state.
+    """Restore weights and optimizer, and return the rest; without a checkpoint, a fresh state.
 
     Warns if the checkpoint was made on another number of ranks.
 

@@ -107,7 +107,7 @@ def evaluate_held_out(
     Args:
         model: a dense model or a SparseTransformer.
         examples: held-out rows.
-        batch_size: rows per forward pass; by default as many as keep the logits below
+        batch_size: rows per forward pass; by default up to 256, as many as keep the logits below
             `LOGITS_PER_PASS`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.

@@ -47,7 +47,7 @@ class MasterWeights:
 
     @scope
     def taking_gradients(self) -> Iterator[None]:
-        """Move each gradient to its master as soon as it is there, so that few are held twice."""
+        """Move each gradient to its master as soon as it exists, so that few are held twice."""
         for weight, _ in self._copied:
             weight.grad = None  # from an earlier backward pass by the user
         handles = [

@@ -21,7 +21,7 @@ from sparse_tl.training.reference import Reference
 
 NOISE = 0.25
 """Initial scale of the gates' noise. At 1, sampled gates diverge from the dense SmolLM2-135M 18
-times as much as deterministic ones, and training repairs damage that only the noise does."""
+times as much as deterministic ones, and training repairs damage that the noise alone does."""
 NO_NOISE = 0.7
 """Share of the run after which the gates have no noise."""
 MARGIN = 0.05
@@ -113,11 +113,11 @@ class SparsityObjective(Objective):
                + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
     where E_h is the expected number of edges of head h, and an MLP output is that of one layer at
-    one position; MLPs without gates count nothing. By the logarithm, closing one percent of the
-    edges is worth the same at any density; the 1 keeps it finite when no edge is left. The
-    division keeps the scale of the gradients while lambda moves over decades, so that clipping
-    means the same throughout; it does not move the optimum for a given lambda. The divisor is the
-    same for all micro-batches of a step, whatever groups they hold; the size is each
+    one position; MLPs without gates do not count. Because of the logarithm, closing one percent of
+    the edges is worth the same at any density; the 1 keeps it finite when no edge is left. The
+    division keeps the scale of the gradients while lambda moves over orders of magnitude, so that
+    clipping means the same throughout; it does not move the optimum for a given lambda. The divisor
+    is the same for all micro-batches of a step, whatever groups they hold; the size is each
     micro-batch's own.
 
     The constraint applies to validation rows, whose gaps `validated` records after every

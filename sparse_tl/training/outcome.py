@@ -13,7 +13,7 @@ from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut
 
 UNUSED = 0.5
-"""Share of a limit below which a constraint did not bind."""
+"""Used share of a loss budget below which the constraint did not bind."""
 STILL_FALLING = 0.95
 """Active edges at the end, as a share of those after nine tenths of the run; below this, more steps
 would close more edges."""
@@ -130,7 +130,7 @@ class PostTraining(Result):
 
     @property
     def _loose(self) -> str:
-        """Whether a longer run would have closed more edges, and why."""
+        """A sentence on why a longer run would close more edges; empty if it would not."""
         if "validation_active_attention_edges" not in self.history:
             return ""
         edges = self.history.set_index("step")["validation_active_attention_edges"].dropna()

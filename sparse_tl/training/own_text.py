@@ -81,7 +81,7 @@ def sampled_windows(
 
     Raises:
         ValueError: the tokenizer has neither BOS nor EOS, and no beginnings are given; the window
-            is longer than the context; the model is not causal, predicts other tokens than it
+            is longer than the context; the model is not causal, predicts tokens other than those it
             reads, or predicts differently with a key-value cache; or the file is damaged or holds
             the windows of another run.
     """

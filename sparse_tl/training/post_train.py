@@ -40,7 +40,7 @@ LEARNING_RATE = 7e-4
 GATE_LEARNING_RATE = 3e-3
 """Peak learning rate of gates: they have few parameters, which move further than weights do."""
 LEAST_BUDGET = 1e-4
-"""Smallest loss budget in nats for moving lambda; an absolute target may leave less."""
+"""Lower bound, in nats, on the loss budget that moves lambda; an absolute target may leave less."""
 
 
 @checked
@@ -65,8 +65,8 @@ def post_train(
 
     Solves ``min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)``, where the
     size is the expected cost of the open edges per example. If MLPs have gates too, every MLP
-    output that is expected to be open, of one layer at one position, adds 1 to it. Each group ``g``
-    of rows, such as a kind of text or a task, must meet the target by itself. On return, `sparse`
+    output, of one layer at one position, adds the probability that it is open. Each group ``g`` of
+    rows, such as a kind of text or a task, must meet the target by itself. On return, `sparse`
     holds the best feasible weights: among the validation evaluations that meet the target, those
     with the fewest active edges, or, with gates on MLPs, with the smallest sum of the active edges'
     costs and the number of active MLP outputs.

@@ -93,8 +93,11 @@ class DensePredictions:
             self._slices[key], self._used = (start, stop), stop
 
     def state(self) -> dict[str, Any]:
-        """The state with which a resumed run computes the same numbers: the last bits of a row's
-        numbers depend on the other rows of the pass."""
+        """The kept rows, for a checkpoint.
+
+        A resumed run needs them to compute the same numbers: the last bits of a row's numbers
+        depend on the other rows of its pass.
+        """
         if not self._slices:
             return {}
         return {"dense_places": self._slices, "dense_final": self._final[: self._used]}

@@ -19,7 +19,7 @@ from sparse_tl.training.beginnings import Starts
 N_CHECKED = 4
 """Number of windows whose last predictions are compared with those of passes without a cache."""
 CACHE_ERROR = 0.1
-"""Largest allowed difference between the two, in total variation."""
+"""Largest allowed difference between the two, in total variation; the median over windows."""
 _UNKNOWN = -1
 """Placeholder for a token that is not sampled yet."""
 

@@ -7,7 +7,7 @@ read has to satisfy
 
 and every head and MLP has to read its normalised residual stream. Hooks that add the same to both
 prompts (steering) or act within a head or an MLP preserve this. Hooks that rescale, project or
-overwrite the stream do not: an edge then carries something else than what its source writes.
+overwrite the stream do not: an edge then carries something other than what its source writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_sums_under_hooks(
 
     Args:
         adapter: adapter of the model.
-        tokens: prompts to run, since hooks may fit these alone; by default one short prompt.
+        tokens: prompts to run, since hooks may fit only these; by default, one short prompt.
 
     Raises:
         ValueError: it is not; the message names the value that a hook changes.
@@ -114,7 +114,7 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: 
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
-    """Check that prompts run with others, or from a later layer on, give the same as run alone.
+    """Check that prompts give the same beside others, or from a later layer on, as when run alone.
 
     Raises:
         ValueError: they differ.

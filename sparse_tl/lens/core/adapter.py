@@ -160,8 +160,8 @@ class Adapter(ABC):
 
         Args:
             inputs: tokens, or the residual stream that enters `from_layer`, as at ``entering``.
-            from_layer: first layer to run; above 0 with a residual stream. Hooks of earlier layers
-                do not run; all others run once.
+            from_layer: first layer to run; above 0, `inputs` must be a residual stream. Hooks of
+                earlier layers do not run; all others run once.
             read: positions that are needed; at others the last MLP is skipped, unless it is hooked.
             copies: number of copies of the prompts, one after the other.
             attend_once: run the first layer's attention on one copy, since all copies are equal

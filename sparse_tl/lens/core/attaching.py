@@ -191,10 +191,11 @@ def hooks_on(
 def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
     """The ids of hooks on a model besides known ones and those of TransformerLens and transformers.
 
-    The latter record attentions and hidden states, and stay on a model that returned them once.
+    Hooks of transformers record attentions and hidden states, and stay on a model once it has
+    returned these.
     """
     found, seen, left = set[int](), set[int](), [adapter.core]
-    while left:  # in a third of the time that `modules()` takes, which matters in every pass
+    while left:  # three times as fast as `modules()`, which matters in every pass
         module = left.pop()
         if id(module) not in seen:
             seen.add(id(module))
@@ -212,7 +213,7 @@ def _of_transformers(hook: Any) -> bool:
 
 @scope
 def others_off(model: HookedModel) -> Iterator[None]:
-    """Inside the block only hooks attached there run; the others are restored afterwards."""
+    """Inside the block, only hooks attached there run; the others are restored afterwards."""
     kept = [
         (point, point._forward_hooks, point._forward_pre_hooks)
         for point in model.hook_dict.values()

@@ -9,7 +9,7 @@ from sparse_tl.parallel import ranks
 
 
 def checked_device(device: str | torch.device | None) -> str:
-    """The requested device; by default a GPU if there is one, with one per rank.
+    """The requested device; by default a GPU if there is one, a different one for each rank.
 
     Raises:
         ValueError: PyTorch does not know the device, or cannot use it here.
@@ -17,7 +17,7 @@ def checked_device(device: str | torch.device | None) -> str:
     if device is None:
         return ranks.device() or str(devices.get_device())
     try:
-        torch.empty(1, device=device).tolist()  # some are known and hold no numbers
+        torch.empty(1, device=device).tolist()  # some known devices, such as meta, hold no values
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(

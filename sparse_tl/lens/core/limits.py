@@ -92,9 +92,9 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
 def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     """Check that the model can read these prompts, and predict all answers and wrong answers.
 
-    Prompts padded on the left are recognised by the tokenizer's padding token, since tokens alone
-    do not show it: a prompt may repeat its first token. One such token at the start of every prompt
-    is BOS.
+    Padding on the left is recognised by the tokenizer's padding token, since tokens alone do not
+    show it: a prompt may repeat its first token. A single padding token at the start of every
+    prompt counts as BOS.
 
     Raises:
         ValueError: prompts begin with padding, or as in `check_tokens` and `check_labels`.
@@ -115,7 +115,7 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
 
 
 def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:
-    """Check that the columns of reference prompts can be combined, as far as tokens show.
+    """Check that the columns of reference prompts can be combined, as far as the tokens show.
 
     Padding is recognised by the tokenizer's padding token. If that token is also EOS or BOS, a
     single one at either end of a prompt may be text.

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on the projections of a bridge, by `peft`.
+"""Low-rank adapters (LoRA) on the projections of a bridge, made with `peft`.
 
 A frozen projection ``W x`` becomes ``W x + 2 B A x``, with a trained A ``[rank, in]`` and B
 ``[out, rank]``. B starts at 0, so that adapters change nothing at first. They are put on the
@@ -30,7 +30,7 @@ from sparse_tl.lens.core.points import HookedModel, Model
 SCALE = 2
 """Factor of ``B A``."""
 BASE = "base_layer"
-"""The name of the projection inside one with an adapter."""
+"""The name of the original projection inside one with an adapter."""
 NAME = "default"
 """The name of every adapter, in `peft`'s dictionaries of adapters."""
 
@@ -77,7 +77,7 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
 
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # and no GPU's
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed the GPUs
         for transposed in (False, True):
             holder = nn.ModuleDict(
                 {
@@ -110,12 +110,12 @@ def takes_lora(model: Model) -> bool:
 @checked
 @autograd(False)
 def merge_lora(model: Model) -> Model:
-    """Add low-rank adapters to the weights that they sit on, and remove them, in place.
+    """Merge low-rank adapters into the weights that they adapt, and remove them, in place.
 
     Does nothing to a model without adapters. All weights can be trained afterwards.
 
     Raises:
-        TypeError: `model` is not a TransformerLens model, but a SparseTransformer, for instance.
+        TypeError: `model` is not a TransformerLens model, but, for example, a SparseTransformer.
     """
     if not isinstance(model, Model):
         raise TypeError(
@@ -176,7 +176,7 @@ def lora_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        for parameter, flag in flags:  # peft sets them all
+        for parameter, flag in flags:  # peft changes them all
             parameter.requires_grad_(flag)
 
 
@@ -187,7 +187,7 @@ def is_lora(module: nn.Module | None) -> bool:
 
 
 def effective(module: Any) -> nn.Module:
-    """The module itself, or for a projection with an adapter a plain one that computes the same."""
+    """The module itself; for a projection with an adapter, a plain one that computes the same."""
     if not is_lora(module):
         return module
     if module.disable_adapters:

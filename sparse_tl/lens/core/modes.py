@@ -29,7 +29,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
         yield
         return
     # A bridge does not list all modules of the model that it wraps, such as GPT-2's first dropout;
-    # that model lists all of the bridge's but itself.
+    # that model lists all modules of the bridge but the bridge itself.
     training = [module for module in (model, *core.modules()) if module.training]
     _held.append(core)
     try:
@@ -55,7 +55,7 @@ def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
 
 @scope
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside the block weights get no gradients, so passes keep nothing for these.
+    """Inside the block, weights get no gradients, so passes keep nothing for them.
 
     Args:
         model: the module that has the weights, such as `Adapter.core`.

@@ -45,7 +45,7 @@ NormPlace = Literal["attn", "mlp", "after_attn", "after_mlp"]
 """Where in a layer a norm is: before attention or MLP, or after."""
 
 Analysis = Literal["circuits", "relp"]
-"""Analyses that a kind of model may not support; all else is checked by running the model."""
+"""Analyses that a kind of model may not support; for others, running the model is the check."""
 
 _SWITCHES = {
     "hook_result": "use_attn_result",
@@ -55,7 +55,7 @@ _SWITCHES = {
     "hook_mlp_in": "use_hook_mlp_in",
     "hook_attn_in": "use_attn_in",
 }
-"""For each such hook point, the flag without which TransformerLens silently skips it."""
+"""For each hook point with a switch, the flag without which TransformerLens silently skips it."""
 
 
 @runtime_checkable

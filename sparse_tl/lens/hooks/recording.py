@@ -147,8 +147,8 @@ _enters: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 def enters(adapter: Adapter) -> bool:
     """Whether a pass that enters at a later layer ends as a full pass does; tried once per model.
 
-    Layers that need more of the earlier ones than the residual stream, such as their choice of
-    keys, cannot be entered so.
+    A layer that needs more from earlier ones than the residual stream, such as their choice of
+    keys, cannot be entered this way.
     """
     model = adapter.model
     if model not in _enters:
@@ -160,6 +160,6 @@ def enters(adapter: Adapter) -> bool:
                 found = adapter.final(kept[last], from_layer=adapter.n_layers - 1)
                 size = final.abs().amax(dim=-1, keepdim=True)
                 _enters[model] = excess(adapter.dtype, final, found, size) is None
-            except Exception:  # whatever a layer raises that misses something
+            except Exception:  # a layer that lacks an input may raise anything
                 _enters[model] = False
     return _enters[model]

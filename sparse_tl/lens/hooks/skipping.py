@@ -32,7 +32,7 @@ from sparse_tl.lens.core.rounding import excess
 from sparse_tl.lens.core.shortcuts import hooked, repeated
 
 COPIED = 50
-"""Products in the time that it takes to select a row's value and put the result back."""
+"""Number of products that take as long as selecting a row's value and putting the result back."""
 LEAST = {"cpu": 2**21}
 """Products below which skipping saves less than it costs, by type of device."""
 LEAST_ELSEWHERE = 2**30
@@ -60,7 +60,7 @@ def only_needed(
         copies: number of copies of the prompts in the batch, one after the other.
         from_layer: first layer that is run.
         made: which of "q", "k" and "v" the caller's hooks replace in each layer.
-        own: ids of hooks of the caller, to which skipped positions do not matter.
+        own: ids of the caller's hooks, to which skipped positions do not matter.
     """
     inner = needed(adapter, read, alike)
     rows = {"inner": inner, "last": inner & read, "none": torch.zeros_like(inner)}
@@ -152,7 +152,7 @@ def needed(
     read: Bool[Tensor, "batch pos"],
     alike: Bool[Tensor, "batch pos"] | None = None,
 ) -> Bool[Tensor, "batch pos"]:
-    """The positions that matter to those that are read, in any layer; arguments as above."""
+    """The positions that matter, in any layer, to those that are read; see `only_needed`."""
     found = read.flip(1).cumsum(dim=1).flip(1) > 0 if adapter.causal else torch.ones_like(read)
     return found if alike is None else found & ~alike
 
@@ -160,14 +160,14 @@ def needed(
 def places_needed(
     adapter: Adapter, read: Bool[Tensor, "batch pos"], alike: Bool[Tensor, "batch pos"] | None
 ) -> Int[Tensor, " place"] | None:
-    """The index of the positions that matter among all; None if `only_needed` skips none."""
+    """Flat indices of the positions that matter; None if passes do not skip the others."""
     inner = needed(adapter, read, alike)
     saves = _saves(inner, int(inner.count_nonzero()), *_sizes(adapter)["mlp"])
     return inner.flatten().nonzero()[:, 0] if saves and not seen_by_hooks(adapter) else None
 
 
 def _sizes(adapter: Adapter) -> dict[str, tuple[int, int]]:
-    """The weights of each kind of module, and the values that go in and out at a position."""
+    """For each kind of module, its number of weights, and of values in and out at a position."""
     cfg: Any = adapter.model.cfg
     d_model, d_mlp = adapter.d_model, getattr(cfg, "d_mlp", None) or 4 * adapter.d_model
     wide, narrow = adapter.n_heads * cfg.d_head, adapter.n_kv_heads * cfg.d_head
@@ -206,7 +206,7 @@ class _Rows:
 
 
 def _compute_only(module: nn.Module, rows: _Rows) -> list[RemovableHandle]:
-    """Let a module compute some positions only, and write zeros elsewhere."""
+    """Make a module compute only some positions, and write zeros elsewhere."""
     selected = False
 
     def select(_module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -240,7 +240,7 @@ _holds: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 def _can_hold(adapter: Adapter) -> bool:
     """Whether positions reach later ones by keys and values alone; tried once per model.
 
-    Convolutions and recurrent states do not.
+    With convolutions or recurrent states, they do not.
     """
     model = adapter.model
     if model not in _holds:
@@ -253,7 +253,7 @@ def _can_hold(adapter: Adapter) -> bool:
             with attached(adapter, held.hooks()):
                 adapter.final(tokens)
             expected = adapter.final(others)[:, -1:]
-            # Other tokens than before: only what is held tells what they were.
+            # Earlier tokens differ: only the held keys and values still tell what they were.
             with attached(adapter, held.hooks()):
                 found = adapter.final(others[:, -1:].repeat(1, n))[:, -1:]
             size = expected.abs().amax(dim=-1, keepdim=True)

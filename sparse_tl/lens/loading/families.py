@@ -44,8 +44,8 @@ class Named:
         bias = self(f"{at}.b_{slot}", heads, "d_head")
         rotary = self._said["positional_embedding_type"] == "rotary"
         if rotary and self._said["rotary_adjacent_pairs"] and slot != "V":
-            # Pairs rotated together: (0, 1), (2, 3), .. here, (0, n/2), (1, n/2+1), .. there.
-            # The scores do not depend on the order.
+            # Pairs rotated together are (0, 1), (2, 3), .. in HookedTransformer, and (0, n/2),
+            # (1, n/2+1), .. in transformers. The scores do not depend on the order.
             turned, rest = torch.arange(self._said["d_head"]).split(
                 [self._said["rotary_dim"], self._said["d_head"] - self._said["rotary_dim"]]
             )
@@ -209,4 +209,4 @@ def _rope(said: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 FAMILIES = {"gpt2": _gpt2, "gpt_neox": _neox, "llama": _llama}
-"""For each `transformers` family, a function to configuration fields and weights by name."""
+"""For each `transformers` family, a function that makes configuration fields and named weights."""

@@ -28,12 +28,12 @@ from transformers import modeling_gguf_pytorch_utils
 
 from sparse_tl.calls.scopes import scope
 
-# Earlier versions of transformers make other tokenizers: without BOS, or of kinds they do not know.
+# Earlier versions of transformers build other tokenizers: without BOS, or of unknown kinds.
 _NEEDED = Requirement("gguf>=0.17.1"), Requirement("transformers>=5.23")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-"""The metadata's types of numbers, in the notation of `struct`."""
+"""The metadata's number types, in the notation of `struct`."""
 _TEXT, _ARRAY = 8, 9
 _MOST_NAMES = 2**16  # metadata fields, or tensors
 _MOST_ENTRIES = 2**21  # of all arrays together; Gemma's vocabulary takes 0.8 million
@@ -95,7 +95,7 @@ def read_header(file: Path) -> Header:
     """Read and check the header of a GGUF file, without reading its tensors.
 
     Raises:
-        ImportError: a package that is needed to read such files is not installed.
+        ImportError: a package that is needed to read such files is missing or too old.
         ValueError: the file is missing or damaged, or is one part of several.
     """
     for needed in _NEEDED:

@@ -46,7 +46,7 @@ _OWN = {"model_name": str, "default_prepend_bos": bool}
 _WHOLE = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json is complete
 _MISFITS = ("missing", "unexpected", "mismatched")
 _LARGE = 10**9  # weights; smaller models load too fast for a bar
-# By default transformers asks on standard input, and downloads where it may.
+# By default, transformers asks on standard input whether to run code, and downloads files.
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
@@ -74,9 +74,9 @@ def read_model(
         device_map: where the weights go, as `transformers` understands it.
 
     Raises:
-        ImportError: the package gguf is needed and not installed.
-        ValueError: the model is not a causal language model that transformers knows, or an adapter;
-            weights are damaged, missing, left over, pickled or, in a folder, quantised.
+        ImportError: a package that is needed to read GGUF files is missing or too old.
+        ValueError: the model is not a causal language model that transformers knows, or is an
+            adapter; weights are damaged, missing, left over, pickled or, in a folder, quantised.
     """
     with _checked(source) as seen:
         if dtype is None:
@@ -198,7 +198,7 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 
 
 def _check_plan(config: Any, held: int, others: set[str]) -> int:
-    """Check that the weights can fill the model, before allocating it; return how many it has.
+    """Check that the weights can fill the model, before allocating it; return how many it needs.
 
     Args:
         config: configuration of the model.

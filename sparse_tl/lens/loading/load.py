@@ -69,7 +69,7 @@ def load_model(
             Hugging Face folders and GGUF files.
 
     Raises:
-        ImportError: a GGUF file is read with the package gguf, which is not installed.
+        ImportError: a package that is needed to read GGUF files is missing or too old.
         TypeError: the object is not a model.
         ValueError: the folder holds no model or a sparse one, a GGUF file is damaged, weights do
             not fit their configuration or are pickled, TransformerLens does not support the model
@@ -99,7 +99,7 @@ def load_model(
 
 
 def _begun(model: Model, prepend_bos: bool | None) -> Model:
-    """The model, with the setting whether its prompts start with BOS."""
+    """The model, whose prompts start with BOS or not, as `prepend_bos` says."""
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
     return model
@@ -194,7 +194,7 @@ def save_model(model: Model, folder: str | Path) -> None:
             for name, value in read_sums(folder).items()
             if (folder / name).is_file() and not (temporary / name).exists()
         }
-        if not isinstance(model, HookedTransformer):  # another model's, which would be read first
+        if not isinstance(model, HookedTransformer):  # an old one would be read first
             (folder / CONFIG_FILE).unlink(missing_ok=True)
             others.pop(CONFIG_FILE, None)
         write_sums(temporary, others)

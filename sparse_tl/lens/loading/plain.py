@@ -39,7 +39,7 @@ def plain_model(model: TransformerBridge) -> Any:
 
     Raises:
         ValueError: the bridge does not wrap a `transformers` model, or the plain model computes
-            something else than the bridge, as with processed weights.
+            something other than the bridge does, as with processed weights.
     """
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(
@@ -73,7 +73,7 @@ def _assembled(model: TransformerBridge) -> Any:
     if missing:
         raise _unnamed(wrapped, missing)
     plain.load_state_dict({name: tensors[name] for name in plain.state_dict()}, assign=True)
-    for name, _ in list(plain.named_buffers(remove_duplicate=False)):  # a state may lack some
+    for name, _ in list(plain.named_buffers(remove_duplicate=False)):  # a state dict may lack some
         path, _, kind = name.rpartition(".")
         setattr(plain.get_submodule(path), kind, tensors[name])
     plain.tie_weights()

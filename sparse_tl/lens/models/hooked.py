@@ -167,7 +167,7 @@ class HookedAdapter(Adapter):
         """See `Adapter`."""
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-        # Without a mask, the model would take tokens that are also used as padding for padding.
+        # Without a mask, the model would mistake tokens that also serve as padding for padding.
         real = torch.ones(n_prompts, 1, dtype=torch.long, device=self.device)
         cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, n_prompts)
         return {"past_kv_cache": cache, "attention_mask": real}

@@ -1,8 +1,8 @@
 """Find the normalisations before and after attention and MLP in the blocks of a bridge.
 
-Names do not show it: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
-versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. A pass over one token does: a
-norm whose input is the very tensor that attention returned comes after attention.
+Names do not tell which is which: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2``
+in some versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. A pass over one token
+does: a norm whose input is the very tensor that attention returned comes after attention.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ With the activations a at ``mlp.hook_post`` (of a gated MLP, ``act(gate) * up``)
     factor * (sum_n a_n W_out[n] + b_out),
 
 where W_out includes the weight of a norm after the MLP. The factor, one number per token, is 1 in
-most models; it is what a gate on the MLP, or the scale of such a norm, came to in this run.
+most models; otherwise, a gate on the MLP or the scale of such a norm determines it in this run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def neuron_coefficients(
 def _output(
     adapter: Adapter, layer: int
 ) -> tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " d_model"]]:
-    """The matrix and the bias that make an MLP's output of its activations."""
+    """The matrix and the bias that turn an MLP's activations into its output."""
     mlp: Any = adapter.model.blocks[layer].mlp
     out = getattr(mlp, "out", None)  # absent in a HookedTransformer
     with nullcontext() if out is None else effective_weight(out):
