@@ -31,7 +31,7 @@ class GatedPass:
         n_stack: copies of the prompts in the batch.
         from_layer: first layer that is run.
         n_prompts: number of prompts, if the first layer's attention runs on one copy only.
-        changes: for circuit edges, the patch of the sources before `from_layer` minus what they write.
+        changes: for circuit edges, the patch of each source before `from_layer` minus its write.
         start: position of the first column; above 0 with a key-value cache.
         made: which of q, k and v hooks replace in each layer, whatever the model computes there.
         places: the positions that matter, by their index among the `n_places` of all prompts; None

@@ -38,6 +38,19 @@ def tip(page: Any) -> list[str]:
     return page.locator(".tip").first.inner_text().splitlines()
 
 
+def hover(page: Any, link: str) -> list[str]:
+    """What the page tells of a link under the pointer."""
+    x, y = page.locator(f"path[data-link='{link}']").first.evaluate(
+        """path => {
+        const point = path.getPointAtLength(path.getTotalLength() / 2);
+        const {x, y} = point.matrixTransform(path.getScreenCTM());
+        return [x, y];
+    }"""
+    )
+    page.mouse.move(x, y)
+    return tip(page)
+
+
 def set_edges(page: Any, n: int) -> None:
     page.locator("input[name=edges]").fill(str(n))
     page.locator("input[name=edges]").press("Tab")
@@ -280,18 +293,52 @@ def test_a_focus_dims_what_is_neither_before_nor_after(page, tmp_path, make_circ
 
 def test_hovering_tells_edges_and_scores(page, tmp_path, make_circuit):
     show(page, tmp_path, draw({"m": make_circuit(EDGES)}, unit="logits"))
-    x, y = page.locator("[data-role=links] path").first.evaluate(
-        """path => {
-        const point = path.getPointAtLength(path.getTotalLength() / 2);
-        const {x, y} = point.matrixTransform(path.getScreenCTM());
-        return [x, y];
-    }"""
-    )
-    page.mouse.move(x, y)
-    said = tip(page)
+    said = hover(page, page.locator("[data-link]").first.get_attribute("data-link"))
     assert "→" in said[0] and re.search(r"->.* logits$", said[1]) and "influence" in said[-1]
     page.mouse.move(2, 2)
     assert not page.locator(".tip").is_visible()
+
+
+def test_the_difference_tells_the_scores_of_each_circuit(page, tmp_path, make_circuit):
+    one = make_circuit({"input->logits": 1.0, "input->m0": 0.5, "m0->logits": 0.5})
+    two = make_circuit({"input->m1": -3.0, "m1->logits": -2.0, "input->logits": -4.0})
+    show(page, tmp_path, draw({"dense": one, "sparse": two}, difference=True))
+    assert hover(page, "input->m1")[1:3] == ["sparse:", "input->m1 −3"]
+    assert hover(page, "input->m0")[1:3] == ["dense:", "input->m0 0.5"]
+    assert hover(page, "input->logits")[1:5] == [
+        *("dense:", "input->logits 1"),
+        *("sparse:", "input->logits −4"),
+    ]
+    node(page, "m1").click()
+    headings = page.locator(".card h4").all_text_contents()
+    assert headings == [
+        *("reads, in dense (0)", "is read by, in dense (0)"),
+        *("reads, in sparse (1)", "is read by, in sparse (1)"),
+    ]
+    assert page.locator(".card td").all_text_contents()[2] == "−3"
+
+
+def test_an_edge_that_several_heads_of_a_supernode_read_counts_once(page, tmp_path, make_circuit):
+    scores = {
+        "input->a1.kv0<k>": 1.0,  # one edge, which the queries of both heads read
+        "input->m0": 1.25,
+        "a1.h0->logits": 1.0,
+        "a1.h1->logits": 1.0,
+        "m0->logits": 1.25,
+    }
+    circuit = make_circuit(scores, CircuitGraph(2, 2, 1))
+    state = {
+        "format": "sparse_tl component diagram 1",
+        "groups": {"both": ["a1.h0", "a1.h1"]},
+        "by": "score",
+    }
+    show(page, tmp_path, draw({"m": circuit}, state=state))
+    widths = [
+        float(page.locator(f"path[data-link='{link}']").first.get_attribute("stroke-width"))
+        for link in ("input->both", "input->m0")
+    ]
+    assert widths[0] < widths[1]  # 1, not 2, against 1.25
+    assert sum("a1.kv0<k>" in line for line in hover(page, "input->both")) == 1
 
 
 def test_supernodes_by_hand_and_by_layers(page, tmp_path, make_random_circuit):

@@ -9,20 +9,22 @@ function scoreText(score, unit) {
 
 const percent = (share) => `${Number((100 * share).toPrecision(2))} %`;
 
-// All lines of the circuit at a node, strongest first, and whether each is shown.
-function linesAt(drawn, panel, node, end) {
+// All lines of one of the panel's circuits at a node, strongest first, and whether each is shown.
+function linesAt(panel, circuit, node, end) {
   const members = new Set(node.members ?? [node.index]), other = 1 - end;
-  const shown = new Set(panel.links.flatMap((link) => link.lines));
-  return panel.lines.flatMap((line, i) => {
+  const shown = new Set(panel.links.flatMap(({ within }) => within)
+    .flatMap((one) => (one.circuit === circuit ? one.lines : [])));
+  return circuit.lines.flatMap((line, i) => {
     if (!members.has(line[end]) || members.has(line[other])) return [];
-    const score = panel.scores && line[3] >= 0 ? panel.scores[line[3]] : null;
-    const influence = panel.influence[i];
+    const score = circuit.scores && line[3] >= 0 ? circuit.scores[line[3]] : null;
+    const influence = circuit.influence[i];
     return [{ other: line[other], slot: line[2], score, influence, shown: shown.has(i) }];
   }).sort((a, b) => b.influence - a.influence || Math.abs(b.score ?? 0) - Math.abs(a.score ?? 0));
 }
 
-function edgeTable(drawn, data, panel, node, end, heading, go) {
-  const lines = linesAt(drawn, panel, node, end);
+function edgeTable(data, panel, circuit, node, end, words, go) {
+  const lines = linesAt(panel, circuit, node, end);
+  const heading = panel.circuits.length > 1 ? `${words}, in ${circuit.name.slice(0, 40)}` : words;
   const hidden = lines.filter((line) => !line.shown).length;
   const count = hidden ? `${lines.length}, ${hidden} of them not shown` : lines.length;
   const rows = lines.slice(0, MOST_ROWS).map((line) => {
@@ -86,8 +88,10 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
       make("button", { type: "button", name: "close", "aria-label": "Close", onclick: act.close }, "\u00d7")),
     field("input", "label", "own label"), field("textarea", "note", "note"), ...members,
     ...(node.members ? [] : neuronsAt(data, view, panelIndex, node)),
-    ...edgeTable(drawn, data, panel, node, 1, "reads", act.go),
-    ...edgeTable(drawn, data, panel, node, 0, "is read by", act.go),
+    ...panel.circuits.flatMap((circuit) => [
+      ...edgeTable(data, panel, circuit, node, 1, "reads", act.go),
+      ...edgeTable(data, panel, circuit, node, 0, "is read by", act.go),
+    ]),
   );
   card.hidden = false;
 }

@@ -122,11 +122,13 @@ function start(root, data) {
     const [link] = links, text = [`${name(link.source)} \u2192 ${name(link.reader)}`];
     if (link.slot === CROSSING) text.push("keys and values of this head, for its queries here");
     else {
-      const edges = link.lines.filter((i) => panel.lines[i][3] >= 0).map((i) => panel.lines[i][3]);
-      for (const edge of edges.slice(0, 6)) {
-        text.push(panel.scores ? `${panel.names[edge]}  ${scoreText(panel.scores[edge], data.unit)}` : panel.names[edge]);
+      for (const { circuit: { name: whose, names, scores }, edges } of link.within) {
+        if (view.difference) text.push(`${whose.slice(0, 40)}:`);
+        for (const edge of [...edges].slice(0, 6)) {
+          text.push(scores ? `${names[edge]}  ${scoreText(scores[edge], data.unit)}` : names[edge]);
+        }
+        if (edges.size > 6) text.push(`and ${edges.size - 6} more circuit edges`);
       }
-      if (edges.length > 6) text.push(`and ${edges.length - 6} more circuit edges`);
     }
     text.push(worth(panel, link));
     if (!link.onPath) text.push("on no path from input to logits");

@@ -4,9 +4,12 @@
 //    every pinned node. Lines on no path among these are left out, unless the view shows them.
 // 2. Supernodes replace their members; lines inside one are not drawn.
 // 3. Lines with the same ends are merged into a link, unless the view separates q, k and v. The
-//    strength of a link is its sum of |score|, relative to the strongest link of the panel.
+//    strength of a link is its sum of |score|, relative to the strongest link of the panel; the sign
+//    of its summed score says whether it helps.
 //
-// A line is [source, reader, slot, edge, weight]; lines of circuit edges have the weight of the score.
+// A line is a `Link` of circuits/paths.py: [source, reader, slot, edge], or [..., -1, weight] for a
+// crossing from a head's keys to its queries. An edge whose head reads at several positions has a line
+// for each; a link counts it once.
 
 const CROSSING = "attention", MERGED = "several";
 
@@ -77,27 +80,29 @@ function linksOf(panel, view, nodes, at, place, ends) {
     let link = merged.get(key);
     if (!link) {
       const port = apart === "q" || apart === "k" || apart === "v" ? apart : "";
-      merged.set(key, link = { key, source, reader, apart, port, lines: [], size: 0 });
+      merged.set(key, link = { key, source, reader, apart, port, lines: [], edges: new Set(), size: 0 });
     }
+    const edge = panel.lines[i][3];
     link.lines.push(i);
-    link.size += weightOf(panel, panel.lines[i]);
+    if (!link.edges.has(edge)) link.size += weightOf(panel, panel.lines[i]);
+    if (edge >= 0) link.edges.add(edge);
   }
   const links = [...merged.values()].sort((a, b) => a.source - b.source || a.reader - b.reader
     || (a.apart < b.apart ? -1 : a.apart > b.apart ? 1 : 0));
   let largest = 0;
   for (const link of links) {
-    const real = link.lines.filter((i) => panel.lines[i][3] >= 0);
     const slots = new Set(link.lines.map((i) => panel.lines[i][2]));
     link.slot = slots.size === 1 ? [...slots][0] : MERGED;
-    link.score = panel.scores ? real.reduce((sum, i) => sum + panel.scores[panel.lines[i][3]], 0) : 0;
+    link.score = panel.scores ? [...link.edges].reduce((sum, edge) => sum + panel.scores[edge], 0) : 0;
     link.onPath = link.lines.some((i) => onPath.has(i));
     link.influence = link.lines.reduce((sum, i) => sum + panel.influence[i], 0);
     link.only = null;
-    if (real.length) largest = Math.max(largest, link.size);
+    link.within = [{ circuit: panel, lines: link.lines, edges: link.edges }];
+    if (link.edges.size) largest = Math.max(largest, link.size);
   }
   for (const link of links) link.strength = largest ? Math.min(1, link.size / largest) : 0;
   const edges = new Set(shown.map((i) => panel.lines[i][3]).filter((edge) => edge >= 0));
-  return { ...panel, links, nEdges: edges.size };
+  return { ...panel, circuits: [panel], links, nEdges: edges.size };
 }
 
 function differenceOf([first, second]) {
@@ -106,10 +111,12 @@ function differenceOf([first, second]) {
     const [a, b] = [one.get(key), two.get(key)];
     const stronger = !a || (b && b.strength > a.strength) ? b : a;
     const only = a && b ? null : a ? 0 : 1;
-    return { ...stronger, only, onPath: Boolean(a?.onPath || b?.onPath) };
+    const within = [...(a?.within ?? []), ...(b?.within ?? [])];
+    return { ...stronger, only, within, onPath: Boolean(a?.onPath || b?.onPath) };
   });
   links.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.apart < b.apart ? -1 : 1));
-  return { ...first, name: `${first.name} and ${second.name}`, links, nEdges: links.length };
+  const circuits = [...first.circuits, ...second.circuits];
+  return { ...first, name: `${first.name} and ${second.name}`, circuits, links, nEdges: links.length };
 }
 
 // Supernodes: all nodes in each band of layers, or nodes of one layer with the same readers.
