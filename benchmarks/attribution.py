@@ -97,7 +97,7 @@ def _jobs(model: Model, pairs: PromptPairs) -> dict[str, Callable[[], Any]]:
     def evaluation() -> None:
         nonlocal scores
         scores = scores or attribute("eap")()
-        sizes = [round(scores.site.n_parts ** (k / 10)) for k in range(1, 11)]
+        sizes = [round(scores.grid.n_parts ** (k / 10)) for k in range(1, 11)]
         evaluate_circuit_edges(model, pairs, logit_difference, scores, sizes, progress=False)
 
     return {

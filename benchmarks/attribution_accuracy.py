@@ -51,7 +51,7 @@ def correlations(
         attribute_circuit_edges(model, pairs, metric, method=method, **options)
         for method in METHODS
     ]
-    site, row = scores[0].site, []
+    site, row = scores[0].grid, []
     places = site.places
     if positions is not None:
         places = (scores[0].values != 0).nonzero()

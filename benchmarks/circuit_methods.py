@@ -148,7 +148,7 @@ class _Search:
         model, args = self.model, self.args
         begin: Any = "circuit_edges"
         if args.acdc_start is not None:
-            begin = scores.top(min(args.acdc_start, scores.site.n_parts))
+            begin = scores.top(min(args.acdc_start, scores.grid.n_parts))
 
         def prune(size: int, start: Scores | None) -> Circuit:
             found = prune_circuit_edges(

@@ -39,7 +39,7 @@ ELSEWHERE = [500, 700, 850, 950, 600, 800, 900, 990, 300]
 
 def _connected(scores: Scores, size: int) -> Circuit:
     """About this many edges, the strongest ones, all of them on paths from input to logits."""
-    sizes = range(scores.site.n_parts)
+    sizes = range(scores.grid.n_parts)
     taken = bisect_right(sizes, size, key=lambda some: len(scores.top(some).connected()))
     return scores.top(taken - 1).connected()
 

@@ -73,7 +73,7 @@ def on_circuits(model: Any, name: str, parts: str, n: int) -> dict[str, Any]:
     pairs = task.pairs(model, 2 * n)
     searched, others = pairs.select(slice(0, n)), pairs.select(slice(n, 2 * n))
     scores = attribute(model, searched, task.metric, progress=False)
-    sizes = log_sizes(scores.site.n_parts)
+    sizes = log_sizes(scores.grid.n_parts)
     found = evaluate(model, others, task.metric, scores, sizes, progress=False)
     curve = found.curve(name)
     size = curve.size_at(LEVEL)

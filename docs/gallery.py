@@ -170,7 +170,7 @@ def measured_circuits(folder: Path) -> tuple[dict[str, Circuit], dict[str, Score
     for side, name in SIDES.items():
         scores[name] = Scores.load(folder / side / "circuit_edge_scores")
         kept = [said["edge"] for said in read_json(folder / f"{side}_circuit.json")]
-        circuits[name] = Circuit.of(scores[name].site, kept)
+        circuits[name] = Circuit.of(scores[name].grid, kept)
     return circuits, scores
 
 

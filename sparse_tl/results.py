@@ -207,7 +207,8 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
             items = [_restored(kind, v, _under(name, i), tensors) for i, (kind, v) in parts]
             return items if origin is list else tuple(items)
     if origin in (dict, Mapping) and isinstance(value, dict):
-        return {key: _restored(of[1], v, _under(name, key), tensors) for key, v in value.items()}
+        kind, items = of[0], value.items()  # keys, int or str, are strings in JSON
+        return {kind(key): _restored(of[1], v, _under(name, key), tensors) for key, v in items}
     if origin is Literal and value in of:
         return value
     if declared is pd.DataFrame and isinstance(value, dict):

@@ -63,7 +63,7 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
             assert said[side]["circuit_edges_at_0.9_per_prompt"] == single.median
             assert said[side]["prompts"] == len(single.sizes) == 4
             edges, heads = Scores.load(place / "circuit_edge_scores"), place / "head_scores"
-            assert edges.site.n_layers == 4
+            assert edges.grid.n_layers == 4
             assert Scores.load(heads).values.shape == (4, 8)
             circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
             assert all(edges[row["edge"]] == row["score"] for row in circuit)

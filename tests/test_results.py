@@ -62,7 +62,7 @@ SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
 RUN = Faithfulness(0.25, 0.75, 2)
-DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)
+DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2, group_losses={0: 0.25, 1: 0.5})
 STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "validation_loss": [None, 0.25]})
 COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
 PAIR = torch.tensor([2.0, 4.0]).double()
@@ -255,8 +255,8 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
         ({"values": "values"}, r"it lacks \['method', 'site'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
-        ({**whole, "site": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
-        ({**whole, "site": said}, "as site; got"),
+        ({**whole, "grid": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
+        ({**whole, "grid": said}, "as grid; got"),
     ):
         (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
         with pytest.raises(ValueError, match=f"expected a complete Scores in .*{message}"):

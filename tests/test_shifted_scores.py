@@ -120,7 +120,7 @@ def _held_out(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
 
 def _attributed(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     scores = stl.attribute_attention_edges(model, _pairs(), logit_difference, steps=2, **QUIET)
-    return {"parts": scores.site.n_parts, "exists": scores.site.exists, "values": scores.values}
+    return {"parts": scores.grid.n_parts, "exists": scores.grid.exists, "values": scores.values}
 
 
 def _opened(model: Any, bias: Tensor | None) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ class Circuit(Result):
     """The parts of a model that are kept, out of a grid of circuit edges, heads or attention edges.
 
     Args:
-        site: grid of all parts, kept or not.
+        grid: grid of all parts, kept or not.
         mask: true for the parts that are kept.
 
     Raises:
@@ -42,30 +42,30 @@ class Circuit(Result):
 
     made_by: ClassVar[str] = "attribute_circuit_edges(...).top(100)"
 
-    site: Grid
+    grid: Grid
     mask: Bool[Tensor, "*axes"]
 
     def __post_init__(self) -> None:
-        exists = self.site.exists
+        exists = self.grid.exists
         if self.mask.shape != exists.shape or bool((self.mask.cpu() & ~exists).any()):
             raise ValueError(
-                f"expected a mask over the {self.site.n_parts:,} {self.site.noun} of "
-                f"{self.site!r}; got one of shape {tuple(self.mask.shape)}, or with "
-                f"{self.site.noun} that do not exist"
+                f"expected a mask over the {self.grid.n_parts:,} {self.grid.noun} of "
+                f"{self.grid!r}; got one of shape {tuple(self.mask.shape)}, or with "
+                f"{self.grid.noun} that do not exist"
             )
 
     @classmethod
-    def of(cls, site: Grid, parts: Iterable[Any]) -> Circuit:
+    def of(cls, grid: Grid, parts: Iterable[Any]) -> Circuit:
         """A circuit from the names or indices of its parts, such as a published circuit.
 
         Args:
-            site: grid of all parts, such as ``scores.site``.
+            grid: grid of all parts, such as ``scores.grid``.
             parts: names or indices: ``"a9.h9"`` or ``(9, 9)`` for heads, ``"a0.h1->m3"`` for edges.
 
         Raises:
             ValueError: the grid lacks a part.
         """
-        return cls(site, torch.zeros_like(site.exists)).having(*parts)
+        return cls(grid, torch.zeros_like(grid.exists)).having(*parts)
 
     @property
     def graph(self) -> CircuitGraph:
@@ -74,14 +74,14 @@ class Circuit(Result):
         Raises:
             ValueError: the circuit consists of other parts.
         """
-        if not isinstance(self.site, CircuitGraph):
+        if not isinstance(self.grid, CircuitGraph):
             remedy = ""
-            if isinstance(self.site, PositionedGraph):
-                remedy = f'; circuit.at("{self.site.positions[-1]}") has those of one position'
+            if isinstance(self.grid, PositionedGraph):
+                remedy = f'; circuit.at("{self.grid.positions[-1]}") has those of one position'
             raise ValueError(
-                f"expected a circuit of circuit edges; got one of {self.site.noun}{remedy}"
+                f"expected a circuit of circuit edges; got one of {self.grid.noun}{remedy}"
             )
-        return self.site
+        return self.grid
 
     def at(self, position: str | int) -> Circuit:
         """The circuit edges that are kept at one position.
@@ -92,7 +92,7 @@ class Circuit(Result):
         Raises:
             ValueError: the circuit has no positions, or lacks this one.
         """
-        grid = positioned(self.site)
+        grid = positioned(self.grid)
         return Circuit(grid.graph, self.mask[grid.position(position)])
 
     @property
@@ -107,8 +107,8 @@ class Circuit(Result):
         Raises:
             ValueError: the circuit consists of edges.
         """
-        if not isinstance(self.site, HeadGrid):
-            raise ValueError(f"expected a circuit of heads; got one of {self.site.noun}")
+        if not isinstance(self.grid, HeadGrid):
+            raise ValueError(f"expected a circuit of heads; got one of {self.grid.noun}")
         return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
 
     def __len__(self) -> int:
@@ -122,8 +122,8 @@ class Circuit(Result):
         """
         mask = self.mask.clone()
         for part in parts:
-            mask[self.site.index(part)] = True
-        return Circuit(self.site, mask)
+            mask[self.grid.index(part)] = True
+        return Circuit(self.grid, mask)
 
     def without(self, *parts: Any) -> Circuit:
         """The circuit with parts removed, given by name or index.
@@ -133,13 +133,13 @@ class Circuit(Result):
         """
         mask = self.mask.clone()
         for part in parts:
-            index = self.site.index(part)
+            index = self.grid.index(part)
             if not mask[index]:
                 raise ValueError(
-                    f"expected {self.site.noun} that the circuit keeps; it lacks {part}"
+                    f"expected {self.grid.noun} that the circuit keeps; it lacks {part}"
                 )
             mask[index] = False
-        return Circuit(self.site, mask)
+        return Circuit(self.grid, mask)
 
     def connected(self, *, patch: Patch = "corrupted") -> Circuit:
         """The circuit without the circuit edges that have no effect under a patch.
@@ -156,7 +156,7 @@ class Circuit(Result):
         Raises:
             ValueError: the patch is unknown.
         """
-        grid = self.site
+        grid = self.grid
         if not isinstance(grid, PositionedGraph):
             grid = PositionedGraph(self.graph, ("0",))
         mask, follows = self.mask.cpu().view(grid.exists.shape).numpy().copy(), grid.follows.numpy()
@@ -168,7 +168,7 @@ class Circuit(Result):
             nodes = np.logical_or.reduce(mask[:, group.rows], axis=2)
             mask[:, :, group.columns] &= group.read_for(nodes, follows)[:, None]
         kept = torch.from_numpy(mask).view(self.mask.shape)
-        return Circuit(self.site, kept.to(self.mask.device))
+        return Circuit(self.grid, kept.to(self.mask.device))
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """A network of the kept circuit edges and the nodes that they connect."""
@@ -180,10 +180,10 @@ class Circuit(Result):
         """One row per kept part: its name and index."""
         import pandas as pd
 
-        return pd.DataFrame(self.site.columns(self.mask.nonzero()))
+        return pd.DataFrame(self.grid.columns(self.mask.nonzero()))
 
     def _repr_html_(self) -> str:
-        if not isinstance(self.site, (CircuitGraph, PositionedGraph)):
+        if not isinstance(self.grid, (CircuitGraph, PositionedGraph)):
             return super()._repr_html_()
         # A larger figure would need scores, to choose the edges that it shows.
         if 0 < len(self) <= 2000:
@@ -191,7 +191,7 @@ class Circuit(Result):
         return f"<p>{escape(repr(self))}</p>"
 
     def __repr__(self) -> str:
-        return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"
+        return f"Circuit({len(self):,} of {self.grid.n_parts:,} {self.grid.noun} of {self.grid!r})"
 
 
 def positioned(grid: Grid) -> PositionedGraph:

@@ -77,12 +77,12 @@ def roc(scores: Scores, known: Circuit) -> Roc:
         ValueError: the circuit is of another grid, is empty, or keeps all parts.
     """
     _check_grids(scores, known)
-    exists = scores.site.exists
+    exists = scores.grid.exists
     values, positive = scores.mean()[exists].abs(), known.mask[exists]
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
     if not n_positive or not n_negative:
         raise ValueError(
-            f"expected a known circuit with some of the {len(positive):,} {known.site.noun}; it "
+            f"expected a known circuit with some of the {len(positive):,} {known.grid.noun}; it "
             f"has {n_positive:,}"
         )
     thresholds, group = values.unique(return_inverse=True)  # ascending; ties share a threshold
@@ -110,5 +110,5 @@ def overlap(circuit: Circuit, known: Circuit) -> Overlap:
 
 
 def _check_grids(compared: Scores | Circuit, known: Circuit) -> None:
-    if compared.site != known.site:
-        raise ValueError(f"expected a circuit of {compared.site!r}; got one of {known.site!r}")
+    if compared.grid != known.grid:
+        raise ValueError(f"expected a circuit of {compared.grid!r}; got one of {known.grid!r}")

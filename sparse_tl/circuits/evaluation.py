@@ -66,11 +66,11 @@ def evaluate(
     """
     graph = adapt(model).graph
     listed = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    if not listed or len({circuit.site for circuit in listed}) > 1:
+    if not listed or len({circuit.grid for circuit in listed}) > 1:
         raise ValueError(
             "expected one circuit or more, all of edges (at the same positions) or all of heads"
         )
-    grid = listed[0].site
+    grid = listed[0].grid
     positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
     if (grid.graph if isinstance(grid, PositionedGraph) else grid) not in (graph, graph.heads):
         raise ValueError(
@@ -133,7 +133,7 @@ def evaluate_circuit_edges(
         signed: rank by how much an edge helps instead of by absolute score.
         **options: further arguments of `evaluate`.
     """
-    sizes = log_sizes(scores.site.n_parts) if sizes is None else sizes
+    sizes = log_sizes(scores.grid.n_parts) if sizes is None else sizes
     patch = options.get("patch", "corrupted")
     connected = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
     circuits = {len(circuit): circuit for circuit in connected}
@@ -157,10 +157,10 @@ def evaluate_heads(
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
     """
-    if not isinstance(scores.site, HeadGrid):
+    if not isinstance(scores.grid, HeadGrid):
         raise ValueError(f"expected scores of heads, as from attribute_heads; got {scores!r}")
     if sizes is None:
-        sizes = log_sizes(scores.site.n_parts, per_doubling=8, all_up_to=32)
+        sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 

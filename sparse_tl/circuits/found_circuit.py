@@ -24,6 +24,9 @@ FALL = 0.03
 class FoundCircuit(Result):
     """The smallest circuit found that reaches an explained effect on held-out pairs.
 
+    `figure` draws the curves; ``component_diagram(found.circuit, scores=found.scores)`` draws the
+    circuit, which need not consist of the largest scores.
+
     Args:
         circuit: the circuit.
         method: the method that found it.
@@ -87,8 +90,8 @@ class FoundCircuit(Result):
         first, *others = self.to_pandas().itertuples()
         next_best = f"; next best: {others[0].size:,} by {others[0].method}" if others else ""
         return (
-            f"FoundCircuit({len(self.circuit):,} of {self.circuit.site.n_parts:,} "
-            f"{self.circuit.site.noun}, by {self.method}, explain {first.explained_effect:.3f} "
+            f"FoundCircuit({len(self.circuit):,} of {self.circuit.grid.n_parts:,} "
+            f"{self.circuit.grid.noun}, by {self.method}, explain {first.explained_effect:.3f} "
             f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
             f"held-out pairs, {self.at:g} asked for{next_best})"
         )

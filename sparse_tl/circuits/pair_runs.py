@@ -109,11 +109,11 @@ class PairRuns(PairBatches):
             per_batch = self.batch_size * pairs.clean.shape[1] * per_token
             self._n_kept = max(1, STATES_AT_ONCE // per_batch)
         # A mean is shared by all batches; other prompts are split into batches.
-        self._shown: Patch = "corrupted" if needed else patch
+        self._patch: Patch = "corrupted" if needed else patch
         if patch == "mean":
             pairs.of_one_length()  # raises if they are not
             clean = [batch.clean for batch in self.batches]
-            self._shown = mean_activations(self.adapter, clean, self._points, site.order)
+            self._patch = mean_activations(self.adapter, clean, self._points, site.order)
         self.others: Sequence[Tensor] = ()
         if patch == "corrupted":
             self.others = [batch.corrupted for batch in self.batches]
@@ -144,7 +144,7 @@ class PairRuns(PairBatches):
         if other is not None:
             held = held_between(self.adapter, batch.clean, other, read)
         options: dict[str, Any] = {"order": self.site.order, "read": read, "held": held}
-        return PatchValues(self.adapter, self._points, self._shown, other, **options)
+        return PatchValues(self.adapter, self._points, self._patch, other, **options)
 
     @autograd(False)
     def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:

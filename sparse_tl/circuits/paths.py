@@ -231,7 +231,7 @@ def connected(
 
 def path_graph(circuit: Circuit, scores: Scores | None) -> PathGraph:
     """The nodes and links of a circuit of circuit edges, with or without positions."""
-    grid = circuit.site
+    grid = circuit.grid
     graph = grid.graph if isinstance(grid, PositionedGraph) else circuit.graph
     places = circuit.mask.cpu().nonzero()
     names = tuple(grid.names(places)) if len(places) else ()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
+    The scores of a search, such as "elimination", only rank the parts and have no unit.
+
     Scores of attention edges are kept per prompt pair, on a leading axis, because a position has
     the same meaning in two prompts only if they share a template. Scores of circuit edges have this
     axis if computed with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of
@@ -31,7 +33,7 @@ class Scores(Result):
     positions is the score of the edge.
 
     Args:
-        site: grid of the scored parts: circuit edges, heads, or attention edges.
+        grid: grid of the scored parts: circuit edges, heads, or attention edges.
         values: the scores; 0 where there is no part.
         method: name of the attribution method.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
@@ -42,16 +44,16 @@ class Scores(Result):
 
     made_by: ClassVar[str] = "attribute_circuit_edges(...) or attribute_heads(...)"
 
-    site: Grid
+    grid: Grid
     values: Float[Tensor, "*axes"]
     method: str
     prompt_start: str | None = None
 
     def __post_init__(self) -> None:
-        expected, shape = tuple(self.site.exists.shape), tuple(self.values.shape)
+        expected, shape = tuple(self.grid.exists.shape), tuple(self.values.shape)
         if shape[-len(expected) :] != expected or len(shape) > len(expected) + 1:
             raise ValueError(
-                f"expected scores of shape {expected} for {self.site!r}, or with one more axis "
+                f"expected scores of shape {expected} for {self.grid!r}, or with one more axis "
                 f"for prompt pairs; got {shape}"
             )
         if not bool(self.values.isfinite().all()):
@@ -61,28 +63,28 @@ class Scores(Result):
             )
 
     @classmethod
-    def of(cls, site: Grid, values: Mapping[str, float] | pd.Series, method: str) -> Scores:
+    def of(cls, grid: Grid, values: Mapping[str, float] | pd.Series, method: str) -> Scores:
         """Scores from values by part name, such as those of `patch_exactly`; other parts score 0.
 
         Args:
-            site: grid of the scored parts, such as ``adapt(model).graph.heads``.
+            grid: grid of the scored parts, such as ``adapt(model).graph.heads``.
             values: the scores by part name.
             method: name of the method.
 
         Raises:
             ValueError: there is no such part, or a score is not finite.
         """
-        scores = torch.zeros(site.exists.shape, dtype=torch.float64)
+        scores = torch.zeros(grid.exists.shape, dtype=torch.float64)
         for name, value in values.items():
-            scores[site.index(str(name))] = float(value)
-        return cls(site, scores, method)
+            scores[grid.index(str(name))] = float(value)
+        return cls(grid, scores, method)
 
     def mean(self) -> Float[Tensor, "*axes"]:
         """The scores, averaged over pairs if kept per pair."""
         return self.values.mean(dim=0) if self._by_pair else self.values
 
     def __getitem__(self, part: Any) -> float:
-        return self.mean()[self.site.index(part)].item()
+        return self.mean()[self.grid.index(part)].item()
 
     def at(self, position: str | int) -> Scores:
         """The scores of circuit edges at one position.
@@ -93,9 +95,9 @@ class Scores(Result):
         Raises:
             ValueError: the scores have no positions, or lack this one.
         """
-        grid = positioned(self.site)
+        grid = positioned(self.grid)
         values = self.values[..., grid.position(position), :, :]
-        return replace(self, site=grid.graph, values=values)
+        return replace(self, grid=grid.graph, values=values)
 
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
         """The indices of all parts, best first; ties keep the order of the grid.
@@ -116,42 +118,42 @@ class Scores(Result):
         Raises:
             ValueError: the size is negative or exceeds the number of parts.
         """
-        if not 0 <= size <= self.site.n_parts:
-            raise ValueError(f"expected a size in 0..{self.site.n_parts}; got {size}")
-        mask = torch.zeros(self.site.exists.shape, dtype=torch.bool)
+        if not 0 <= size <= self.grid.n_parts:
+            raise ValueError(f"expected a size in 0..{self.grid.n_parts}; got {size}")
+        mask = torch.zeros(self.grid.exists.shape, dtype=torch.bool)
         mask[tuple(self.order(signed=signed)[:size].T)] = True
-        return Circuit(self.site, mask)
+        return Circuit(self.grid, mask)
 
     def to_pandas(self, top: int | None = None) -> pd.DataFrame:
         """One row per part, by decreasing absolute score: all parts, or the first `top`."""
         import pandas as pd
 
         places = self._largest(top) if top is not None else self.order()
-        return pd.DataFrame(self.site.columns(places)).assign(score=self._at(places).tolist())
+        return pd.DataFrame(self.grid.columns(places)).assign(score=self._at(places).tolist())
 
     @property
     def _by_pair(self) -> bool:
-        return self.values.ndim > self.site.exists.ndim
+        return self.values.ndim > self.grid.exists.ndim
 
     def _at(self, places: Int[Tensor, "part axis"]) -> Float[Tensor, " part"]:
         return self.mean()[tuple(places.T)]
 
     @cached_property
     def _largest_first(self) -> Int[Tensor, "part axis"]:
-        return self._sorted(self._at(self.site.places).abs())
+        return self._sorted(self._at(self.grid.places).abs())
 
     @cached_property
     def _helping_first(self) -> Int[Tensor, "part axis"]:
-        return self._sorted(-self._at(self.site.places))
+        return self._sorted(-self._at(self.grid.places))
 
     def _sorted(self, values: Float[Tensor, " part"]) -> Int[Tensor, "part axis"]:
-        return self.site.places[values.argsort(descending=True, stable=True).cpu()]
+        return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
 
     def _largest(self, size: int) -> Int[Tensor, "part axis"]:
         """The first entries of `order`, without sorting millions of edges to show a few."""
-        values = self._at(self.site.places).abs()
+        values = self._at(self.grid.places).abs()
         least = values.topk(min(size, len(values))).values[-1:].min()
-        candidates = self.site.places[(values >= least).cpu()]
+        candidates = self.grid.places[(values >= least).cpu()]
         ranks = self._at(candidates).abs().argsort(descending=True, stable=True)
         return candidates[ranks.cpu()][:size]
 
@@ -160,9 +162,9 @@ class Scores(Result):
 
     def __repr__(self) -> str:
         best = self._largest(3)
-        scored = zip(self.site.names(best), self._at(best).tolist(), strict=True)
+        scored = zip(self.grid.names(best), self._at(best).tolist(), strict=True)
         listed = ", ".join(f"{name} {score:.3g}" for name, score in scored)
         pairs = f" of {len(self.values)} pairs" if self._by_pair else ""
         return (
-            f"Scores({self.site.n_parts:,} {self.site.noun}{pairs} by {self.method}: {listed}, ...)"
+            f"Scores({self.grid.n_parts:,} {self.grid.noun}{pairs} by {self.method}: {listed}, ...)"
         )

@@ -103,7 +103,7 @@ RoleTasks = Annotated[
 HeldOutText = Annotated[
     list[str] | None, subject("SOURCE", "Text that is only evaluated, not trained on. Repeatable.")
 ]
-TargetLoss = Annotated[
+Target = Annotated[
     str,
     subject(
         "NATS",

@@ -67,8 +67,8 @@ def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> Compone
 def _(
     result: Scores, *, title: str = "Model", size: int = STRONGEST, **style: Any
 ) -> GridFigure | ComponentDiagram:
-    if isinstance(result.site, CircuitGraph):
-        circuit = result.top(min(size, result.site.n_parts))
+    if isinstance(result.grid, CircuitGraph):
+        circuit = result.top(min(size, result.grid.n_parts))
         return component_diagram({title: circuit}, scores=result, **style)
     return head_map({title: result}, **style)
 
@@ -123,7 +123,7 @@ def _(result: Evaluation, *, name: str = "Model", **style: Any) -> Figure:
 def _(result: FoundCircuit, *, title: str = "Model", **style: Any) -> GridFigure:
     methods = result.to_pandas()["method"].head(2)  # the best, and the next best
     curves = [result.curves[method].curve(method) for method in reversed([*methods])]
-    parts: Parts = "circuit_edges" if isinstance(result.circuit.site, CircuitGraph) else "heads"
+    parts: Parts = "circuit_edges" if isinstance(result.circuit.grid, CircuitGraph) else "heads"
     return effect_figure({title: curves}, parts=parts, level=result.at, **style)
 
 

@@ -275,7 +275,7 @@ def _draw_circuits(
     for side in names:
         scores = Scores.load(folder / side / "circuit_edge_scores")
         size = measured[side][f"circuit_edges_at_{LEVEL}"]
-        kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)
+        kept = scores.grid.n_parts if size is None else min(math.ceil(size), scores.grid.n_parts)
         circuit = _smallest(scores, kept, patch)
         circuits[names[side]], by_name[names[side]] = circuit, scores
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
@@ -286,6 +286,6 @@ def _draw_circuits(
 
 def _smallest(scores: Scores, size: int, patch: PatchName) -> Circuit:
     """The fewest top-scored edges of which `size` have an effect."""
-    sizes = range(size, scores.site.n_parts)
+    sizes = range(size, scores.grid.n_parts)
     extra = bisect_left(sizes, size, key=lambda n: len(scores.top(n).connected(patch=patch)))
     return scores.top(size + extra).connected(patch=patch)

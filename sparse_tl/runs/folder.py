@@ -107,11 +107,8 @@ class SparseRun:
 def _held_out(numbers: dict[str, Any]) -> HeldOut:
     """Measurements from a file; those that older versions did not write are None."""
     absent = {field.name: None for field in fields(HeldOut) if field.default is None}
-    by_group = {
-        name: {int(group): value for group, value in numbers.get(name, {}).items()}
-        for name in ("group_losses", "group_divergences")  # JSON keys are strings
-    }
-    return from_fields(HeldOut, {**absent, **numbers, **by_group})
+    absent |= {field.name: {} for field in fields(HeldOut) if field.default_factory is dict}
+    return from_fields(HeldOut, {**absent, **numbers})
 
 
 class RunFolder:

@@ -37,10 +37,10 @@ from sparse_tl.storage.files import (
     write_tensors,
 )
 
-FORMAT = 4
+FORMAT = 5
 _STATE = "state.json"
 _VERSIONS = ("torch", "transformers", "transformer-lens")
-_SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
+_SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
 @dataclass

@@ -7,8 +7,8 @@ logarithm of lambda by the relative violation at the last validation evaluation,
 
     e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1),
 
-where the gap is the loss above the dense model's, or the divergence from it, and the limit falls
-over the run to the loss budget, which is what the target leaves:
+where the gap is the loss above the dense model's or, under a divergence target, the divergence from
+it, and the limit falls over the run to the loss budget, which is what the target leaves:
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
@@ -50,8 +50,8 @@ class TargetLoss:
     """The target that every group of rows has to meet.
 
     Args:
-        nats: the limit, in nats per label.
-        of: the limited quantity: the model's "loss", its "increase" over the frozen dense model's,
+        nats: how large that quantity may be, in nats per label.
+        of: the bounded quantity: the model's "loss", its "increase" over the frozen dense model's,
             or the "divergence" from that model, ``KL(dense || sparse)``.
     """
 
@@ -89,7 +89,7 @@ class TargetLoss:
         return f"{_WRITTEN[self.of]}{self.nats:g}"
 
     @property
-    def limit(self) -> str:
+    def in_words(self) -> str:
         """The target in words."""
         if self.of == "divergence":
             return f"divergence of {self.nats:g} nats"
@@ -101,6 +101,8 @@ _WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+
 
 class LossConstraint:
     """The lambda of every group, and the controller that moves it.
+
+    Limits, gaps and violations are those of `SparsityObjective`.
 
     Args:
         n_groups: number of groups of rows, each with a loss of its own.

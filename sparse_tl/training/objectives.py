@@ -120,7 +120,7 @@ class SparsityObjective(Objective):
     is the same for all micro-batches of a step, whatever groups they hold; the size is each
     micro-batch's own.
 
-    The constraint applies to validation rows, whose gaps `validated` records after every
+    The constraint applies to validation rows, whose gaps `record_gaps` records after every
     evaluation. Their limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Fast-moving
     weights and noise cost loss that is won back later; both fall to 0 over the run, and so does
     the margin.
@@ -133,7 +133,8 @@ class SparsityObjective(Objective):
     Args:
         sparse: the gated model.
         dense: source of the frozen dense model's predictions, if they are part of the objective.
-        loss_budget: nats by which every group's loss may finally exceed the dense model's.
+        loss_budget: the final limit on every group's gap, the loss above the dense model's or the
+            divergence from it, in nats.
         constraint: lambda, and how it moves.
         edge_cost: cost of an attention edge, broadcastable to ``[layer, head, query, key]``,
             relative to an MLP output, which costs 1.
@@ -157,7 +158,7 @@ class SparsityObjective(Objective):
         self.loss_budget, self.constraint = loss_budget, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = NOISE
-        self._gap = self.limit(NOISE)
+        self._gap = self.limit(NOISE)  # no violation before the first evaluation
         self._size = math.inf
         self._shares = torch.ones(1)
 
@@ -238,7 +239,7 @@ class SparsityObjective(Objective):
             size = size + ranks.mean(counts.expected_mlps, dim=1).sum()
         return size
 
-    def validated(self, gap: Float[Tensor, " group"]) -> None:
+    def record_gaps(self, gap: Float[Tensor, " group"]) -> None:
         """Record every group's gap on validation rows; later updates use it.
 
         Args:
@@ -249,18 +250,18 @@ class SparsityObjective(Objective):
 
     def update(self, measured: dict[str, float]) -> None:
         limit = self.limit(self._noise)
-        measured["violation"] = (self._gap - limit).max().item()
+        measured["over_limit"] = (self._gap - limit).max().item()
         self.constraint.update((self._gap - limit) / limit)
         self._size = measured["size"]
 
     def state(self) -> dict[str, Any]:
-        carried = {"increase": self._gap.tolist(), "size": self._size}
+        carried = {"gap": self._gap.tolist(), "size": self._size}
         kept = {} if self._predictions is None else self._predictions.state()
         return {**self.constraint.state(), **carried, **kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
-        self._gap = torch.tensor(state["increase"], dtype=torch.float64)
+        self._gap = torch.tensor(state["gap"], dtype=torch.float64)
         self._size = state["size"]
         if self._predictions is not None:
             self._predictions.load_state(state)

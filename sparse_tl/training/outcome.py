@@ -115,7 +115,7 @@ class PostTraining(Result):
         if self.sparse.divergence is not None:
             edges += f", {self.sparse.divergence:.4f} divergence from it"
         edges += ")"
-        target = f"Target {self.target.limit}"
+        target = f"Target {self.target.in_words}"
         if len(self.dense.group_losses) > 1:
             target += f" in each of {len(self.dense.group_losses)} groups"
         if not self.feasible:

@@ -139,15 +139,16 @@ def post_train(
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream, trained, precision):
-        validated = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
+        measuring = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
         if dense is not None and target.of == "divergence":
-            validated.predictions = DensePredictions(dense)
+            # Apart from the objective's, which keep training rows in the run's checkpoints.
+            measuring.predictions = DensePredictions(dense)
         objective = SparsityObjective(
             sparse,
             dense,
-            validated.loss_budget.clamp(min=LEAST_BUDGET),
-            LossConstraint(len(validated.loss_budget), evaluated_every=every),
+            measuring.loss_budget.clamp(min=LEAST_BUDGET),
+            LossConstraint(len(measuring.loss_budget), evaluated_every=every),
             edge_cost,
             head_cost,
             distilled=1.0 if target.of == "divergence" else DISTILLED,
@@ -156,12 +157,12 @@ def post_train(
             sparse,
             objective,
             stream,
-            validated.selection(objective),
+            measuring.selection(objective),
             config,
             trained=trained,
             settings={
                 "target": str(target),
-                "validation": validated.rows.digest(),
+                "validation": measuring.rows.digest(),
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
@@ -171,12 +172,12 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        groups, others = validated.compared()
+        groups, others = measuring.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
-            dense=validated.dense,
-            sparse=validated.measured(),
+            dense=measuring.dense,
+            sparse=measuring.measured(),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
             groups=groups,

@@ -96,13 +96,13 @@ class Validation:
         return groups, held_out
 
     def selection(self, objective: SparsityObjective) -> Selection:
-        """The model selection of a run, whose evaluations also pass the gaps to the objective."""
+        """The model selection of a run; each evaluation also records the gaps in the objective."""
 
         def evaluate() -> Metrics:
             measured = self.measured()
             gaps = self.gaps(measured)
-            objective.validated(gaps)
-            by_group = {f"lost_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
+            objective.record_gaps(gaps)
+            by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
             violation = (gaps - self.loss_budget).max().item()
             return {**measured.numbers, **by_group, "violation": violation}
 

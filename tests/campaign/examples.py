@@ -176,7 +176,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "component_diagram": {"panels": lambda _: {"Dense": scores().top(5)}},
     "ablation_grid": {"rows": lambda _: {"Task": {"Dense": [_ablation()]}}},
     "acdc": {"threshold": lambda _: 10.0},
-    "Circuit": {"site": lambda _: _graph(), "mask": lambda _: _graph().exists},
+    "Circuit": {"grid": lambda _: _graph(), "mask": lambda _: _graph().exists},
     "CircuitGraph": {
         "n_layers": lambda _: 2,
         "n_heads": lambda _: 2,
@@ -191,7 +191,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "TokenBatch": {key: partial(_field, rows, key) for key in ("tokens", "labels", "loss_mask")},
     "TargetDataset": {"rows": lambda _: rows()},
     "Scores": {
-        "site": lambda _: _graph(),
+        "grid": lambda _: _graph(),
         "values": lambda _: torch.zeros(_graph().exists.shape),
         "method": lambda _: "by hand",
     },
@@ -201,11 +201,11 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     },
     "AdditionTask.pairs": {"digit": lambda _: "units"},
     "Scores.of": {
-        "site": lambda _: _graph(),
+        "grid": lambda _: _graph(),
         "values": lambda _: {"a0.h0->m0": 1.0},
         "method": lambda _: "exact",
     },
-    "Circuit.of": {"site": lambda _: _graph(), "parts": lambda _: ["a0.h0->m0"]},
+    "Circuit.of": {"grid": lambda _: _graph(), "parts": lambda _: ["a0.h0->m0"]},
     "Circuit.load": {"folder": lambda folder: scores().top(5).save(folder / "circuit")},
     "Circuit.save": {"folder": lambda folder: folder / "circuit"},
     "Scores.load": {"folder": lambda folder: scores().save(folder / "saved")},

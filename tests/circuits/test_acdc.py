@@ -82,7 +82,7 @@ def test_pruning_can_start_from_scores(planted: Planted) -> None:
     )
     still = prune(steps=1, learning_rate=1e-6)
     assert _names(still.circuit) == _names(scores.top(size))
-    assert size < still.history["expected"][0] < 0.6 * scores.site.n_parts
+    assert size < still.history["expected"][0] < 0.6 * scores.grid.n_parts
     assert _names(prune(steps=120).circuit) == planted.edges
 
 

@@ -82,7 +82,7 @@ def test_connected_drops_what_has_no_effect_under_its_patch(model: Model) -> Non
 def test_circuits_are_measured_as_they_were_scored(model: Model) -> None:
     pairs, scores = one_length(), random_scores(adapt(model).graph)
     sizes = (3, 6, 12, 20)
-    shares = [int(share * scores.site.n_parts) for share in MIB_FRACTIONS]
+    shares = [int(share * scores.grid.n_parts) for share in MIB_FRACTIONS]
     for patch in patches(model, pairs).values():
         options = {"patch": patch, "progress": False}
         curve = evaluate_circuit_edges(model, pairs, logit_difference, scores, sizes, **options)
@@ -109,7 +109,7 @@ def test_mib_under_mean_patches_on_a_trained_model() -> None:
     options: dict[str, Any] = {"patch": "mean", "progress": False}
     scores = attribute_circuit_edges(dense, pairs, logit_difference, method="eap-ig", **options)
     found = evaluate_mib(dense, pairs, logit_difference, scores, **options).signed
-    graph, size = adapt(dense).graph, int(0.05 * scores.site.n_parts)
+    graph, size = adapt(dense).graph, int(0.05 * scores.grid.n_parts)
     top = scores.top(size, signed=True)
     none, circuit, connected, clean = (
         logit_difference(run_patched(dense, graph, pairs, mask, "mean"), pairs).mean()

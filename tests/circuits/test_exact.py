@@ -66,7 +66,7 @@ def test_attribution_is_exact_for_a_linear_model(build_tiny: Build, pairs: Promp
             block.attn.b_Q.zero_()
     scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
     exact = patch_exactly(model, pairs, logit_difference, progress=False)
-    found = scores.values[scores.site.exists]
+    found = scores.values[scores.grid.exists]
     torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), rtol=1e-9, atol=1e-12)
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     exact = patch_exactly(model, pairs, logit_difference, ["a0.h1", "a1.h0"], progress=False)
@@ -91,7 +91,7 @@ def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> No
             model.embed.W_E[13] = model.embed.W_E[2] + size * step
         scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
         exact = patch_exactly(model, pairs, logit_difference, progress=False)
-        error = scores.values[scores.site.exists] - torch.tensor(exact.to_numpy())
+        error = scores.values[scores.grid.exists] - torch.tensor(exact.to_numpy())
         errors.append(error.abs().max().item())
     assert errors[0] > 1e-9
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)

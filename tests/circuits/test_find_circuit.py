@@ -160,12 +160,12 @@ def test_random_scores_do_worse() -> None:
     scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric, **QUIET)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(scores.values.shape, generator=generator) * scores.site.exists
+        drawn = torch.rand(scores.values.shape, generator=generator) * scores.grid.exists
         worse = evaluate_circuit_edges(
             planted.model,
             planted.pairs,
             planted.metric,
-            Scores(scores.site, drawn, "random"),
+            Scores(scores.grid, drawn, "random"),
             [4 * len(found.circuit)],
             **QUIET,
         )
@@ -187,7 +187,7 @@ def test_curves_hardly_ever_fall(small: Model, many: PromptPairs) -> None:
     effects = [2.5, 0.5, 0.48, 0.46, 0.92, 0.85, 1.05, 0.99, 1.05, 0.95, 1.0]
     ranked = Evaluation(
         tuple(range(1, 12)),
-        found.circuit.site.n_parts,
+        found.circuit.grid.n_parts,
         torch.tensor(effects)[:, None].double() + 1,
         torch.full((1,), 2.0).double(),
         torch.ones(1).double(),

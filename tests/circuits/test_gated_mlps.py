@@ -223,7 +223,7 @@ def test_an_mlp_that_never_opens_has_no_edge_that_counts(
     sparse.mlp_gates.bias[0] = -1e4
     scores = attribute_circuit_edges(sparse, pairs, logit_difference, method="eap")
     exact = patch_exactly(sparse, pairs, logit_difference, progress=False)
-    for edge in scores.site.edges:
+    for edge in scores.grid.edges:
         if "m0" in (str(edge.source), str(edge.destination.node)):
             assert scores[str(edge)] == 0 and abs(exact[str(edge)]) < 1e-12, edge
     assert exact.abs().max() > 0.01

@@ -192,7 +192,7 @@ def test_heads_of_a_group_have_edges_of_their_own(tmp_path: Path) -> None:
     assert isinstance(again, Scores)
     torch.testing.assert_close(again.values, scores.values, rtol=1e-12, atol=0)
     apart = load_mib(folder)
-    assert isinstance(apart, Scores) and apart.site == PLAIN
+    assert isinstance(apart, Scores) and apart.grid == PLAIN
     with pytest.raises(ValueError, match="expected the edges of .*3 layers"):
         load_mib(folder, CircuitGraph(3, 4, 2))
 

@@ -103,12 +103,12 @@ def test_scores_of_all_neurons_add_up_to_those_of_the_edges(
 ) -> None:
     model = built(build_tiny, kind)
     scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap", **Q)
-    circuit = scores.top(scores.site.n_parts // 2)
+    circuit = scores.top(scores.grid.n_parts // 2)
     for mlp in ("m0", "m1", "m2"):
         for readers in (None, circuit):
             found = neuron_effects(model, pairs, logit_difference, mlp, readers=readers, n=1, **Q)
             edges = [f"{mlp}->{reader}" for reader in found.readers]
-            of = circuit.edges if readers is circuit else scores.site.edges
+            of = circuit.edges if readers is circuit else scores.grid.edges
             assert sorted(edges) == sorted(str(e) for e in of if str(e).startswith(f"{mlp}->"))
             expected = sum(scores[edge] for edge in edges)
             assert found.score.sum().item() == pytest.approx(expected, rel=1e-9)

@@ -50,7 +50,7 @@ def test_scores_by_pair_are_those_of_each_pair(
     found = attribute_circuit_edges(
         model, pairs, logit_difference, by_pair=True, batch_size=2, **options
     )
-    assert found.values.shape == (len(pairs), *found.site.exists.shape)
+    assert found.values.shape == (len(pairs), *found.grid.exists.shape)
     for row, values in enumerate(found.values):
         pair = pairs.select(slice(row, row + 1))
         alone = attribute_circuit_edges(model, pair, logit_difference, **options)

@@ -107,7 +107,7 @@ def test_a_span_scores_the_sum_of_its_tokens(build_tiny: Build) -> None:
     found = attribute_circuit_edges(
         model, pairs, logit_difference, method="eap", positions="spans", batch_size=2
     )
-    assert found.site.positions == ("S", "END", "rest")
+    assert found.grid.positions == ("S", "END", "rest")
     torch.testing.assert_close(found.values, expected, **CLOSE)
 
 
@@ -146,7 +146,7 @@ def test_every_edge_at_every_position_by_default(build_tiny: Build) -> None:
     model, pairs = shaken(build_tiny()), _template(1, 3)
     found = patch_exactly(model, pairs, logit_difference, positions="tokens", progress=False)
     scores = attribute_circuit_edges(model, pairs, logit_difference, positions="tokens")
-    assert list(found.index) == scores.site.names(scores.site.places)
+    assert list(found.index) == scores.grid.names(scores.grid.places)
     assert len(found) == 3 * adapt(model).graph.n_edges
 
 
@@ -161,7 +161,7 @@ def test_attribution_is_exact_for_a_linear_model(build_tiny: Build) -> None:
         model, pairs, logit_difference, method="eap", positions="spans"
     )
     exact = patch_exactly(model, pairs, logit_difference, positions="spans", progress=False)
-    found = scores.values[scores.site.exists]
+    found = scores.values[scores.grid.exists]
     torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), **CLOSE)
 
 
@@ -186,7 +186,7 @@ def test_scores_of_paths_are_as_on_paper(method: str) -> None:
     scores = attribute_circuit_edges(
         known.model, known.pairs, known.metric, method=method, positions="tokens"
     )
-    names = scores.site.names(scores.site.places)
+    names = scores.grid.names(scores.grid.places)
     expected = {name: PATHS.get(name, 0.0) for name in names}
     assert {name: scores[name] for name in names} == pytest.approx(expected, rel=1e-12, abs=0)
     exact = patch_exactly(known.model, known.pairs, known.metric, positions="tokens")
@@ -291,13 +291,13 @@ def test_tables_and_files(build_tiny: Build, tmp_path: Path) -> None:
     assert len(circuit.without(row["edge"])) == 6
     for result in (scores, circuit):
         loaded: Any = type(result).load(result.save(tmp_path / type(result).__name__))
-        assert loaded.site == result.site
+        assert loaded.grid == result.grid
         assert repr(loaded) == repr(result)
     assert circuit._repr_html_() == str(circuit.figure())
     one = scores.at("END")
-    assert one.site == scores.site.graph
+    assert one.grid == scores.grid.graph
     assert one["input->logits"] == scores["input->logits@END"]
-    assert sum(len(circuit.at(span)) for span in scores.site.positions) == 7
+    assert sum(len(circuit.at(span)) for span in scores.grid.positions) == 7
 
 
 def test_what_fits_no_position(build_tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:

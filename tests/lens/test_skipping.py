@@ -153,7 +153,7 @@ def test_scores_and_evaluations_are_those_without_skipping(
             scores = attribute_circuit_edges(model, some, logit_difference, **options)
             heads = attribute_heads(model, some, logit_difference, **options)
             found += [scores.values, heads.values]
-        sizes = (0, 3, 10, 30, scores.site.n_parts)
+        sizes = (0, 3, 10, 30, scores.grid.n_parts)
         shown = evaluate_circuit_edges(model, some, logit_difference, scores, sizes, progress=False)
         return [*found, shown.values, shown.clean, shown.none]
 

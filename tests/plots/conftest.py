@@ -123,10 +123,10 @@ def _random_circuit(
     n_layers: int = 4, n_heads: int = 4, n_edges: int = 60, seed: int = 0, **sizes: Any
 ) -> Scored:
     scores = random_scores(n_layers, n_heads, seed, **sizes)
-    mask = torch.zeros_like(scores.site.exists)
+    mask = torch.zeros_like(scores.grid.exists)
     best = scores.values.abs().flatten().argsort(descending=True)[:n_edges]
     mask.view(-1)[best] = True
-    return Scored(Circuit(scores.site, mask), scores)
+    return Scored(Circuit(scores.grid, mask), scores)
 
 
 @pytest.fixture(scope="session")

@@ -61,14 +61,14 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
     by_hand, batch = LossConstraint(2), echo_rows(4)
     _, measured = _measured(objective, batch)  # nothing was held out yet
     by_hand.update(torch.zeros(2, dtype=torch.float64))
-    assert measured["violation"] == 0.0
+    assert measured["over_limit"] == 0.0
     for losses in ([0.3, 0.9], [0.4, 0.45]):
-        objective.validated(torch.tensor(losses, dtype=torch.float64))
+        objective.record_gaps(torch.tensor(losses, dtype=torch.float64))
         for done in (0.0, NO_NOISE / 2, SILENT):
             _, measured = _measured(objective, batch, done)
             allowed = 0.5 + MARGIN * objective.noise(done) / NOISE
             by_hand.update(torch.tensor([(loss - allowed) / allowed for loss in losses]))
-            assert measured["violation"] == pytest.approx(max(losses) - allowed)
+            assert measured["over_limit"] == pytest.approx(max(losses) - allowed)
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
     assert objective.constraint.lambda_[0].item() != pytest.approx(START)
 
@@ -274,7 +274,7 @@ def test_lambda_moves_by_the_whole_batch(build_echo: Build, echo_rows: Rows, pie
     batch = _in_groups(echo_rows(12, seed=3), [0] * 6 + [1, 0] * 3)
     whole, in_pieces = (_step(build_echo, batch, n, n_groups=2) for n in (1, pieces))
     assert in_pieces[1] == pytest.approx(whole[1], rel=1e-12)
-    for name in ("loss", "lambda", "violation", "expected_per_token"):
+    for name in ("loss", "lambda", "over_limit", "expected_per_token"):
         assert in_pieces[2][name] == pytest.approx(whole[2][name], rel=1e-9), name
 
 

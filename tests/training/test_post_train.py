@@ -200,7 +200,7 @@ def test_the_history_has_the_columns_it_promises(
 ) -> None:
     history = run[0].history
     validation = [f"validation_{name}" for name in run[0].sparse.numbers]
-    every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "size"]
+    every_step = ["step", "seconds", "rate", "loss", "over_limit", "lambda", "size"]
     assert set(every_step + validation) <= set(history)
     assert history["step"].tolist() == list(range(51))
     assert history.loc[1:, every_step].notna().all(axis=None)
@@ -288,7 +288,9 @@ def test_the_constraint_is_on_held_out_rows(build_echo: Build, echo_rows: Rows) 
     late = range(int(NO_NOISE * 80) + 1, 81)  # from here on the target itself is what is allowed
     for step in late:
         evaluated = (step - 1) // every * every
-        assert history.violation[step] == pytest.approx(history.validation_loss[evaluated] - target)
+        assert history.over_limit[step] == pytest.approx(
+            history.validation_loss[evaluated] - target
+        )
 
 
 def test_padding_on_the_left_changes_nothing(build_tiny: Build) -> None:

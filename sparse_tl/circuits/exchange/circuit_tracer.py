@@ -64,10 +64,10 @@ def to_circuit_tracer(
         ValueError: the circuit is not of circuit edges, the scores are of other edges, or the
             number of tokens differs.
     """
-    grid = circuit.site
+    grid = circuit.grid
     if not isinstance(grid, (CircuitGraph, PositionedGraph)):
         raise ValueError(f"expected a circuit of circuit edges; got one of {grid.noun}")
-    if scores is not None and scores.site != grid:
+    if scores is not None and scores.grid != grid:
         raise ValueError(f"expected scores of {grid!r}, as the circuit; got {scores!r}")
     graph = grid.graph if isinstance(grid, PositionedGraph) else grid
     positions = grid.positions if isinstance(grid, PositionedGraph) else ("all",)

@@ -44,7 +44,7 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str
         ValueError: the model has no MLPs, which the format requires, or the scores are of other
             edges than the circuit.
     """
-    if scores.site != circuit.graph:
+    if scores.grid != circuit.graph:
         raise ValueError(f"expected scores of {circuit.graph!r}, as the circuit; got {scores!r}")
     return _content(circuit, scores.mean(), d_model)
 

@@ -96,7 +96,7 @@ def acdc(
         raise ValueError(
             f"expected a size in 0..{len(initial)}, the size of the initial circuit; got {size}"
         )
-    site = CircuitEdges() if initial.site == graph else Heads()
+    site = CircuitEdges() if initial.grid == graph else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     runs.check_effect(metric)
     report = FaithfulnessRuns(runs, metric, held_out)
@@ -117,7 +117,7 @@ class _Search:
     def __init__(
         self, initial: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
-        self.grid, self.metric = initial.site, metric
+        self.grid, self.metric = initial.grid, metric
         self.patch: Patch = runs.patch
         self.runs, self.n_layers = runs, runs.adapter.n_layers
         self.state = SearchState(initial.mask.cpu().clone(), threshold)
@@ -262,6 +262,6 @@ def _initial_circuit(
     if isinstance(start, str):
         grid = graph.heads if start == "heads" else graph
         return Circuit(grid, grid.exists)
-    if start.site not in (graph, graph.heads):
+    if start.grid not in (graph, graph.heads):
         raise ValueError(f"expected a circuit of {graph!r} to start from; got {start!r}")
     return start

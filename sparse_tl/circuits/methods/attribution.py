@@ -7,7 +7,8 @@ For a circuit edge from source u to destination v,
 A negative score means that patching lowers the metric m: the edge helps. In phases:
 
 1. plan the passes that the method takes (`AttributionPlan`);
-2. run the corrupted prompts and record what every source writes (`PairRuns.values`);
+2. run the corrupted prompts and record what every source writes (`PatchValues`, in
+   `AttributionPlan.passes`);
 3. run the clean prompts, record the same, and differentiate the metric with respect to every
    destination's input (`GradientPass`): one backward pass. EAP-IG does so at several points between
    corrupted and clean, and adds up the gradients (`ReadGradients`);
@@ -112,7 +113,7 @@ def attribute_circuit_edges(
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
     graph = runs.adapter.graph
     check_sums_under_hooks(runs.adapter, runs.batches[0].clean)
-    site = graph if spans is None else PositionedGraph(graph, spans.names)
+    grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
     if spans is not None:
         _check_size(n_pairs, n_positions, graph)
@@ -136,12 +137,12 @@ def attribute_circuit_edges(
                     for _ in range(one.copies):
                         step()
                 # Phase 4.
-                moved = _moved(change, plan.sources) & matters
-                contract(scores, back, change, grouped[index].where(moved, -1), rows)
+                changed = _changed(change, plan.sources) & matters
+                contract(scores, back, change, grouped[index].where(changed, -1), rows)
     plan.check_effect()
-    shape = [n_pairs] * by_pair + list(site.exists.shape)
+    shape = [n_pairs] * by_pair + list(grid.exists.shape)
     scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
-    return Scores(site, scores if by_pair else scores / len(pairs), method, pairs.start)
+    return Scores(grid, scores if by_pair else scores / len(pairs), method, pairs.start)
 
 
 @checked
@@ -210,16 +211,16 @@ def attribute_attention_edges(
     ):
         for index in runs.own:
             reference = runs.batches[index].corrupted if patch == "corrupted" else None
-            shown = PatchValues(adapter, names, patch, reference)
+            patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
-            effects = _effects(plan, index, names, step, shown)
+            effects = _effects(plan, index, names, step, patches)
             allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
             found.append((effects.transpose(0, 1).cpu().double(), allowed))
     if patch == "corrupted":
         plan.check_effect()
     values, allowed = zip(*ranks.in_order(found), strict=True)
-    site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
-    return Scores(site, torch.cat(values), method, pairs.start)
+    grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
+    return Scores(grid, torch.cat(values), method, pairs.start)
 
 
 def _effects(
@@ -227,12 +228,12 @@ def _effects(
     index: int,
     names: Sequence[str],
     step: Callable[[], object],
-    shown: PatchValues | None = None,
+    patches: PatchValues | None = None,
 ) -> Float[Tensor, "layer pair ..."]:
     """Change times gradient at some hook points, summed over a batch's passes."""
     gradients: dict[str, Tensor] = {}
     change: dict[str, Tensor] = {}
-    for one in plan.passes(index, shown):
+    for one in plan.passes(index, patches):
         change = one.change
         counted = [name for name in names if one.counts_for(name)]
         for name, gradient in one.gradients(counted).items():
@@ -242,7 +243,7 @@ def _effects(
     return torch.stack([change[name] * gradients[name] for name in names])
 
 
-def _moved(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
+def _changed(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
     """Where a source changes: not before the first token that differs, nor at padding."""
     return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
 

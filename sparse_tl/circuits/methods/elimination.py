@@ -111,10 +111,10 @@ class Elimination:
     """
 
     def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
-        self.runs, self.metric, self.scores, self.site = runs, metric, scores, scores.site
+        self.runs, self.metric, self.scores, self.grid = runs, metric, scores, scores.grid
         self._strength = scores.mean().abs()
         self._lowest = level - MARGIN
-        sweeps = _sweeps(scores.site)
+        sweeps = _sweeps(scores.grid)
         self._groups = [group for sweep in sweeps for group in sweep]
         self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
         self._folder: Path | None = None
@@ -129,7 +129,7 @@ class Elimination:
         """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
         state, self._folder = self.state, folder
         state.identity = search_identity(
-            self.runs, pairs, self.site, self.metric, self.site.exists, settings
+            self.runs, pairs, self.grid, self.metric, self.grid.exists, settings
         )
         state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
         self.state = resumed(state, folder)
@@ -161,7 +161,7 @@ class Elimination:
                     if now > saved + SAVE_EVERY:
                         saved = now
                         self._save()
-                    step(f"{self._size(state.mask):,} {self.site.noun}: {state.effects[-1]:.2f}")
+                    step(f"{self._size(state.mask):,} {self.grid.noun}: {state.effects[-1]:.2f}")
             if state.position == total:
                 self._end_pass()
         self._save()
@@ -170,14 +170,14 @@ class Elimination:
         """Minus the step at which each part was dropped, as scores of the parts."""
         last = len(self.state.effects) + 1
         steps = torch.where(self.state.dropped == 0, last, self.state.dropped)
-        values = -steps.where(self.site.exists, 0).double()
-        return Scores(self.site, values, "elimination", self.scores.prompt_start)
+        values = -steps.where(self.grid.exists, 0).double()
+        return Scores(self.grid, values, "elimination", self.scores.prompt_start)
 
     def sizes(self) -> list[int]:
         """Number of parts after each step: where to cut the ranking."""
-        steps = self.state.dropped[self.site.exists]
+        steps = self.state.dropped[self.grid.exists]
         n_dropped = steps.bincount(minlength=len(self.state.effects) + 1)[1:].cumsum(0)
-        return (self.site.n_parts - n_dropped).tolist()
+        return (self.grid.n_parts - n_dropped).tolist()
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Elimination:
         down the grid, up to `HASTE`.
         """
         order, left = self.scores.order(), 1 - self._lowest
-        best, effect, most, n = self._connected(self.site.exists), 1.0, 0.0, float(len(order))
+        best, effect, most, n = self._connected(self.grid.exists), 1.0, 0.0, float(len(order))
         found, tried = effect, dict[int, float]()
         while n > 1 and found > 1 - 2 * left:
             n /= RATIO
@@ -205,7 +205,7 @@ class Elimination:
         less = max((some for some in tried if some < size), default=size)
         slope = (tried[less] - lost) / (size - less) if less < size else 0.0
         price = min(slope, HASTE * left / max(1, size)) / 2
-        dropped = (self.site.exists & ~best).long()
+        dropped = (self.grid.exists & ~best).long()
         return EliminationState(dropped, [effect], best, best.clone(), price=price)
 
     def _begin_pass(self) -> None:
@@ -266,9 +266,9 @@ class Elimination:
         return (1 - (effects - 1).abs()).tolist()
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
-        if not isinstance(self.site, CircuitGraph):
+        if not isinstance(self.grid, CircuitGraph):
             return mask
-        return Circuit(self.site, mask).connected(patch=self.runs.patch).mask
+        return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
 
     def _size(self, mask: Bool[Tensor, "*axes"]) -> int:
         return int(mask.count_nonzero())
@@ -278,15 +278,15 @@ class Elimination:
             self.state.save(self._folder)
 
 
-def _sweeps(site: Grid) -> list[list[Group]]:
+def _sweeps(grid: Grid) -> list[list[Group]]:
     """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
-    if not isinstance(site, CircuitGraph):
-        return [[tuple(place) for place in site.places.flip(0).tolist()]]
-    every, last = slice(None), len(site.destinations) - 1
-    heads = [group for group in site.groups if group.n_kv_heads]
+    if not isinstance(grid, CircuitGraph):
+        return [[tuple(place) for place in grid.places.flip(0).tolist()]]
+    every, last = slice(None), len(grid.destinations) - 1
+    heads = [group for group in grid.groups if group.n_kv_heads]
     sweeps: list[list[Group]] = [
-        [(slice(0, 1), every), *((group.rows, every) for group in site.groups)],
-        [*((every, group.columns) for group in site.groups), (every, slice(last, None))],
+        [(slice(0, 1), every), *((group.rows, every) for group in grid.groups)],
+        [*((every, group.columns) for group in grid.groups), (every, slice(last, None))],
         [(row, every) for group in heads for row in range(group.rows.start, group.rows.stop)],
         [
             (every, column)

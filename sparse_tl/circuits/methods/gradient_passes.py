@@ -81,17 +81,17 @@ class AttributionPlan:
             self.rows[name] = slice(row, row + n_sources)
             row += n_sources
         self._changed = False
-        self._moved: list[str] = []
+        self._interpolated: list[str] = []
         """The hook points whose values the passes interpolate between clean and patched."""
         if method == "eap-ig":
-            self._moved = [EMBEDDED]
+            self._interpolated = [EMBEDDED]
         elif method == "eap-ig-activations":
-            self._moved = heads if heads_only else self.sources
+            self._interpolated = heads if heads_only else self.sources
 
     @property
     def count(self) -> int:
         """Number of interpolation steps over the batches of this rank."""
-        return len(self.runs) * (self.steps * len(self._moved) or 1)
+        return len(self.runs) * (self.steps * len(self._interpolated) or 1)
 
     def measured(
         self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
@@ -123,18 +123,18 @@ class AttributionPlan:
 
     def rows_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""
-        return slice(None) if one.moved is None else self.rows[one.moved]
+        return slice(None) if one.only is None else self.rows[one.only]
 
-    def passes(self, index: int, shown: PatchValues | None = None) -> Iterator[GradientPass]:
-        """The passes of one batch; `shown` holds the patches of the hook points in `also`."""
+    def passes(self, index: int, patches: PatchValues | None = None) -> Iterator[GradientPass]:
+        """The passes of one batch; `patches` holds those of the hook points in `also`."""
         batch, patch = self.runs.batches[index], self.runs.values(index)
         single, ig = self.method == "eap-ig-activations", self.method.startswith("eap-ig")
         share = 1 / self.steps if ig else 1.0
         one = GradientPass(self, batch, share, held=patch.held)
         clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
         change = {name: patch.change(name, clean[name]) for name in self.sources}
-        if shown is not None:
-            change |= {name: shown.change(name, clean[name]) for name in self.also}
+        if patches is not None:
+            change |= {name: patches.change(name, clean[name]) for name in self.also}
         one.change = change
         self._changed |= self._changes(one, clean, patch.final)
         if not single:
@@ -143,13 +143,13 @@ class AttributionPlan:
         first = self.steps if single else self.steps - 1  # the clean pass is done
         # Hooks may fit one copy of the prompts only.
         n = 1 if seen_by_hooks(self.adapter) else max(1, TOKENS_AT_ONCE // batch.clean.numel())
-        for name in self._moved:
+        for name in self._interpolated:
             for last in range(first, 0, -n):
                 some = range(last, max(last - n, 0), -1)
-                moved = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
-                replaced = {name: torch.cat(moved)}
+                values = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
+                replaced = {name: torch.cat(values)}
                 one = GradientPass(self, batch, share, replaced, copies=len(some), held=patch.held)
-                one.change, one.moved = change, name if single else None
+                one.change, one.only = change, name if single else None
                 yield from _lent(one)
                 del one
 
@@ -172,14 +172,14 @@ class GradientPass:
         change: patch minus clean activation, by hook point.
         matters: positions at which changes and gradients are meaningful.
         by_relevance: whether gradients follow the rules of relevance propagation.
-        moved: the only hook point whose sources the pass contributes to; None for all.
+        only: the one hook point whose sources the pass contributes to; None for all.
 
     Raises:
         ValueError: the metric has no gradient.
     """
 
     change: dict[str, Tensor]
-    moved: str | None = None
+    only: str | None = None
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class GradientPass:
 
     def counts_for(self, name: str) -> bool:
         """Whether the pass contributes to the sources at a hook point."""
-        return self.moved in (None, name)
+        return self.only in (None, name)
 
     def gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gradients of `value` at some hook points; 0 where the activation has no influence.
@@ -253,18 +253,19 @@ class GradientPass:
         """Check that the metric does not depend on activations whose gradient is missing."""
         generator, value = torch.Generator().manual_seed(0), self.value.detach()
         for name in names:
-            shown = self.kept[name].detach()
-            noisy = shown + torch.randn(shown.shape, generator=generator).to(shown)
+            activation = self.kept[name].detach()
+            noise = torch.randn(activation.shape, generator=generator)
+            noisy = activation + noise.to(activation)
             final = noisy
             if name != "final":
                 replaced = {**self._replaced, name: noisy}
                 plan, tokens = self._plan, self.batch.clean
                 _, final = record(plan.adapter, tokens, (), replaced=replaced, **self._options)
-            moved = self._share * self._plan.measured(final, self.batch).sum() - value
-            if bool(moved.abs() > 1e-6 * (1 + value.abs())):
+            shift = self._share * self._plan.measured(final, self.batch).sum() - value
+            if bool(shift.abs() > 1e-6 * (1 + value.abs())):
                 raise ValueError(
                     f"expected gradients of the metric at {name}; there is none, although the "
-                    f"metric moves by {moved.item():.3g} with the value there. A hook on the model "
+                    f"metric moves by {shift.item():.3g} with the value there. A hook on the model "
                     "replaces it by a tensor without gradients (detached, or made anew): remove "
                     "the hook, or let it compute with what it is given."
                 )

@@ -161,7 +161,7 @@ def _source(
     else:
         names = [readers] if isinstance(readers, str) else readers
         circuit = Circuit.of(graph, [f"{node}->{name}" for name in names])
-    grid, edges = circuit.site, torch.zeros_like(circuit.mask, device="cpu")
+    grid, edges = circuit.grid, torch.zeros_like(circuit.mask, device="cpu")
     if (grid.graph if isinstance(grid, PositionedGraph) else grid) != graph:
         raise ValueError(f"expected a circuit of the model's own {graph!r}; got {circuit!r}")
     edges[..., row, :] = circuit.mask[..., row, :]

@@ -138,7 +138,7 @@ def circuit_sizes_per_prompt(
     scores = attribute_circuit_edges(
         model, pairs, metric, by_pair=True, batch_size=batch_size, **options
     )
-    graph = scores.site
+    graph = scores.grid
     top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
     if not top_sizes:
         raise ValueError("expected at least one size; got none")

@@ -94,7 +94,7 @@ def prune_circuit_edges(
     graph = adapt(model).graph
     if size > graph.n_edges:
         raise ValueError(f"expected a size in 1..{graph.n_edges}; got {size}")
-    if start is not None and start.site != graph:
+    if start is not None and start.grid != graph:
         raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     runs.check_effect("kl")
@@ -216,7 +216,7 @@ def _initial_logits(
     scores: Scores, size: int, initial_logit: float
 ) -> Float[Tensor, "source destination"]:
     """Logits that fall with the logarithm of the rank; 0 halfway between `size` and the last."""
-    exists = scores.site.exists
+    exists = scores.grid.exists
     values = scores.mean()[exists].abs()
     ranks = torch.empty_like(values)
     ranks[values.argsort(descending=True)] = torch.arange(1, len(values) + 1).to(values)

@@ -131,7 +131,7 @@ def check_scores(
             `patch_exactly`.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    grid, positions = scores.site, None
+    grid, positions = scores.grid, None
     if isinstance(grid, PositionedGraph):
         positions = "tokens" if grid.of_tokens else "spans"
     elif not isinstance(grid, CircuitGraph | HeadGrid):

@@ -49,8 +49,8 @@ class _Ranking:
 
     def circuits(self, patch: Patch) -> list[Circuit]:
         """Circuits of growing size, without edges that have no effect."""
-        cut = map(self.scores.top, (*self.sizes, self.scores.site.n_parts))
-        if isinstance(self.scores.site, CircuitGraph):
+        cut = map(self.scores.top, (*self.sizes, self.scores.grid.n_parts))
+        if isinstance(self.scores.grid, CircuitGraph):
             cut = (circuit.connected(patch=patch) for circuit in cut)
         return [*{len(circuit): circuit for circuit in cut}.values()]
 
@@ -164,10 +164,10 @@ def _rankings(
     began = time.monotonic()
     if parts == "circuit_edges":
         scores = attribute_circuit_edges(model, pairs, metric, **options)
-        sizes = log_sizes(scores.site.n_parts)
+        sizes = log_sizes(scores.grid.n_parts)
         return {"eap-ig": _Ranking(scores, sizes, time.monotonic() - began)}
     scores = attribute_heads(model, pairs, metric, **options)
-    sizes = log_sizes(scores.site.n_parts, per_doubling=8, all_up_to=32)
+    sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
     middle = time.monotonic()
     grid = adapt(model).graph.heads
     effects = patch_exactly(model, pairs, metric, grid.names(grid.places), **options)

@@ -155,7 +155,7 @@ def component_diagram(
     if isinstance(roles, HeadBehaviour):
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
     for panel, circuit, own in zip(panel_data, panels.values(), _roles(panels, roles), strict=True):
-        panel |= {"kept": len(circuit), "existing": circuit.site.n_parts, "roles": own}
+        panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "roles": own}
     data = {
         "format": STATE_FORMAT,
         "nodes": nodes,
@@ -190,7 +190,7 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
     best = indices[values.argsort(descending=True, stable=True)[:MOST_EDGES]]
     mask = torch.zeros_like(circuit.mask, device="cpu")
     mask[tuple(best.T)] = True
-    return Circuit(circuit.site, mask)
+    return Circuit(circuit.grid, mask)
 
 
 def _check_options(
@@ -202,10 +202,10 @@ def _check_options(
     """The texts of the columns: none without positions."""
     positions = set[tuple[str, ...]]()
     for circuit in panels.values():
-        site = circuit.site
-        if not isinstance(site, (CircuitGraph, PositionedGraph)):
-            raise ValueError(f"expected circuits of circuit edges; got one of {site.noun}")
-        positions.add(site.positions if isinstance(site, PositionedGraph) else ())
+        grid = circuit.grid
+        if not isinstance(grid, (CircuitGraph, PositionedGraph)):
+            raise ValueError(f"expected circuits of circuit edges; got one of {grid.noun}")
+        positions.add(grid.positions if isinstance(grid, PositionedGraph) else ())
     if len(positions) > 1:
         raise ValueError(
             f"expected panels with the same positions; got {sorted(map(list, positions))}; "
@@ -213,10 +213,10 @@ def _check_options(
         )
     columns = list(positions.pop())
     for name, of_panel in scores.items():
-        if name not in panels or of_panel.site != panels[name].site:
+        if name not in panels or of_panel.grid != panels[name].grid:
             raise ValueError(
                 f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
-                f"scores of {of_panel.site!r} for {name!r}"
+                f"scores of {of_panel.grid!r} for {name!r}"
             )
     if colour == "sign" and not scores:
         raise ValueError(
@@ -245,8 +245,8 @@ def _marked_nodes(
 
 def _heads_of(circuit: Circuit) -> HeadGrid:
     """All heads of a circuit's model."""
-    site = circuit.site
-    graph = site.graph if isinstance(site, PositionedGraph) else site
+    grid = circuit.grid
+    graph = grid.graph if isinstance(grid, PositionedGraph) else grid
     assert isinstance(graph, CircuitGraph)
     return graph.heads
 

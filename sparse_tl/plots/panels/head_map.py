@@ -85,18 +85,15 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
 
 def _checked(panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour]) -> HeadGrid:
     """The grid of heads that all panels share."""
-    sites = {
-        result.grid if isinstance(result, HeadBehaviour) else result.site
-        for result in panels.values()
-    }
-    site = sites.pop() if len(sites) == 1 else None
-    if not isinstance(site, HeadGrid):
+    grids = {result.grid for result in panels.values()}
+    grid = grids.pop() if len(grids) == 1 else None
+    if not isinstance(grid, HeadGrid):
         raise ValueError(
             "expected scores of heads from attribute_heads, or head behaviour, of models of one "
             f"shape; got {list(panels.values())}. Draw scores of circuit edges with "
             "scores.figure()"
         )
-    return site
+    return grid
 
 
 def _score_panels(
