@@ -14,6 +14,7 @@ With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are als
 SmolLM2 takes 15 minutes on two cores, a task model with all others some minutes on one:
 
     python benchmarks/smallest_circuit.py --model smollm2 --pairs 24 --seconds 840
+    python benchmarks/smallest_circuit.py --model sparse-smollm2 --pairs 24 --seconds 840
     python benchmarks/smallest_circuit.py --model dense --task ioi --seconds 120 --others
 """
 
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparse_tl import find_circuit, load_language_model
+from sparse_tl import find_circuit, load_language_models
 from sparse_tl.circuits import (
     Circuit,
     FoundCircuit,
@@ -38,13 +39,14 @@ from sparse_tl.lens import HookedModel
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 
 SIDES = ("dense", "sparse")
+MODELS = (*SIDES, "smollm2", "sparse-smollm2")
 QUIET: dict[str, Any] = {"progress": False}
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--model", default="dense", choices=(*SIDES, "smollm2"))
+    parser.add_argument("--model", default="dense", choices=MODELS)
     parser.add_argument("--task", default="ioi", choices=[task.name for task in TASKS])
     parser.add_argument("--pairs", type=int, default=16, help="to search on; and to hold out")
     parser.add_argument("--level", type=float, default=0.9)
@@ -59,8 +61,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def _prompts(args: argparse.Namespace) -> tuple[HookedModel, Any, PromptPairs]:
     """The model, its task, and as many pairs to search on as to hold out."""
     task = next(task for task in TASKS if task.name == args.task)
-    if args.model == "smollm2":
-        model = load_language_model(args.model, device=args.device)
+    if args.model not in SIDES:
+        models = load_language_models(device=args.device)
+        model = models[args.model == "sparse-smollm2"]
         return model, task, task.pairs(model, 2 * args.pairs, seed=0)
     model = load_task_models(0, device=args.device)[SIDES.index(args.model)]
     return model, task, task_pairs(task, 2 * args.pairs, seed=0)

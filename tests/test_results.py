@@ -253,7 +253,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for wrong, message in (
         ({**whole, "method": 3}, "expected str as method; got 3"),
         ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
-        ({"values": "values"}, r"it lacks \['method', 'site'\]"),
+        ({"values": "values"}, r"it lacks \['grid', 'method'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
         ({**whole, "grid": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
         ({**whole, "grid": said}, "as grid; got"),

@@ -21,6 +21,8 @@ from sparse_tl.tasks import agreement, capitals
 
 OF_OTHERS = {"hooks", "points", "shape", "first_layer", "drawing", "columns", "layer", "names"}
 """Methods that the package calls on what users write (`Site`, tasks), not users themselves."""
+OF_OTHERS |= {"check", "keeps_all", "sources", "of_stream", "read_logits"}
+"""The rest of a `Site`."""
 OF_OTHERS |= {"words", "describe"}
 OF_OTHERS |= {"set_state", "load_state"}
 """What ipywidgets and checkpoints call."""
