@@ -1,8 +1,8 @@
 """Exact effects for the explorer's cards and lines, computed in pieces.
 
 Removing every head and every edge into a node takes hundreds of forward passes, so the figure is
-shown first, and the front end then requests effects until all are known. A piece is a layer's
-heads, a head's edges into a node, or some of the diagram's edges; other requests are answered
+shown first, and the front end then requests effects until all are known. A piece is the heads of
+two layers, a head's edges into a node, or some of the diagram's edges; other requests are answered
 between pieces. Effects of the diagram's edges are computed while it shows them, strongest first,
 for 3 seconds per model.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
@@ -19,6 +20,10 @@ from sparse_tl.circuits.prompt.removal import AttentionEdge, RemovalEffects
 from sparse_tl.circuits.prompt.trace import EFFECT_SECONDS
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
+
+LAYERS_AT_ONCE = 2
+"""Layers whose heads are removed in one pass: two take a fifth less time than one by one (SmolLM2,
+15 tokens), and three hardly less than two."""
 
 TargetEffects = list[tuple[float, float, str]]
 """For each target: changes of the metric and of the answer's probability, and the prediction."""
@@ -38,10 +43,10 @@ class ExactEffects:
         layers = {title: exploration.graph(title).n_layers for title in exploration.titles}
         # The last layers are the fastest.
         self._pending_heads = [
-            partial(self._compute_heads, title, layer)
-            for layer in reversed(range(max(layers.values())))
+            partial(self._compute_heads, title, range(max(0, end - LAYERS_AT_ONCE), stop))
+            for end in range(max(layers.values()), 0, -LAYERS_AT_ONCE)
             for title in exploration.titles
-            if layer < layers[title]
+            if (stop := min(end, layers[title])) > end - LAYERS_AT_ONCE
         ]
         self._pending_edges: list[Callable[[], None]] = []
         # Seconds left for the edges of each model's diagram.
@@ -123,10 +128,11 @@ class ExactEffects:
         more = self._exploration.compute_edge_effects(title, min(1.0, left))
         self._seconds[title] = left - (time.monotonic() - start) if more else 0.0
 
-    def _compute_heads(self, title: str, layer: int) -> None:
-        effects = self._exploration.head_effects(title, layer)
+    def _compute_heads(self, title: str, layers: Sequence[int]) -> None:
+        effects = self._exploration.head_effects(title, layers)
         known = self._heads[self._exploration.titles.index(title)]
-        for head, by_target in enumerate(self._by_target(title, effects)):
+        heads = product(layers, range(self._exploration.graph(title).n_heads))
+        for (layer, head), by_target in zip(heads, self._by_target(title, effects), strict=True):
             known[f"{layer},{head}"] = by_target
 
     def _compute_edges(self, title: str, groups: Sequence[Sequence[AttentionEdge]]) -> None:

@@ -38,18 +38,18 @@ class Readings:
         """The remaining attention edges, with their effects."""
         return self._of(title).now.graph
 
-    def head_effects(self, title: str, layer: int | None = None) -> RemovalEffects:
+    def head_effects(self, title: str, layers: Sequence[int] | None = None) -> RemovalEffects:
         """Effect on each predicted token of removing each head, on top of the removals.
 
         Args:
             title: title of the model.
-            layer: layer of the heads; by default all layers, in order.
+            layers: layers of the heads; by default all, in order.
 
         Raises:
-            ValueError: the model or layer does not exist.
+            ValueError: the model or a layer does not exist.
         """
         model = self._of(title)
-        layers = range(model.adapter.n_layers) if layer is None else [layer]
+        layers = range(model.adapter.n_layers) if layers is None else layers
         heads = list(product(layers, range(model.adapter.n_heads)))
         return model.effects(heads_of(model.adapter, heads))
 

@@ -315,27 +315,28 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
 def test_effects_to_come_are_counted_and_their_squares_look_like_no_number(
     page, tmp_path, build_small
 ):
-    explorer = explore(build_small(), PROMPT)
+    explorer = explore(build_small(n_layers=4), PROMPT)
     stop_clock(page)
     show(page, tmp_path, explorer)
     status, squares = page.locator(".status"), page.locator(".heads .cell")
     assert status.inner_text() == ""
     fire = "more => fire('msg:custom', {done: sent.at(-1).id, revision: traits._revision, more})"
     page.evaluate(fire, True)
-    assert status.inner_text() == "effects: 0 of 4 heads …"
+    assert status.inner_text() == "effects: 0 of 8 heads …"
     look = """cells => cells.map((cell) => {
       const { borderTopStyle, backgroundImage, backgroundColor } = getComputedStyle(cell);
       return [cell.dataset.head, borderTopStyle, backgroundImage !== "none", backgroundColor];
     })"""
     unknown = squares.evaluate_all(look)
-    assert [row[1:3] for row in unknown] == [["dashed", True]] * 4
-    explorer.compute_effects(0.0)  # one piece: a layer
+    assert [row[1:3] for row in unknown] == [["dashed", True]] * 8
+    explorer.compute_effects(0.0)  # one piece: two layers
     page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
     page.evaluate(fire, True)
-    assert status.inner_text() == "effects: 2 of 4 heads …"
+    assert status.inner_text() == "effects: 4 of 8 heads …"
     known = {name: row for name, *row in squares.evaluate_all(look)}
-    assert [known[f"0,{head}"][:2] for head in (0, 1)] == [["dashed", True]] * 2
-    assert [known[f"1,{head}"][:2] for head in (0, 1)] == [["solid", False]] * 2
+    for layer in range(4):
+        style = ["dashed", True] if layer < 2 else ["solid", False]
+        assert [known[f"{layer},{head}"][:2] for head in (0, 1)] == [style] * 2
     explorer.compute_effects()
     page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
     page.evaluate(fire, True)

@@ -151,6 +151,19 @@ def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
         assert prediction == models[title].tokenizer.decode([int(cut.argmax())])
 
 
+def test_models_of_other_depths_have_the_effects_of_all_their_heads(build_small):
+    depths = {"three": 3, "four": 4}
+    models = {name: build_small(n_layers=n) for name, n in depths.items()}
+    explorer = explore(models, PROMPT, positions=[9])
+    explorer.compute_effects()
+    for known, (title, n_layers) in zip(explorer._effects["heads"], depths.items(), strict=True):
+        expected = explorer.exploration.head_effects(title).effects[0]
+        names = [f"{layer},{head}" for layer in range(n_layers) for head in (0, 1)]
+        found = [known[name][0][0] for name in names]
+        assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)
+        assert len(known) == len(names)
+
+
 def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
     explorer.toggle_head("Dense", 0, 0)
     explorer.toggle_attention_edges("Dense", [(1, 0, 3, 3), (1, 0, 4, 3)])
