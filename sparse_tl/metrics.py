@@ -187,7 +187,7 @@ def _picked(
         raise ValueError(
             f"expected answers among the {n_vocab:,} tokens that the model predicts; got token "
             f"{int(tokens.max())}. A model whose d_vocab_out differs from d_vocab numbers its "
-            "output tokens separately; give answers as these."
+            "output tokens separately; give answers by those numbers."
         )
     return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
 

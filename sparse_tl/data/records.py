@@ -119,7 +119,7 @@ def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
         others = f", and {len(joined) - 1} more" if joined[1:] else ""
         warnings.warn(
             f"the answer {text!r} of row {row}{others} continues a word: {word!r}. If it is a "
-            f"separate word, write {' ' + text!r}, which is another token.",
+            f"separate word, write {' ' + text!r}, which is a different token.",
             stacklevel=3,
         )
 
@@ -181,7 +181,7 @@ def _joined(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int]
             if by_text.setdefault(text, token) != token:
                 raise ValueError(
                     f"{where}expected an answer that is one token after both prompts; {text!r} is "
-                    f"another one after {prompt!r}"
+                    f"a different one after {prompt!r}"
                 )
         prompts.setdefault(name, encode(prompt))
     sides = ([by_text[text] for text in texts] for texts in (pair.answers, pair.wrong))

@@ -59,8 +59,8 @@ def check_sums(folder: str | Path) -> None:
             raise ValueError(f"expected {file}, which {SUMS_FILE} beside it lists; it is missing")
         if checksum(file) != value:
             raise ValueError(
-                f"expected {file} as it was written; it has another SHA-256 than {SUMS_FILE} "
-                f"beside it lists. {_ASK}"
+                f"expected {file} as it was written; its SHA-256 differs from the one in "
+                f"{SUMS_FILE} beside it. {_ASK}"
             )
 
 

@@ -272,9 +272,9 @@ def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, An
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
         what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
     elif stored["shapes"] != expected["shapes"]:
-        what = "its parameters have other names or shapes"
+        what = "its parameters have different names or shapes"
     else:
-        what = "it started from other weights; load the model again before resuming"
+        what = "it started from different weights; load the model again before resuming"
     raise ValueError(
         f"the checkpoint in {folder} belongs to another run ({what}). Start over in another "
         "folder, remove this one, or use the settings that it was made with."
@@ -294,7 +294,7 @@ def _check_stream(folder: Path, state: TrainingState, stream: TokenStream) -> No
     for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
         if stream.batch(step).digest() != digest:
             raise ValueError(
-                f"the checkpoint in {folder} belongs to a run on other data: the batch of step "
-                f"{step} has other tokens or rows, or another order. Start over in another folder, "
-                "remove this one, or use the text, batch size and seed that it was made with."
+                f"the checkpoint in {folder} belongs to a run on different data: the batch of step "
+                f"{step} has different tokens or rows, or another order. Start over in another "
+                "folder, remove this one, or use the text, batch size and seed of that run."
             )

@@ -103,7 +103,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: addition_tokenizer().save_pretrained(llama(f)),
         "a tokenizer of a model with 12 tokens; got one of 13",
     ),
-    "another model than that of transformers": (
+    "a different model from that of transformers": (
         unscaled,
         "computes what transformers does; .*scale_attn_weights=False",
     ),

@@ -156,7 +156,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     ),
     "alignment": (
         header([LLAMA, field("general.alignment", 4, struct.pack("<I", 24))]),
-        "aligned to 24 bytes, no power of two",
+        "aligned to 24 bytes, which is not a power of two",
     ),
     "one of several": (
         header([field("split.count", 2, struct.pack("<H", 3))]),
@@ -164,8 +164,11 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     ),
     "many axes": (header(tensors=[text("w") + struct.pack("<I", 2**31)]), "2,147,483,648 axes"),
     "no axes": (header(tensors=[tensor("w", [])]), "'w' would have 0 axes"),
-    "no rows": (header(tensors=[tensor("w", [4, 0])]), "has shape (4, 0): no rows of its type"),
-    "half a block": (header(tensors=[tensor("w", [33, 2], Q8_0)]), "shape (33, 2): no rows"),
+    "no rows": (header(tensors=[tensor("w", [4, 0])]), "has shape (4, 0), which does not divide"),
+    "half a block": (
+        header(tensors=[tensor("w", [33, 2], Q8_0)]),
+        "shape (33, 2), which does not divide",
+    ),
     "overflow": (
         header(tensors=[tensor("w", [2**32, 2**32])]),
         "'w' would end at byte 73,786,976,294,838,206,",

@@ -592,8 +592,8 @@ def checkpoint(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> Path:
         ({}, {"seed": 5}, "seed: . there, 5 here"),
         ({}, {"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
         ({}, {"good_enough": 0.5}, r"good_enough: 0\.0 there, 0\.5 here"),
-        ({"seed": 1}, {}, "it started from other weights"),
-        ({"d_mlp": 24}, {}, "other names or shapes"),
+        ({"seed": 1}, {}, "it started from different weights"),
+        ({"d_mlp": 24}, {}, "different names or shapes"),
         ({"n_layers": 1}, {}, "belongs to another run"),
     ],
 )
@@ -616,9 +616,9 @@ def test_a_checkpoint_of_another_run(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"rows": 2}, "the batch of step 0 has other tokens"),
-        ({"batch_size": 8}, "the batch of step 0 has other tokens"),
-        ({"seed": 3}, "the batch of step 0 has other tokens"),
+        ({"rows": 2}, "the batch of step 0 has different tokens"),
+        ({"batch_size": 8}, "the batch of step 0 has different tokens"),
+        ({"seed": 3}, "the batch of step 0 has different tokens"),
         ({"validation": 2}, "validation: '.*' there, '.*' here"),
     ],
     ids=["text", "batch size", "seed", "held-out rows"],

@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_is_found_by_one_rank_for_all(
     def job(rank: int) -> tuple[int, str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoints, "check_sums", checkpoints_read)
-            with pytest.raises(ValueError, match="another SHA-256") as caught:
+            with pytest.raises(ValueError, match="its SHA-256 differs") as caught:
                 _run(build_echo, echo_rows, rank, checkpoint=checkpoint)
         return len(read), str(caught.value)
 

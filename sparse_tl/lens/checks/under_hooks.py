@@ -108,8 +108,8 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: 
         raise ValueError(
             f"expected hooks that leave {adapter.name!r} the sum of its heads and MLPs; a hook on "
             f"it changes {what} by {beyond[0]:.3g}, other than by adding the same to every "
-            "prompt: edges would carry something else than their sources write. Remove the hook, "
-            "or let it act within heads or MLPs (at attn.hook_z or hook_mlp_out, for example)"
+            "prompt: edges would carry something other than what their sources write. Remove the "
+            "hook, or let it act within heads or MLPs (at attn.hook_z or hook_mlp_out, for example)"
         )
 
 

@@ -135,7 +135,7 @@ def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Non
             raise ValueError(
                 f"expected reference prompts of one length, since their columns are combined; "
                 f"prompt {row} {where} with {int(found[row])} padding tokens, another with "
-                f"{least}. Give those of one length, such as one of pairs.by_length()"
+                f"{least}. Pass prompts of one length, such as one of pairs.by_length()"
             )
 
 

@@ -86,5 +86,5 @@ def check_alone(model: TransformerBridge) -> None:
         raise ValueError(
             f"expected one TransformerBridge around a {type(model.original_model).__name__}; "
             f"{model.cfg.model_name!r} shares it with another one, and hooks on the earlier one do "
-            "nothing. Load the model again, and make one bridge of it"
+            "nothing. Load the model again, and build one bridge from it"
         )

@@ -135,6 +135,6 @@ def _family(said: dict[str, Any]) -> str:
     names = sorted(set().union(*_THEIRS.values()))
     reason = strange or {name: said[name] for name in (*names, "n_heads", "d_head", "d_model")}
     raise ValueError(
-        "expected an architecture that GPT-2, GPT-NeoX or Llama has too, since this version of "
-        f"transformer-lens has no HookedTransformer (3.9 has); got {reason}"
+        "expected an architecture that GPT-2, GPT-NeoX or Llama can represent, since this version "
+        f"of transformer-lens has no HookedTransformer (3.9 has); got {reason}"
     )

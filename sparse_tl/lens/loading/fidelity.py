@@ -91,7 +91,7 @@ def _said(bridge: TransformerBridge, off: str) -> str:
         return (
             f"expected raw weights in {bridge.cfg.model_name!r}, to copy, train or save it; read "
             f"as weights of a model of transformers {off}, since enable_compatibility_mode() has "
-            "folded some into others. Load it anew, or enable that with no_processing=True"
+            "folded some into others. Load it again, or pass no_processing=True to that call"
         )
     config = bridge.original_model.config
     advice = "Use a model without such a setting"

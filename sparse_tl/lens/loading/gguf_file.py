@@ -177,7 +177,9 @@ def _header(data: _Bytes) -> Header:
         raise ValueError("its metadata does not name an architecture")
     alignment = fields.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"its tensors would be aligned to {alignment!r} bytes, no power of two")
+        raise ValueError(
+            f"its tensors would be aligned to {alignment!r} bytes, which is not a power of two"
+        )
     table = dict(_unique(_tensors(data, n_tensors), "tensor"))
     end = start = -(-data.file.tell() // alignment) * alignment
     for name, (offset, n_bytes, _) in sorted(table.items(), key=lambda item: item[1]):
@@ -223,7 +225,10 @@ def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, tuple[int, int, in
             )
         together, n_bytes = GGML_QUANT_SIZES[kind]  # weights in a block, and its bytes
         if not all(shape) or shape[0] % together:
-            raise ValueError(f"the tensor {name[:80]!r} has shape {shape}: no rows of its type")
+            raise ValueError(
+                f"the tensor {name[:80]!r} has shape {shape}, which does not divide into blocks of "
+                "its type"
+            )
         size = math.prod(shape)
         yield name, (offset, size // together * n_bytes, size)
 
@@ -262,14 +267,14 @@ def check_taken(header: Header, config: Any, needed: int) -> None:
     if needed != held:
         raise ValueError(
             f"transformers' {config.model_type} takes {needed:,} of its {held:,} weights, so that "
-            f"it would be another model than the file's"
+            f"it would be a different model from the file's"
         )
     for name, value in header.fields.items():
         asked = name.endswith((".rope.scaling.type", ".rope.scaling.factor"))
         if asked and value not in ("none", 0, 1) and not _scales(config.to_dict()):
             raise ValueError(
-                f"transformers ignores its {name} = {value!r}, so that it would be another model "
-                "than the file's"
+                f"transformers ignores its {name} = {value!r}, so that it would be a different "
+                "model from the file's"
             )
 
 

@@ -151,7 +151,7 @@ class BridgeAdapter(Adapter):
         if post.kind != "rms" or attention.b_O is not None:
             raise ValueError(
                 f"expected what the heads of layer {layer} of {self.name!r} write to be normalised "
-                "without being centred, and without a bias: else their parts do not add up"
+                "without being centred, and without a bias; otherwise their parts do not add up"
             )
 
         def scaled(z: Tensor, written: Tensor) -> Tensor:

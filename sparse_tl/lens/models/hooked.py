@@ -45,7 +45,7 @@ class HookedAdapter(Adapter):
         """See `Adapter`."""
         cfg = self.model.cfg
         if analysis == "circuits" and cfg.positional_embedding_type == "shortformer":
-            return "its keys and queries read position embeddings beside the residual stream"
+            return "its keys and queries read position embeddings besides the residual stream"
         if analysis == "circuits" and cfg.ungroup_grouped_query_attention:
             return "cfg.ungroup_grouped_query_attention is on"
         return super().unsupported(analysis)
