@@ -63,7 +63,7 @@ def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
     rows = TASKS_BY_NAME[name].pairs(models["dense"], n).answer_rows()
     found = measure(models, rows)
     for side, model in models.items():
-        found[side] |= task_report(model, [name], n=n).skills[name].numbers
+        found[side] |= task_report(model, [name], n=n, progress=False).skills[name].numbers
     return found
 
 

@@ -19,6 +19,7 @@ from sparse_tl.gates.run import clean_outputs
 from sparse_tl.lens import HookedModel, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
@@ -190,13 +191,15 @@ class PairRuns(PairBatches):
 
 
 def clean_logits(
-    model: HookedModel, pairs: PromptPairs, batch_size: int
+    model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
     """The logits of clean prompts where they are read, batch by batch; ranks share the batches."""
     shared = PairBatches(model, pairs, batch_size, shared=True)
-    for index in shared.own:
-        batch = shared.batches[index]
-        yield batch, clean_outputs(shared.adapter, batch.clean, read_mask(batch))[1]
+    with tracked("running prompts", len(shared), progress) as step:
+        for index in shared.own:
+            batch = shared.batches[index]
+            yield batch, clean_outputs(shared.adapter, batch.clean, read_mask(batch))[1]
+            step()
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

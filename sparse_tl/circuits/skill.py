@@ -107,7 +107,12 @@ class Skill(Result):
 @in_evaluation_mode
 @autograd(False)
 def measure_skill(
-    model: HookedModel, pairs: PromptPairs, metric: Metric, *, batch_size: AtLeastOne = 32
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
 ) -> Skill:
     """How well a model does a task, from two forward passes per batch.
 
@@ -116,6 +121,7 @@ def measure_skill(
         pairs: prompt pairs with wrong answers.
         metric: metric function with one value per pair.
         batch_size: prompt pairs per forward pass.
+        progress: whether to show progress bars.
 
     Raises:
         ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
@@ -125,12 +131,12 @@ def measure_skill(
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     on_clean = [
         (is_right(logits, batch).cpu(), chooses_right(logits, batch).cpu(), values.cpu().double())
-        for batch, logits in clean_logits(model, pairs, batch_size)
+        for batch, logits in clean_logits(model, pairs, batch_size, progress=progress)
         for values in [measure(metric, logits, batch)]
     ]
     on_corrupted = [
         measure(metric, logits, batch).cpu().double()
-        for batch, logits in clean_logits(model, swapped, batch_size)
+        for batch, logits in clean_logits(model, swapped, batch_size, progress=progress)
     ]
     top, right, clean = map(torch.cat, zip(*ranks.in_order(on_clean), strict=True))
     return Skill(

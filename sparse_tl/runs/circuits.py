@@ -136,7 +136,7 @@ def run_circuits(
             else:
                 draws[task.name] = partial(task.pairs, models["dense"], seed=seed)
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                skill = _skills(models, task, draws[task.name], batch_size)
+                skill = _skills(models, task, draws[task.name], batch_size, progress)
             if isinstance(skill, str):
                 declined.setdefault(task.name, []).append(f"{task.title}, seed {seed}{skill}")
             else:
@@ -170,16 +170,16 @@ def run_circuits(
 
 
 def _skills(
-    models: Mapping[str, HookedModel], task: Task, draw: Draw, batch_size: int
+    models: Mapping[str, HookedModel], task: Task, draw: Draw, batch_size: int, progress: bool
 ) -> dict[str, Skill] | str:
     """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
         examples = draw(EXAMPLES)
     except ValueError as error:  # the tokenizer lacks the task's words
         return f": {error}"
-    skills = {}
+    skills, options = {}, {"batch_size": batch_size, "progress": progress}
     for side, model in models.items():
-        skill = measure_skill(model, examples, task.metric, batch_size=batch_size)
+        skill = measure_skill(model, examples, task.metric, **options)
         if skill.lack:
             return f", {side} model: {skill.lack}."
         skills[side] = skill

@@ -98,6 +98,7 @@ def task_report(
     prepend_bos: bool | None = None,
     chat: bool = False,
     batch_size: AtLeastOne = 32,
+    progress: bool = True,
 ) -> TaskReport:
     """Measure how well a model does tasks, before searching it for their circuits.
 
@@ -111,6 +112,7 @@ def task_report(
         prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
         chat: whether each prompt begins the assistant's answer in a chat.
         batch_size: prompts per forward pass.
+        progress: whether to show progress bars.
 
     Raises:
         ValueError: a task is unknown or given twice, or prompts cannot begin as requested.
@@ -122,6 +124,7 @@ def task_report(
     names = [task.name for task in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"expected each task once; got {names}")
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     skills, lacks = {}, {}
     for task in chosen:
         try:
@@ -129,7 +132,7 @@ def task_report(
         except ValueError as error:  # the tokenizer lacks the task's words
             lacks[task.name] = str(error)
             continue
-        skills[task.name] = measure_skill(model, pairs, task.metric, batch_size=batch_size)
+        skills[task.name] = measure_skill(model, pairs, task.metric, **options)
         lacks[task.name] = skills[task.name].lack
     return TaskReport(skills, lacks)
 
