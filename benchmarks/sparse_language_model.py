@@ -7,8 +7,9 @@
    (EAP-IG) come from half of the pairs, effects from the other half. The edges of these circuits
    are counted by kind too: many lead to MLPs, on which gates on attention have no hold.
 
-Prints tables in Markdown. Every measurement is written to a JSON file as soon as it is known, and a
-rerun with the same options goes on there.
+Prints tables in Markdown, and draws the explained effect against the number of heads and edges
+kept, as means over pairs, in figures beside the report. Every measurement is written to a JSON file
+as soon as it is known, and a rerun with the same options goes on there.
 
     python benchmarks/sparse_language_model.py --text wikitext.txt stories.txt --out report.json
 """
@@ -31,8 +32,9 @@ from sparse_tl import (
     load_language_models,
     load_model,
 )
-from sparse_tl.circuits import Circuit, log_sizes
+from sparse_tl.circuits import Circuit, EffectCurve, SeedCurves, log_sizes
 from sparse_tl.data import TokenBatch, read_documents, text_rows
+from sparse_tl.plots import effect_figure
 from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, task_report
 from sparse_tl.training import evaluate_held_out
@@ -111,6 +113,24 @@ class Report:
             found[name] = measure()
             write_json(self.file, self.content)
         return found[name]
+
+
+def draw(report: Report, tasks: list[str]) -> None:
+    """Draw the curves of both models, one panel per task, for heads and for circuit edges."""
+    found, names = report.content["found"], {"dense": "SmolLM2", "sparse": "Sparse SmolLM2"}
+    for parts in METHODS:
+        panels = {}
+        for task in tasks:
+            panels[TASKS_BY_NAME[task].title] = curves = []
+            for side, name in names.items():
+                curve = found[f"circuit {task}, {parts}, {side}"]
+                mean = curve["effects"]
+                curves.append(
+                    SeedCurves((0,), [EffectCurve(name, curve["sizes"], mean, mean, mean)])
+                )
+        kind = parts.replace(" ", "_")
+        figure = effect_figure(panels, parts=kind)  # type: ignore[bad-argument-type]
+        print(figure.save(report.file.with_name(f"{report.file.stem}_{kind}.png")))
 
 
 def table(header: str, rows: list[list[str]]) -> None:
@@ -193,6 +213,7 @@ def main() -> None:
         rows.append(row)
     table("task | heads, dense | sparse | fewer | edges, dense | sparse | fewer", rows)
     table("task | model | circuit edges of each kind", kinds)
+    draw(report, args.circuits)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
         return 0.0, max(float(measured[-1]), 1.0)
     first = len(str(next((size for size in measured if size > 0), 1))) - 1
     stop = max(math.log10(max(measured[-1], 1)), first + 1.0)
-    aside = min(max(_ASIDE, (stop - first) / 8), 0.9)
+    aside = min(max(_ASIDE, (stop - first) / 6), 0.9)
     return first - aside * (measured[0] == 0), stop
 
 
