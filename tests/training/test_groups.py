@@ -109,7 +109,7 @@ def test_every_text_is_constrained_and_reported(build_echo: Build, echo_rows: Ro
     for name in ("long", "short"):
         measured = outcome.groups[name].sparse.divergence
         assert best[f"validation_gap_{name}"] == pytest.approx(measured, rel=1e-3, abs=1e-6)
-    worst = history[["validation_gap_long", "validation_lost_short"]].max(axis=1) - 0.2
+    worst = history[["validation_gap_long", "validation_gap_short"]].max(axis=1) - 0.2
     pd.testing.assert_series_equal(worst, history["validation_violation"], check_names=False)
     assert outcome.feasible
     assert "Target divergence of 0.2 nats in each of 2 groups met" in outcome.verdict
