@@ -329,13 +329,13 @@ def test_effects_to_come_are_counted_and_their_squares_look_like_no_number(
     })"""
     unknown = squares.evaluate_all(look)
     assert [row[1:3] for row in unknown] == [["dashed", True]] * 8
-    explorer.compute_effects(0.0)  # one piece: two layers
+    explorer.compute_effects(0.0)  # one piece: the last layer
     page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
     page.evaluate(fire, True)
-    assert status.inner_text() == "effects: 4 of 8 heads …"
+    assert status.inner_text() == "effects: 2 of 8 heads …"
     known = {name: row for name, *row in squares.evaluate_all(look)}
     for layer in range(4):
-        style = ["dashed", True] if layer < 2 else ["solid", False]
+        style = ["dashed", True] if layer < 3 else ["solid", False]
         assert [known[f"{layer},{head}"][:2] for head in (0, 1)] == [style] * 2
     explorer.compute_effects()
     page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
