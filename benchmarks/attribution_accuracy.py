@@ -51,13 +51,13 @@ def correlations(
         attribute_circuit_edges(model, pairs, metric, method=method, **options)
         for method in METHODS
     ]
-    site, row = scores[0].grid, []
-    places = site.places
+    grid, row = scores[0].grid, []
+    places = grid.places
     if positions is not None:
         places = (scores[0].values != 0).nonzero()
     generator = torch.Generator().manual_seed(0)
     for letter in KINDS:
-        names = [name for name in site.names(places) if name.startswith(letter)]
+        names = [name for name in grid.names(places) if name.startswith(letter)]
         chosen = torch.randperm(len(names), generator=generator)[:n_edges]
         some = [names[i] for i in chosen.tolist()]
         exact = patch_exactly(model, pairs, metric, some, **options)
