@@ -17,8 +17,10 @@ from sparse_tl.circuits.methods.read_gradients import Places, ReadGradients
 from sparse_tl.lens import source_outputs
 from sparse_tl.parts.graph import Node
 
-WRITES_AT_ONCE = 2**26
-"""Maximum number of values that all sources write, in d_model dimensions, held at one time."""
+WRITES_AT_ONCE = 2**23
+"""Maximum number of values that all sources write, in d_model dimensions, held at one time: 32 MB
+in float32. C libraries return larger blocks to the system, which then takes longer to provide them
+again than to compute what they hold."""
 READS_AT_ONCE = 64
 """Maximum number of destinations in one matrix product, if they are of several layers."""
 

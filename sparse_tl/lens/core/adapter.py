@@ -234,7 +234,7 @@ class Adapter(ABC):
         self, final: Float[Tensor, "batch pos d_model"], read: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "label vocab"]:
         """Logits at some positions only, one row each; never allocates ``[batch, pos, vocab]``."""
-        return self.logits(final[read][:, None])[:, 0]
+        return self.logits(final[read][:, None]).squeeze(1)
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -270,6 +270,7 @@ class Adapter(ABC):
         z: Float[Tensor, "batch pos head d_head"],
         *,
         heads: Sequence[int] | None = None,
+        out: Float[Tensor, "some batch pos d_model"] | None = None,
     ) -> Float[Tensor, "some batch pos d_model"]:
         """What all or some heads of a layer add to the residual stream, without the bias.
 
@@ -277,12 +278,15 @@ class Adapter(ABC):
             layer: layer of the heads.
             z: value at `heads_point`, or the difference of two such values.
             heads: heads to include; all by default.
+            out: contiguous tensor to write the result to; only without gradients.
         """
         weight = self.W_O(layer).to(z.dtype)
         if heads is not None and len(heads) < len(weight):
             weight, z = weight[list(heads)], z[:, :, list(heads)]
         flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
-        return torch.bmm(flat, weight).view(len(weight), *z.shape[:2], -1)
+        if out is not None:
+            out = out.view(len(weight), flat.shape[1], -1)
+        return torch.bmm(flat, weight, out=out).view(len(weight), *z.shape[:2], -1)
 
     # ---- as a whole ------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ def mask_hooks(adapter: Adapter, masks: dict[int, AttentionMask]) -> list[Hook]:
 
 
 @autograd(False)
+@autograd(False)
 def source_outputs(
     adapter: Adapter, values: Activations
 ) -> Float[Tensor, "source batch pos d_model"]:
@@ -134,7 +135,7 @@ def source_outputs(
     for layer in range(adapter.n_layers):
         first = graph.source_index(f"a{layer}.h0")
         z = values[adapter.heads_point(layer)]
-        out[first : first + graph.n_heads] = adapter.heads_written(layer, z)
+        adapter.heads_written(layer, z, out=out[first : first + graph.n_heads])
         if graph.has_mlps:
             out[graph.source_index(f"m{layer}")] = values[f"blocks.{layer}.hook_mlp_out"]
     return out

@@ -202,7 +202,8 @@ class _Rows:
     """Some positions of a batch, by their index in it."""
 
     def __init__(self, mask: Bool[Tensor, "rows pos"]) -> None:
-        self.shape, self.index = mask.shape, mask.flatten().nonzero()[:, 0]
+        self.shape, flat = mask.shape, mask.flatten()
+        self.index, self.others = flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]
 
 
 def _compute_only(module: nn.Module, rows: _Rows) -> list[RemovableHandle]:
@@ -226,8 +227,9 @@ def _compute_only(module: nn.Module, rows: _Rows) -> list[RemovableHandle]:
         # Experts may also return their router's scores, which nothing reads.
         written, *rest = output if isinstance(output, tuple) else (output,)
         flat = written.reshape(-1, written.shape[-1])
-        everywhere = flat.new_zeros(rows.shape.numel(), flat.shape[-1])
-        everywhere = everywhere.index_copy_(0, rows.index, flat).unflatten(0, rows.shape)
+        everywhere = flat.new_empty(rows.shape.numel(), flat.shape[-1])
+        everywhere.index_fill_(0, rows.others, 0).index_copy_(0, rows.index, flat)
+        everywhere = everywhere.unflatten(0, rows.shape)
         return (everywhere, *rest) if isinstance(output, tuple) else everywhere
 
     return [module.register_forward_pre_hook(select), module.register_forward_hook(scatter)]
