@@ -1,6 +1,7 @@
 """The sparse SmolLM2 beside the dense one: attention edges, loss, tasks, and sizes of circuits.
 
-1. On every text: open attention edges, loss, and divergence from the dense model.
+1. On every text, in windows of several lengths: open attention edges, loss, and divergence from the
+   dense model.
 2. On every task: the share of prompts whose most likely next token is right; open attention edges,
    and divergence at the answer.
 3. On four tasks: the fewest heads and circuit edges with an explained effect of 0.9. Scores
@@ -12,6 +13,8 @@ kept, as means over pairs, in figures beside the report. Every measurement is wr
 as soon as it is known, and a rerun with the same options goes on there.
 
     python benchmarks/sparse_language_model.py --text wikitext.txt stories.txt --out report.json
+    python benchmarks/sparse_language_model.py --text wikitext.txt --window 64 128 256 512 \
+        --tasks --circuits
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +58,10 @@ def measure(models: Models, rows: TokenBatch) -> dict[str, Any]:
     return {side: evaluate_held_out(m, rows, dense=dense).numbers for side, m in models.items()}
 
 
-def on_text(models: Models, file: Path, windows: int, window: int) -> dict[str, Any]:
-    """What `measure` finds on the first windows of a text."""
+def on_text(models: Models, file: Path, tokens: int, window: int) -> dict[str, Any]:
+    """What `measure` finds on the first tokens of a text, in windows."""
     documents, tokenizer = read_documents(file), models["dense"].tokenizer
-    return measure(models, text_rows(documents, tokenizer, window, limit=windows))
+    return measure(models, text_rows(documents, tokenizer, window, limit=tokens // window))
 
 
 def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
@@ -159,14 +163,15 @@ def main() -> None:
     parser.add_argument("--dense", type=Path, help="folder of a dense model; default SmolLM2")
     parser.add_argument("--sparse", type=Path, help="folder of the sparse model made from it")
     parser.add_argument("--text", type=Path, nargs="*", default=[])
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--window", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a text")
+    parser.add_argument("--window", type=int, nargs="+", default=[64], help="tokens of a window")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a task")
     parser.add_argument("--pairs", type=int, default=32, help="pairs that score, and that evaluate")
+    parser.add_argument("--tasks", nargs="*", default=[*TASKS_BY_NAME], help="tasks to measure")
     parser.add_argument("--circuits", nargs="*", default=CIRCUITS, help="tasks to find circuits of")
     parser.add_argument("--out", type=Path, default=Path("sparse_language_model.json"))
     args = parser.parse_args()
-    names = ("windows", "window", "prompts", "pairs")
+    names = ("tokens", "prompts", "pairs")
     settings = {name: getattr(args, name) for name in names}
     settings |= {side: str(getattr(args, side) or "smollm2") for side in ("dense", "sparse")}
     report = Report(args.out, settings)
@@ -179,16 +184,16 @@ def main() -> None:
 
     counted = "edges per token | open | fewer | per head and query"
     rows = []
-    for file in args.text:
-        measured = partial(on_text, models, file, args.windows, args.window)
-        found = report.get(f"text {file.name}", measured)
+    for file, window in product(args.text, args.window):
+        measured = partial(on_text, models, file, args.tokens, window)
+        found = report.get(f"text {file.name}, {window}", measured)
         dense, sparse = found["dense"], found["sparse"]
         losses = [f"{dense['loss']:.3f}", f"{sparse['loss']:.3f}", f"{sparse['divergence']:.3f}"]
-        rows.append([file.name, *edges(found, heads), *losses])
-    table(f"text | {counted} | loss, dense | sparse | divergence", rows)
+        rows.append([file.name, str(window), *edges(found, heads), *losses])
+    table(f"text | window | {counted} | loss, dense | sparse | divergence", rows)
 
     rows = []
-    for name in TASKS_BY_NAME:
+    for name in args.tasks:
         found = report.get(f"task {name}", partial(on_task, models, name, args.prompts))
         dense, sparse = found["dense"], found["sparse"]
         rights = [f"{dense['accuracy']:.1%}", f"{sparse['accuracy']:.1%}"]
@@ -213,7 +218,8 @@ def main() -> None:
         rows.append(row)
     table("task | heads, dense | sparse | fewer | edges, dense | sparse | fewer", rows)
     table("task | model | circuit edges of each kind", kinds)
-    draw(report, args.circuits)
+    if args.circuits:
+        draw(report, args.circuits)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 1. Divide the pairs: one half searches, the other one, *held out*, is never seen by a search.
 2. Every method ranks the parts: by attribution, heads also by their exact effects, and by backward
    elimination, which starts from these.
-3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs.
+3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs;
+   so are closer sizes between the last circuit below the level and the next one.
 4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
    returned.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +23,7 @@ import torch
 
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.evaluation import evaluate, log_sizes
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.found_circuit import FoundCircuit, reached, rising
@@ -47,12 +51,15 @@ class _Ranking:
     sizes: tuple[int, ...]
     seconds: float
 
-    def circuits(self, patch: Patch) -> list[Circuit]:
-        """Circuits of growing size, without edges that have no effect."""
-        cut = map(self.scores.top, (*self.sizes, self.scores.grid.n_parts))
-        if isinstance(self.scores.grid, CircuitGraph):
-            cut = (circuit.connected(patch=patch) for circuit in cut)
-        return [*{len(circuit): circuit for circuit in cut}.values()]
+    def cut(self, sizes: Iterable[int], patch: Patch) -> dict[int, tuple[int, Circuit]]:
+        """By the size that is left without parts that have no effect: where it was cut, the rest."""
+        found = {}
+        for size in sizes:
+            circuit = self.scores.top(size)
+            if isinstance(self.scores.grid, CircuitGraph):
+                circuit = circuit.connected(patch=patch)
+            found[len(circuit)] = size, circuit
+        return found
 
 
 @checked
@@ -118,15 +125,14 @@ def find_circuit(
         search.run(left, progress)
     sizes = _thinned(search.sizes(), search.state.effects)
     found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
-    circuits = {method: ranking.circuits(patch) for method, ranking in found.items()}
-    evaluations = {
-        method: evaluate(model, held_out, metric, some, **options)
-        for method, some in circuits.items()
-    }
+    circuits, evaluations = dict[str, dict[int, Circuit]](), dict[str, Evaluation]()
+    run = partial(evaluate, model, held_out, metric, **options)
+    for method, ranking in found.items():
+        circuits[method], evaluations[method] = _evaluated(ranking, run, at, patch)
     curves = {method: rising(evaluation) for method, evaluation in evaluations.items()}
     best = {method: curve.sizes[reached(curve, at)] for method, curve in curves.items()}
     method = min(best, key=lambda name: best[name])
-    circuit = next(circuit for circuit in circuits[method] if len(circuit) == best[method])
+    circuit = circuits[method][best[method]]
     searched, others = report.of(circuit.mask)
     assert others is not None
     return FoundCircuit(
@@ -176,6 +182,29 @@ def _rankings(
         "eap-ig": _Ranking(scores, sizes, middle - began),
         "exact": _Ranking(exact, sizes, time.monotonic() - middle),
     }
+
+
+def _evaluated(
+    ranking: _Ranking, run: Callable[[list[Circuit]], Evaluation], at: float, patch: Patch
+) -> tuple[dict[int, Circuit], Evaluation]:
+    """A ranking's circuits, by size, and their evaluation; closely spaced where it reaches `at`."""
+    cuts = ranking.cut((*ranking.sizes, ranking.scores.grid.n_parts), patch)
+    evaluation = run([circuit for _, circuit in cuts.values()])
+    rows = dict(zip(evaluation.sizes, evaluation.values, strict=True))
+    curve = rising(evaluation)
+    if first := reached(curve, at):
+        low, high = (cuts[size][0] for size in curve.sizes[first - 1 : first + 1])
+        n = math.ceil(math.log(max(1, low) / high, SHRINKS))
+        closer = sorted({round(high * SHRINKS**k) for k in range(1, n)})
+        between = ranking.cut((size for size in closer if low < size < high), patch)
+        if between := {size: cut for size, cut in between.items() if size not in cuts}:
+            found = run([circuit for _, circuit in between.values()])
+            rows |= zip(found.sizes, found.values, strict=True)
+            cuts |= between
+    sizes = tuple(sorted(rows))
+    values = torch.stack([rows[size] for size in sizes])
+    circuits = {size: circuit for size, (_, circuit) in cuts.items()}
+    return circuits, replace(evaluation, sizes=sizes, values=values)
 
 
 def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
