@@ -95,12 +95,16 @@ class ReadGradients:
     ) -> Float[Tensor, "some place d_model"]:
         """Gradients of one layer's destinations in the graph's order, written into `out`: q of
         every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
-        done = 0
+        done, norm = 0, self.adapter.norm(layer, "attn")
         for slot, name in zip("qkv", self.adapter.destination_points(layer)[:3], strict=True):
             flat = rearrange(self._sums[name][places], "place head d_head -> head place d_head")
-            through = self._through(layer, slot).to(flat.dtype)
-            torch.bmm(flat, through.mT, out=out[done : done + len(flat)])
+            weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            torch.bmm(flat, weight.to(flat.dtype).mT, out=out[done : done + len(flat)])
             done += len(flat)
+        if norm.weight is not None:
+            out[:done] *= norm.weight
+        if norm.kind == "layer":
+            out[:done] -= out[:done].mean(dim=-1, keepdim=True)
         for along, x in self._along[layer]:
             heads = rearrange(along[places], "place head -> head place 1")
             out[:done].addcmul_(heads, x[places], value=-1)
@@ -126,14 +130,6 @@ class ReadGradients:
                 weights = chosen[:, :, layer][places].to(read.dtype)
                 total[places] += einsum(weights, read, "place to, to place d -> place d")
         return total
-
-    def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:
-        """The matrix V of a layer's q, k or v."""
-        weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
-        norm = self.adapter.norm(layer, "attn")
-        if norm.weight is not None:
-            weight = weight * norm.weight[:, None]
-        return norm.centred(weight.mT).mT
 
     def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
         """The value of q, k or v for a normalised input of 0; computed in the first pass."""

@@ -52,7 +52,7 @@ class _Ranking:
     seconds: float
 
     def cut(self, sizes: Iterable[int], patch: Patch) -> dict[int, tuple[int, Circuit]]:
-        """By the size that is left without parts that have no effect: where it was cut, the rest."""
+        """Circuits without parts that have no effect, and where they were cut, by size."""
         found = {}
         for size in sizes:
             circuit = self.scores.top(size)

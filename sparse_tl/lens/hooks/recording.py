@@ -119,7 +119,6 @@ def mask_hooks(adapter: Adapter, masks: dict[int, AttentionMask]) -> list[Hook]:
 
 
 @autograd(False)
-@autograd(False)
 def source_outputs(
     adapter: Adapter, values: Activations
 ) -> Float[Tensor, "source batch pos d_model"]:

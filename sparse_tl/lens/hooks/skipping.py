@@ -31,7 +31,7 @@ from sparse_tl.lens.core.points import Model, Slot
 from sparse_tl.lens.core.rounding import excess
 from sparse_tl.lens.core.shortcuts import hooked, repeated
 
-COPIED = 50
+COPIED = 30
 """Number of products that take as long as selecting a row's value and putting the result back."""
 LEAST = {"cpu": 2**21}
 """Products below which skipping saves less than it costs, by type of device."""
