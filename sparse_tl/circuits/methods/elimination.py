@@ -167,10 +167,15 @@ class Elimination:
         self._save()
 
     def ranking(self) -> Scores:
-        """Minus the step at which each part was dropped, as scores of the parts."""
+        """Minus the step at which each part was dropped, as scores of the parts.
+
+        Of parts dropped in one step, those with larger scores come later.
+        """
         last = len(self.state.effects) + 1
-        steps = torch.where(self.state.dropped == 0, last, self.state.dropped)
-        values = -steps.where(self.grid.exists, 0).double()
+        steps = torch.where(self.state.dropped == 0, last, self.state.dropped).double()
+        order = self.scores.order()
+        steps[tuple(order.T)] += torch.linspace(0.5, 0, len(order), dtype=steps.dtype)
+        values = -steps.where(self.grid.exists, 0)
         return Scores(self.grid, values, "elimination", self.scores.prompt_start)
 
     def sizes(self) -> list[int]:

@@ -192,7 +192,8 @@ def _evaluated(
     evaluation = run([circuit for _, circuit in cuts.values()])
     rows = dict(zip(evaluation.sizes, evaluation.values, strict=True))
     curve = rising(evaluation)
-    if first := reached(curve, at):
+    first = reached(curve, at)
+    if 0 < first < len(curve.sizes) - 1:
         low, high = (cuts[size][0] for size in curve.sizes[first - 1 : first + 1])
         n = math.ceil(math.log(max(1, low) / high, SHRINKS))
         closer = sorted({round(high * SHRINKS**k) for k in range(1, n)})
