@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit
@@ -41,6 +42,10 @@ from sparse_tl.storage.locks import held
 
 SHRINKS = 0.93
 """Of the circuits of a search, those are evaluated that are that much smaller than the next."""
+CLOSE = 0.01
+"""Largest difference, as a share, between the returned circuit and the next one below the level."""
+PARTS = 4
+"""Parts that the sizes between the two are divided into, round by round."""
 
 
 @dataclass(frozen=True)
@@ -188,24 +193,24 @@ def _evaluated(
     ranking: _Ranking, run: Callable[[list[Circuit]], Evaluation], at: float, patch: Patch
 ) -> tuple[dict[int, Circuit], Evaluation]:
     """A ranking's circuits, by size, and their evaluation; closely spaced where it reaches `at`."""
-    cuts = ranking.cut((*ranking.sizes, ranking.scores.grid.n_parts), patch)
-    evaluation = run([circuit for _, circuit in cuts.values()])
-    rows = dict(zip(evaluation.sizes, evaluation.values, strict=True))
-    curve = rising(evaluation)
-    first = reached(curve, at)
-    if 0 < first < len(curve.sizes) - 1:
+    cuts, rows = dict[int, tuple[int, Circuit]](), dict[int, Tensor]()
+    sizes: Iterable[int] = (*ranking.sizes, ranking.scores.grid.n_parts)
+    while new := {size: cut for size, cut in ranking.cut(sizes, patch).items() if size not in cuts}:
+        cuts |= new
+        evaluation = run([circuit for _, circuit in new.values()])
+        rows |= zip(evaluation.sizes, evaluation.values, strict=True)
+        ordered = tuple(sorted(rows))
+        values = torch.stack([rows[size] for size in ordered])
+        evaluation = replace(evaluation, sizes=ordered, values=values)
+        curve = rising(evaluation)
+        first = reached(curve, at)
+        if not 0 < first < len(curve.sizes) - 1:
+            break
         low, high = (cuts[size][0] for size in curve.sizes[first - 1 : first + 1])
-        n = math.ceil(math.log(max(1, low) / high, SHRINKS))
-        closer = sorted({round(high * SHRINKS**k) for k in range(1, n)})
-        between = ranking.cut((size for size in closer if low < size < high), patch)
-        if between := {size: cut for size, cut in between.items() if size not in cuts}:
-            found = run([circuit for _, circuit in between.values()])
-            rows |= zip(found.sizes, found.values, strict=True)
-            cuts |= between
-    sizes = tuple(sorted(rows))
-    values = torch.stack([rows[size] for size in sizes])
-    circuits = {size: circuit for size, (_, circuit) in cuts.items()}
-    return circuits, replace(evaluation, sizes=sizes, values=values)
+        if high - low <= CLOSE * high:
+            break
+        sizes = sorted({low + (high - low) * k // PARTS for k in range(1, PARTS)} - {low})
+    return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
 
 
 def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
