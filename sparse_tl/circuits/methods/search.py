@@ -45,7 +45,7 @@ SHRINKS = 0.93
 CLOSE = 0.01
 """Largest difference, as a share, between the returned circuit and the next one below the level."""
 PARTS = 4
-"""Parts that the sizes between the two are divided into, round by round."""
+"""Equal ratios that the sizes between the two are divided into, round by round."""
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,12 @@ def _evaluated(
         values = torch.stack([rows[size] for size in ordered])
         evaluation = replace(evaluation, sizes=ordered, values=values)
         curve = rising(evaluation)
-        first = reached(curve, at)
-        if not 0 < first < len(curve.sizes) - 1:
+        if not (first := reached(curve, at)):
             break
-        low, high = (cuts[size][0] for size in curve.sizes[first - 1 : first + 1])
+        low, high = (max(1, cuts[size][0]) for size in curve.sizes[first - 1 : first + 1])
         if high - low <= CLOSE * high:
             break
-        sizes = sorted({low + (high - low) * k // PARTS for k in range(1, PARTS)} - {low})
+        sizes = [round(low * (high / low) ** (k / PARTS)) for k in range(1, PARTS)]
     return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
 
 
