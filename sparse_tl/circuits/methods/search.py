@@ -44,8 +44,8 @@ SHRINKS = 0.93
 """Of the circuits of a search, those are evaluated that are that much smaller than the next."""
 CLOSE = 0.01
 """Largest difference, as a share, between the returned circuit and the next one below the level."""
-PARTS = 4
-"""Equal ratios that the sizes between the two are divided into, round by round."""
+RATIOS = 4
+"""Number of equal ratios that the sizes between the two are divided into, in every round."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _evaluated(
         low, high = (max(1, cuts[size][0]) for size in curve.sizes[first - 1 : first + 1])
         if high - low <= CLOSE * high:
             break
-        sizes = [round(low * (high / low) ** (k / PARTS)) for k in range(1, PARTS)]
+        sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
     return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
 
 

@@ -133,7 +133,7 @@ def source_outputs(
     out[0] = embedded
     for layer in range(adapter.n_layers):
         first = graph.source_index(f"a{layer}.h0")
-        z = values[adapter.heads_point(layer)]
+        z = values[adapter.heads_point(layer)].to(out.dtype)
         adapter.heads_written(layer, z, out=out[first : first + graph.n_heads])
         if graph.has_mlps:
             out[graph.source_index(f"m{layer}")] = values[f"blocks.{layer}.hook_mlp_out"]
