@@ -29,8 +29,8 @@ def return_freed_memory() -> None:
     """Return freed memory to the system, on Linux with glibc.
 
     glibc keeps freed blocks of less than 32 MB, split into pieces that later blocks of other sizes
-    may not fit into. Over a training run these add up: on windows of 256 tokens, post-training of
-    SmolLM2-135M, which needs 6 GB, held 22 GB after 49 steps.
+    may not fit into. Over a training run these add up: post-training of SmolLM2-135M on windows of
+    256 tokens held 22 GB after 49 steps. After 8 steps it held 7.7 GB, of which this returned 4.3.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -123,7 +123,9 @@ def test_no_search_sees_held_out_pairs(small: Model, many: PromptPairs, parts: A
         common = sorted(sizes & others_sizes)
         for closer in (sizes - others_sizes, others_sizes - sizes):
             assert len({bisect(common, size) for size in closer}) <= 1
-        assert not torch.equal(evaluation.values[1:-1], other.evaluations[method].values[1:-1])
+        both = (evaluation, other.evaluations[method])
+        rows = [dict(zip(some.sizes, some.values.tolist(), strict=True)) for some in both]
+        assert any(rows[0][size] != rows[1][size] for size in common)
 
 
 def test_sizes_are_close_to_each_other_where_the_level_is_reached(
@@ -133,10 +135,15 @@ def test_sizes_are_close_to_each_other_where_the_level_is_reached(
     coarse = rising(evaluate_circuit_edges(small, many, logit_difference, found.scores, **QUIET))
     first = reached(coarse, 0.6)
     below, above = coarse.sizes[first - 1 : first + 1]
-    between = [size for size in found.evaluations["eap-ig"].sizes if below < size < above]
+    evaluation, curve = found.evaluations["eap-ig"], found.curves["eap-ig"]
+    between = [size for size in evaluation.sizes if below < size < above]
     assert len(between) > 1
-    sizes = found.to_pandas().set_index("method")["size"]
-    assert below < sizes["eap-ig"] <= above
+    first = reached(curve, 0.6)
+    lower, size = curve.sizes[first - 1 : first + 1]
+    assert below <= lower < size <= above
+    tops = map(found.scores.top, range(found.scores.grid.n_parts))
+    every = {len(circuit.connected(patch="corrupted")) for circuit in tops}
+    assert not {some for some in every - {*evaluation.sizes} if lower < some < size}
 
 
 def test_halves_are_drawn_from_all_pairs(small: Model, many: PromptPairs) -> None:

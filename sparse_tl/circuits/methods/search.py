@@ -43,9 +43,9 @@ from sparse_tl.storage.locks import held
 SHRINKS = 0.93
 """Of the circuits of a search, those are evaluated that are that much smaller than the next."""
 CLOSE = 0.01
-"""Largest difference, as a share, between the returned circuit and the next one below the level."""
+"""Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
 RATIOS = 4
-"""Number of equal ratios that the sizes between the two are divided into, in every round."""
+"""Number of equal ratios that the gap between two sizes is divided into, in every round."""
 
 
 @dataclass(frozen=True)
