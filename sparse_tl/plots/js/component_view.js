@@ -80,25 +80,24 @@ function linksOf(panel, view, nodes, at, place, ends) {
     let link = merged.get(key);
     if (!link) {
       const port = apart === "q" || apart === "k" || apart === "v" ? apart : "";
-      merged.set(key, link = { key, source, reader, apart, port, lines: [], edges: new Set(), size: 0 });
+      const within = [{ circuit: panel, lines: [], edges: new Set() }];
+      merged.set(key, link = { key, source, reader, apart, port, within, only: null, size: 0 });
     }
-    const edge = panel.lines[i][3];
-    link.lines.push(i);
-    if (!link.edges.has(edge)) link.size += weightOf(panel, panel.lines[i]);
-    if (edge >= 0) link.edges.add(edge);
+    const [{ lines, edges }] = link.within, edge = panel.lines[i][3];
+    lines.push(i);
+    if (!edges.has(edge)) link.size += weightOf(panel, panel.lines[i]);
+    if (edge >= 0) edges.add(edge);
   }
   const links = [...merged.values()].sort((a, b) => a.source - b.source || a.reader - b.reader
     || (a.apart < b.apart ? -1 : a.apart > b.apart ? 1 : 0));
   let largest = 0;
   for (const link of links) {
-    const slots = new Set(link.lines.map((i) => panel.lines[i][2]));
+    const [{ lines, edges }] = link.within, slots = new Set(lines.map((i) => panel.lines[i][2]));
     link.slot = slots.size === 1 ? [...slots][0] : MERGED;
-    link.score = panel.scores ? [...link.edges].reduce((sum, edge) => sum + panel.scores[edge], 0) : 0;
-    link.onPath = link.lines.some((i) => onPath.has(i));
-    link.influence = link.lines.reduce((sum, i) => sum + panel.influence[i], 0);
-    link.only = null;
-    link.within = [{ circuit: panel, lines: link.lines, edges: link.edges }];
-    if (link.edges.size) largest = Math.max(largest, link.size);
+    link.score = panel.scores ? [...edges].reduce((sum, edge) => sum + panel.scores[edge], 0) : 0;
+    link.onPath = lines.some((i) => onPath.has(i));
+    link.influence = lines.reduce((sum, i) => sum + panel.influence[i], 0);
+    if (edges.size) largest = Math.max(largest, link.size);
   }
   for (const link of links) link.strength = largest ? Math.min(1, link.size / largest) : 0;
   const edges = new Set(shown.map((i) => panel.lines[i][3]).filter((edge) => edge >= 0));
