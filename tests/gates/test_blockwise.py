@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -376,3 +377,24 @@ def test_values_asked_for_without_gradients_keep_theirs() -> None:
         assert not scores.exp().requires_grad
     scores.sum().backward()
     assert q.grad is not None
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("long", [LENGTH, LENGTH + 1], ids=["blocks", "whole"])
+def test_a_step_leaves_no_tensor_behind(build_tiny: Build, long: int, collector_off: None) -> None:
+    """A cycle through an autograd graph is never freed; any other, only by the collector."""
+    sparse = SparseTransformer(build_tiny("grouped", n_ctx=LENGTH, d_vocab=VOCABULARY))
+    left = []
+    for _ in range(3):
+        _step(sparse, long, noise=0.25)
+        sparse.gates.forget()  # what a layer needs to be recomputed, of the last few passes
+        left.append(sum(issubclass(type(one), Tensor) for one in gc.get_objects()))
+    assert left[1] == left[2]
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -121,9 +121,10 @@ class AttentionGates(ComputedGates, ABC):
         scores, row = self._terms(layer, read)
         cost, real = self._cost(layer, now, pattern), _real_queries(now, pattern)
         size, device = pattern.shape[2:], pattern.device
+        counting = now.counts is not None
 
         def valid(block: Block) -> Tensor | None:
-            if now.counts is None:
+            if not counting:
                 return None
             allowed = mask.allowed(block, size, device)
             return allowed if real is None else allowed & block.of(real)
@@ -136,9 +137,13 @@ class AttentionGates(ComputedGates, ABC):
                 now.counts.append(counted)
             return gated
 
+        # Without the counts: they hold the graph whose backward pass holds this function, and
+        # Python's garbage collector does not see cycles that go through a graph.
+        without = replace(now, counts=None)
+
         def gate_block(block: Block, s: Tensor | None, p: Tensor, row: Tensor, g: Any) -> Any:
             costs = None if cost is None else block.of(cost)
-            here = replace(now, generator=g)
+            here = replace(without, generator=g)
             gated, counted = self._gate(here, s, p, row, costs, valid(block))
             return p if gated is None else gated, counted
 

@@ -47,7 +47,7 @@ class Expression:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
 
-    @cached_property
+    @property  # not cached: an expression that refers to itself outlives its pass
     def product(self) -> Expression:
         """The product of queries and keys that this is computed from."""
         inner = (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Expression))
