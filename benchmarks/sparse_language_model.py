@@ -33,6 +33,7 @@ from sparse_tl import (
     attribute_heads,
     evaluate_circuit_edges,
     evaluate_heads,
+    load_language_model,
     load_language_models,
     load_model,
 )
@@ -176,7 +177,8 @@ def main() -> None:
     settings |= {side: str(getattr(args, side) or "smollm2") for side in ("dense", "sparse")}
     report = Report(args.out, settings)
     if args.sparse:
-        pair = load_model(args.dense), SparseTransformer.from_pretrained(args.sparse)
+        dense = load_model(args.dense) if args.dense else load_language_model()
+        pair = dense, SparseTransformer.from_pretrained(args.sparse)
     else:
         pair = load_language_models()
     models = dict(zip(("dense", "sparse"), pair, strict=True))

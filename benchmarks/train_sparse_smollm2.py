@@ -18,7 +18,7 @@ import torch
 
 from sparse_tl import SparseTransformer, load_language_model
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
-from sparse_tl.lens import adapt
+from sparse_tl.lens import adapt, merge_lora
 from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows
@@ -29,7 +29,7 @@ PROMPTS = 1000
 
 
 def main() -> None:
-    """Continue post-training, and write the adapters and gates as a folder."""
+    """Continue post-training, and write the sparse model as a folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--window", type=int, default=256)
@@ -75,7 +75,8 @@ def main() -> None:
         checkpoint=args.out / "checkpoint",
     )
     print(outcome)
-    print(sparse.save_pretrained(args.out / "sparse", adapters_only=True))
+    merge_lora(sparse.model)
+    print(sparse.save_pretrained(args.out / "sparse"))
 
 
 if __name__ == "__main__":
