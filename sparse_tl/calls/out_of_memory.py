@@ -1,9 +1,7 @@
-"""Running out of memory: recognising it, what a user can do about it, and avoiding one kind."""
+"""Running out of memory: recognising it, and what a user can do about it."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from traceback import clear_frames
 from typing import Any
 
@@ -23,18 +21,6 @@ def reason(error: BaseException) -> str:
     clear_frames(error.__traceback__)
     message = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
     return message if message.endswith(".") else f"{message}."
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system, on Linux with glibc.
-
-    glibc keeps freed blocks of less than 32 MB, split into pieces that later blocks of other sizes
-    may not fit into. Over a training run these add up: post-training of SmolLM2-135M on windows of
-    256 tokens held 22 GB after 49 steps. After 8 steps it held 7.7 GB, of which this returned 4.3.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def batches_too_large(name: str, batch_size: Any, error: BaseException) -> MemoryError:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparse_tl.calls.out_of_memory import return_freed_memory
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
@@ -45,8 +44,6 @@ from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any
 
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
-FREE_AFTER = 60.0
-"""Seconds between two calls that return freed memory to the system. For 4 GB, one takes 0.3."""
 BETWEEN_RANKS = 2_654_435_761
 """Distance between the seeds of two ranks: about 2^32 over the golden ratio, since CPU generators
 take seeds modulo 2^32. No two ranks then share a seed within a million steps."""
@@ -124,7 +121,7 @@ def train(
         ):
             if state.step == 0:
                 run.evaluate()
-            saved = freed = time.monotonic()
+            saved = time.monotonic()
             while state.step < config.steps and not run.finished():
                 run.step()
                 show(state.latest())
@@ -138,9 +135,6 @@ def train(
                     state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
                     save_checkpoint(folder, state, masters.by_name, optimizer, identity)
                     saved = time.monotonic()
-                if time.monotonic() - freed > FREE_AFTER:
-                    return_freed_memory()
-                    freed = time.monotonic()
                 if stop:
                     raise KeyboardInterrupt
     run.restore_best()

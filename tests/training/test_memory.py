@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -21,7 +18,6 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.calls.out_of_memory import return_freed_memory
 from sparse_tl.lens import Model, checkpointed_activations, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.config import in_precision
@@ -160,19 +156,3 @@ PRECISIONS = ("float32", "bf16")
 
 def _names(sparse: SparseTransformer) -> list[str]:
     return list(read_parameters(sparse))
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps freed memory")
-def test_freed_memory_is_returned() -> None:
-    """Of 256 MB in blocks of 64 KB, glibc keeps all while the last block is in use."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    blocks = [torch.zeros(2**14) for _ in range(2**12)]
-    last = blocks[-1]
-    blocks.clear()
-    before = resident()
-    return_freed_memory()
-    assert before - resident() > 2**27
-    assert last.sum() == 0
