@@ -194,8 +194,8 @@ def _evaluated(
 ) -> tuple[dict[int, Circuit], Evaluation]:
     """A ranking's circuits, by size, and their evaluation; closely spaced where it reaches `at`."""
     cuts, rows = dict[int, tuple[int, Circuit]](), dict[int, Tensor]()
-    sizes: Iterable[int] = (*ranking.sizes, ranking.scores.grid.n_parts)
-    while new := {size: cut for size, cut in ranking.cut(sizes, patch).items() if size not in cuts}:
+    new = ranking.cut((*ranking.sizes, ranking.scores.grid.n_parts), patch)
+    while True:
         cuts |= new
         evaluation = run([circuit for _, circuit in new.values()])
         rows |= zip(evaluation.sizes, evaluation.values, strict=True)
@@ -209,6 +209,9 @@ def _evaluated(
         if high - low <= CLOSE * high:
             break
         sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
+        new = {size: cut for size, cut in ranking.cut(sizes, patch).items() if size not in cuts}
+        if not new:
+            break
     return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
 
 

@@ -13,6 +13,7 @@ overwrite the stream do not: an edge then carries something other than what its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,7 +51,8 @@ def check_sums_under_hooks(
     Raises:
         ValueError: it is not; the message names the value that a hook changes.
     """
-    hooks = hooks_besides(adapter, getattr(adapter.core, "_sparse_tl_wrapped", frozenset()))
+    core: Any = adapter.core
+    hooks = hooks_besides(adapter, getattr(core, "_sparse_tl_wrapped", frozenset()))
     if hooks and _held.get(adapter.model) != hooks:
         if tokens is None:
             tokens = torch.arange(min(LENGTH, adapter.n_ctx), device=adapter.device)[None]

@@ -186,7 +186,8 @@ def _saves(mask: Bool[Tensor, "batch pos"], computed: int, weights: int, values:
 
 def seen_by_hooks(adapter: Adapter, own: Set[int] = frozenset()) -> bool:
     """Whether hooks might see what a pass skips or repeats: any but those of gates, and `own`."""
-    gates: Set[int] = getattr(adapter.core, "_sparse_tl_wrapped", frozenset())
+    core: Any = adapter.core
+    gates: Set[int] = getattr(core, "_sparse_tl_wrapped", frozenset())
     return bool(hooks_besides(adapter, gates | own))
 
 

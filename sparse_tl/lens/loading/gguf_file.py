@@ -117,20 +117,20 @@ class _Bytes:
         self.file, self.size = file, os.fstat(file.fileno()).st_size
         self.entries = 0
 
-    def bytes(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         found = self.file.read(count)
         if len(found) < count:
             raise ValueError(f"its {self.size:,} bytes end within the header")
         return found
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
 
     def text(self) -> str:
         (length,) = self.numbers("Q")
         if length > _LONGEST:
             raise ValueError(f"a text in it would have {length:,} bytes")
-        return self.bytes(length).decode("utf-8")
+        return self.take(length).decode("utf-8")
 
     def value(self, kind: int) -> Any:
         """A metadata value; for an array, its length."""

@@ -36,7 +36,7 @@ def cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
 def mask_place(attention: nn.Module, causal: bool) -> Place:
     """The place of a layer's mask: at the call of attention, or once it has made its own mask."""
     read = partial(_mask, attention, causal)
-    own = getattr(attention, "hook_dsa_mask", None)
+    own: Any = getattr(attention, "hook_dsa_mask", None)
     if own is None:
         return partial(read_call, [attention], read)
 
