@@ -245,7 +245,7 @@ def _of_hugging_face(
         )
     except ValueError as error:
         raise ValueError(f"cannot load {source}: {error}") from error
-    placed: dict[str, Any] = getattr(model, "hf_device_map", {})
+    placed: Any = getattr(model, "hf_device_map", {})
     devices = set(placed.values())
     if len(devices) > 1:
         bridge.cfg.n_devices = len(devices)
