@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo` runs the main job, `make test` passes the tests.
+# Everything a newcomer needs: `make demo` runs the main job, `make test` passes the fast tests.
 # `make test TL=3.9` does so on that version of TransformerLens.
 PYTHON ?= python3
 TL ?=
@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --m
 	--durations 15 --durations-min 5 --cases $(CASES)
 INSTALLED := $(VENV)$(TL:%=-%)/.installed
 # Cases of each parametrised test: a number, or all.
-CASES ?= 3
+CASES ?= 1
 OUT ?= runs/addition
 FORM ?= placeholder
 
@@ -39,11 +39,11 @@ lab: $(INSTALLED)
 language-model: $(INSTALLED)
 	$(BIN)/python -m sparse_tl get smollm2
 
-# One process per core; more threads each would only stand in each other's way.
+# The fast tests. One process per core; more threads each would only stand in each other's way.
 test: $(INSTALLED)
-	$(PYTEST)
+	$(PYTEST) -m 'not slow and not long'
 
-# The tests, and the notebooks from end to end; these come first, as they take longest.
+# All tests, and the notebooks from end to end; these come first, as they take longest.
 check: $(INSTALLED)
 	$(PYTEST) notebooks tests
 

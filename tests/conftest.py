@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
-        default="3",
+        default="1",
         help="cases of each parametrised test to run, or all; which ones is drawn by its name",
     )
 

@@ -21,6 +21,7 @@ def llama() -> Subject:
     return Subject("llama")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("title", CHECKS)
 def test_checks_pass(llama: Subject, title: str) -> None:
     CHECKS[title](llama)

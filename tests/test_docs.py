@@ -85,6 +85,7 @@ def test_code_compiles(page: Path):
             compile("\n" * (block.line - 1) + block.code, named(page), "exec")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", RUN_PAGES, ids=named)
 def test_code_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ with tracked("stopped", 9, done=2) as step:
 """
 
 
+@pytest.mark.long
 def test_a_saved_notebook_keeps_one_line_for_each_piece_of_work() -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

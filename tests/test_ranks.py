@@ -110,6 +110,7 @@ def test_a_rank_that_dies_is_missed() -> None:
     assert nothing is None and time.monotonic() - started < 200
 
 
+@pytest.mark.long
 def test_a_notebook_launches_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

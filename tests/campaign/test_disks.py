@@ -203,6 +203,7 @@ def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
         shutil.rmtree(disk("size=1g") / "out")
 
 
+@pytest.mark.long
 def test_reading_while_it_is_written(tmp_path: Path) -> None:
     assert not read_while_written(tmp_path)
 
@@ -261,6 +262,7 @@ def test_disks_and_neighbours(place: Path, disk: Callable[[str], Path]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 def test_a_process_that_may_not_write_more(place: Path) -> None:
     """A limit on the sizes of files, of the process itself."""
     resource = pytest.importorskip("resource")

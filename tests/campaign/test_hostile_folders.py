@@ -93,6 +93,7 @@ def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> 
     return Campaign(tmp_path)
 
 
+@pytest.mark.long
 def test_hostile_folders_are_refused(campaign: Campaign) -> None:
     for kind in QUICK:
         campaign.attack(kind, 1, random.Random(0))

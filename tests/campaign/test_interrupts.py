@@ -192,6 +192,7 @@ def run(folder: Path, arrived: Callable[[], None], n: int) -> Campaign:
     return campaign
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_interrupts(tmp_path: Path, arrived: Callable[[], None]) -> None:
     campaign = run(tmp_path, arrived, 200)

@@ -132,6 +132,7 @@ def campaign(tmp_path: Path) -> Campaign:
     return Campaign(tmp_path)
 
 
+@pytest.mark.long
 def test_killed_jobs_lose_nothing(campaign: Campaign) -> None:
     for name in QUICK:
         campaign.attack(name, 2)

@@ -96,6 +96,7 @@ def totals() -> Iterator[Counter[str]]:
         print(f"malformed calls of {len(_CALLS)} functions, classes and methods: {dict(counted)}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", _CALLS)
 def test_malformed_arguments_are_refused(
     name: str, tmp_path: Path, unchecked_types: None, totals: Counter[str]
@@ -135,6 +136,7 @@ def _random_state_kept(name: str) -> Iterator[None]:
     assert not changed, f"{name} changes the random state of {changed}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted({*_CALLS} - {"shard_model"}))  # it needs several processes
 def test_valid_calls_run_and_keep_the_random_state(
     name: str, tmp_path: Path, unchecked_types: None
@@ -156,6 +158,7 @@ def test_valid_calls_run_and_keep_the_random_state(
                     pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_analyses_keep_the_random_state(name: str, tmp_path: Path, unchecked_types: None) -> None:
     call, model = CALLS[name], tiny_model()

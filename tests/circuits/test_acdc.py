@@ -65,6 +65,7 @@ def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> No
     assert found.tested <= len(start)
 
 
+@pytest.mark.long
 def test_planted_circuits_are_learned(planted: Planted) -> None:
     found = prune_circuit_edges(
         planted.model, planted.pairs, size=len(planted.edges), steps=240, progress=False
@@ -86,6 +87,7 @@ def test_pruning_can_start_from_scores(planted: Planted) -> None:
     assert _names(prune(steps=120).circuit) == planted.edges
 
 
+@pytest.mark.long
 def test_states_of_few_batches_are_held(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     """More pairs take no more memory, and what is found is the same."""
     searches = {
@@ -144,6 +146,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs, threshold: floa
     return mask
 
 
+@pytest.mark.long
 def test_decisions_are_those_of_the_slow_search(model: Model, pairs: PromptPairs) -> None:
     graph, pairs = adapt(model).graph, pairs.select(slice(0, 2))
     slow = Circuit(graph, _slow(model, graph, pairs, 0.1)).connected()

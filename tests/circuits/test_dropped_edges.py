@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from oracle import run_patched
 from random_models import random_pairs
@@ -56,6 +57,7 @@ def values_of(model: Model, pairs: PromptPairs, circuits: list[Circuit], patch: 
     return evaluate(model, pairs, logit_difference, circuits, patch=patch, progress=False).values
 
 
+@pytest.mark.long
 def test_connected_drops_what_has_no_effect_under_its_patch(model: Model) -> None:
     pairs, graph = one_length(), adapt(model).graph
     generator = torch.Generator().manual_seed(1)
@@ -79,6 +81,7 @@ def test_connected_drops_what_has_no_effect_under_its_patch(model: Model) -> Non
         assert {"mean", "tensors"} <= moved <= {"mean", "tensors", "zero"}
 
 
+@pytest.mark.long
 def test_circuits_are_measured_as_they_were_scored(model: Model) -> None:
     pairs, scores = one_length(), random_scores(adapt(model).graph)
     sizes = (3, 6, 12, 20)
@@ -102,6 +105,7 @@ def test_circuits_are_measured_as_they_were_scored(model: Model) -> None:
         assert abs(value - searched.value) < 1e-9
 
 
+@pytest.mark.long
 def test_mib_under_mean_patches_on_a_trained_model() -> None:
     """The circuit of 5 %, with the edges that no path from the input leads to."""
     dense, _ = load_addition_models()

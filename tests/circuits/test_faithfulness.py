@@ -42,6 +42,7 @@ def _by_hand(model: Model, pairs: PromptPairs, mask: Tensor, metric: Any) -> tup
     return divergence, ((done - none) / (whole - none)).item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metric", ["kl", logit_difference])
 @pytest.mark.parametrize("search", ["pruning", "acdc"])
 def test_the_circuit_that_is_returned_was_run(build_tiny: Any, search: str, metric: Any) -> None:
@@ -102,6 +103,7 @@ def test_heads_that_are_returned_were_run(build_tiny: Any) -> None:
         assert report.explained_effect == pytest.approx(effect, rel=1e-9)
 
 
+@pytest.mark.long
 def test_the_last_steps_of_pruning_run_the_circuit_that_is_returned(build_tiny: Any) -> None:
     model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
     total = adapt(model).graph.n_edges

@@ -83,6 +83,7 @@ def test_a_smaller_circuit_than_the_planted_one() -> None:
     assert found.to_pandas()["size"].tolist() == [2, 2]
 
 
+@pytest.mark.long
 def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs) -> None:
     """Effects, sizes and divergences are those of the slow oracle."""
     searched, others = many.select(slice(0, 5)), many.select(slice(5, None))
@@ -107,6 +108,7 @@ def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs
         assert evaluation.effect[-1].item() == pytest.approx(1)
 
 
+@pytest.mark.long
 @PARTS
 def test_no_search_sees_held_out_pairs(small: Model, many: PromptPairs, parts: Any) -> None:
     """With other held-out pairs, the same circuits are evaluated, except close to the level."""
@@ -128,6 +130,7 @@ def test_no_search_sees_held_out_pairs(small: Model, many: PromptPairs, parts: A
         assert any(rows[0][size] != rows[1][size] for size in common)
 
 
+@pytest.mark.long
 def test_sizes_are_close_to_each_other_where_the_level_is_reached(
     small: Model, many: PromptPairs
 ) -> None:
@@ -146,6 +149,7 @@ def test_sizes_are_close_to_each_other_where_the_level_is_reached(
     assert not {some for some in every - {*evaluation.sizes} if lower < some < size}
 
 
+@pytest.mark.long
 def test_halves_are_drawn_from_all_pairs(small: Model, many: PromptPairs) -> None:
     seen: list[tuple[int, ...]] = []
 
@@ -160,6 +164,7 @@ def test_halves_are_drawn_from_all_pairs(small: Model, many: PromptPairs) -> Non
     _same(one, find_circuit(small, unlike, logit_difference, at=0.5, seed=1, **QUIET))
 
 
+@pytest.mark.long
 @PARTS
 def test_the_batch_size_changes_nothing(small: Model, many: PromptPairs, parts: Any) -> None:
     how = {"at": 0.6, "parts": parts, **QUIET}
@@ -169,6 +174,7 @@ def test_the_batch_size_changes_nothing(small: Model, many: PromptPairs, parts: 
     _same(one, other)
 
 
+@pytest.mark.long
 def test_stacking_changes_nothing(
     small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +203,7 @@ def test_random_scores_do_worse() -> None:
         assert worse.effect.item() < 0.5
 
 
+@pytest.mark.long
 def test_the_elimination_stops_below_the_level(small: Model, many: PromptPairs) -> None:
     """On the pairs of the search, by no more than its margin and a step."""
     found = find_circuit(small, many, logit_difference, at=0.6, held_out=many, **QUIET)
@@ -224,6 +231,7 @@ def test_curves_hardly_ever_fall(small: Model, many: PromptPairs) -> None:
     assert found.to_pandas()["size"].tolist() == [5]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "killed_at"),
     [("circuit_edges", 1), ("circuit_edges", 9), ("heads", 1), ("heads", 3)],

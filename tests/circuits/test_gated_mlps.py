@@ -128,6 +128,7 @@ def test_attribution_equals_the_slow_oracle(
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 def test_exact_patching_equals_the_slow_oracle(
     sparse: SparseTransformer, pairs: PromptPairs
 ) -> None:

@@ -73,6 +73,7 @@ def test_of_two_circuits_with_one_size_the_better_counts() -> None:
     assert circuit_methods.curve_of("m", []) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [[], ["--others", "--pruning-steps", "2"]])
 def test_the_smallest_circuit_beside_other_methods(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, others: list[str]

@@ -42,6 +42,7 @@ def effect_of(name: str, model: Model, pairs: PromptPairs, **options: Any) -> An
     return found.effect if isinstance(found, Evaluation) else found
 
 
+@pytest.mark.long
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", sorted(PATCHING))
 def test_clean_equal_to_corrupted(build_tiny: Build, name: str) -> None:

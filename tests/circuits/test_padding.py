@@ -59,6 +59,7 @@ def test_analyses_are_found_by_their_signatures() -> None:
     assert {"patch": "resample"} in list(choices(evaluate_heads))
 
 
+@pytest.mark.long
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", sorted(ANALYSES))
 def test_padding_changes_no_number(build_tiny: Build, name: str, unchecked_types: None) -> None:
@@ -137,6 +138,7 @@ def reads_words(build_tiny: Build, tmp_path: Path) -> Model:
     return build_tiny(dtype="float64", tokenizer=tokenizer)
 
 
+@pytest.mark.long
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", sorted(set(ANALYSES) & set(taking(PromptPairs))))
 def test_pairs_padded_on_the_left_are_refused(reads_words: Model, name: str) -> None:

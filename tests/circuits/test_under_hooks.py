@@ -193,6 +193,7 @@ WAYS: dict[str, Callable[[Model, str, Tensor], AbstractContextManager[None]]] = 
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("point", list(ADDED))
 def test_a_vector_added_by_a_hook_is_a_bias(
@@ -217,6 +218,7 @@ def test_a_vector_added_by_a_hook_is_a_bias(
 SCALED = {"attn.hook_q": "q", "attn.hook_k": "k", "attn.hook_v": "v", "hook_mlp_out": "mlp"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", list(SCALED))
 def test_a_factor_within_a_head_or_an_mlp_is_one_of_its_weights(
     build: Callable[[], Model], point: str

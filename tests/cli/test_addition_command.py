@@ -39,6 +39,7 @@ def test_the_first_line_says_what_is_done_and_for_how_long(
     assert run_command("addition", "--out", tmp_path / "out", "--quiet").out == ""
 
 
+@pytest.mark.long
 def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
     _, outcome = addition
     assert (outcome.code, outcome.err) == (0, "")
@@ -92,6 +93,7 @@ def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) ->
     assert (out / "circuits" / "circuit_edges_kept.html").exists()
 
 
+@pytest.mark.long
 def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
     addition: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outco
     assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 
 
+@pytest.mark.long
 def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome]) -> None:
     out, first = addition
     weights = (out / "sparse" / "model.safetensors").stat().st_mtime_ns

@@ -26,6 +26,7 @@ def page_faults(*, keep: bool) -> int:
     return int(subprocess.check_output([sys.executable, "-c", code], env=switched, text=True))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     kept = page_faults(keep=True)

@@ -25,6 +25,7 @@ def _launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["whole", "sharded"])
 def test_post_train_on_two_ranks(
     tmp_path: Path, tiny: Path, story: Path, shard: tuple[str, ...]

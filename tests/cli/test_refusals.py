@@ -104,6 +104,7 @@ def test_bad_input_gets_one_clear_paragraph(
     assert not list(tmp_path.rglob("*.safetensors")), "refused before training"
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     out = tmp_path / "interrupted"
     batch = ShuffledStream.batch

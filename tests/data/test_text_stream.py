@@ -191,6 +191,7 @@ def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
     assert sorted(rows) == sorted(windows[:10].tolist() + windows[50:].tolist())
 
 
+@pytest.mark.long
 def test_a_streamed_dataset_is_read_by_several_threads(tmp_path: Path) -> None:
     """As two streams do, or one that is stopped while its thread still reads."""
     texts = [f"w{number}" for number in range(80)]

@@ -78,6 +78,7 @@ def trait(explorer: CircuitExplorer, name: str) -> Any:
     return json.loads(json.dumps(getattr(explorer, name)))
 
 
+@pytest.mark.long
 def test_clicks_become_requests(page, tmp_path, explorer):
     explorer.select("Dense", 2, 10)
     show(page, tmp_path, explorer)
@@ -96,6 +97,7 @@ def test_clicks_become_requests(page, tmp_path, explorer):
     ]
 
 
+@pytest.mark.long
 def test_everything_can_be_read(page, tmp_path, explorer):
     explorer.toggle_head("Dense", 1, 1)
     explorer.select("Sparse", 1, 8)
@@ -436,6 +438,7 @@ def models_best(explorer: CircuitExplorer) -> list[str]:
     return table.sort_values("logit_before", ascending=False)["token"].tolist()[:2]
 
 
+@pytest.mark.long
 def test_the_metric_is_chosen_and_the_second_token_typed(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     select = page.locator("select[name=metric]")

@@ -97,6 +97,7 @@ def lines(page: Any, panel: int) -> int:
     return int(group.get_attribute("data-edges-shown"))
 
 
+@pytest.mark.long
 def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     """One long session, since starting a kernel is what takes time."""
     nbformat = pytest.importorskip("nbformat", reason="pip install nbformat")

@@ -379,6 +379,7 @@ def test_values_asked_for_without_gradients_keep_theirs() -> None:
     assert q.grad is not None
 
 
+@pytest.mark.long
 @pytest.mark.every_case
 @pytest.mark.parametrize("long", [LENGTH, LENGTH + 1], ids=["blocks", "whole"])
 def test_a_step_leaves_no_tensor_behind(build_tiny: Build, long: int, collector_off: None) -> None:

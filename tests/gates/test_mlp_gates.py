@@ -216,6 +216,7 @@ def test_a_patch_at_the_output_is_shown_whatever_the_gate_says(tokens: Tensor) -
 # What is drawn and counted.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "grouped", "parallel"])
 def test_expected_count_is_the_mean_of_sampled_ones(tokens: Tensor, kind: str) -> None:
     sparse = sparse_of(kind, initial_bias=1e4)

@@ -44,6 +44,7 @@ def _planted_damage(model: Model, rows: TargetDataset, gates: torch.Tensor) -> f
     return without - given
 
 
+@pytest.mark.long
 def test_a_dead_head_is_irrelevant(roles: HeadRoles) -> None:
     assert (roles.irrelevance[:, *DEAD] >= 0.9).all()
 

@@ -435,6 +435,7 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asked) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cache")
 def test_a_network_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: time.sleep(20))

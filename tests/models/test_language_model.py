@@ -22,6 +22,7 @@ from sparse_tl.storage.files import read_json, read_tensors
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 
 
+@pytest.mark.long
 def test_the_bridge_equals_transformers(smollm2: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"

@@ -51,6 +51,7 @@ def test_a_shipped_pair_is_of_the_present_recipe(recipe: Recipe) -> None:
     assert made_by == recipe.settings(0), "make them again: python -m sparse_tl.models.shipping"
 
 
+@pytest.mark.long
 @each
 @pytest.mark.parametrize("side", ["dense", "sparse"])
 def test_transformers_reads_a_shipped_model(recipe: Recipe, side: str) -> None:

@@ -154,6 +154,7 @@ def test_it_saves_as_html_svg_and_png(patterns, tmp_path):
         assert figure.save(tmp_path / f"view.{suffix}").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patterns):
     names = ["a0.h0", "a0.h1", "a1.h0"]
     figure = attention_view(patterns, TOKENS, names, title="A model")

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reachability import reached_by_networkx
 
@@ -82,6 +83,7 @@ def assert_equals_static(page: Any, figure: CircuitDiagram) -> None:
         assert [predicted.get_attribute("data-column")] == bold
 
 
+@pytest.mark.long
 def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow):
     # Some are read at their own column, and others one to the left.
     targets = tuple((column, column - column % 2) for column in range(6, 11))

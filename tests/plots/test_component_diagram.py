@@ -494,6 +494,7 @@ def test_heads_have_the_colour_and_the_label_of_what_they_do(make_circuit):
         draw({"m": make_circuit(EDGES)}, roles=other)
 
 
+@pytest.mark.long
 def test_limited_address_space_is_refused_in_words() -> None:
     # V8 would end the process, and a notebook's kernel with it.
     code = (

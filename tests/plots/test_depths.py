@@ -92,6 +92,7 @@ def saved_page(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", DEPTHS, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_all_depths_can_be_read(name, shape, figures, saved_page) -> None:

@@ -250,6 +250,7 @@ def _problems(page: Any, html: str, margin: int = 0) -> str:
     return problems_of(page)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
@@ -328,6 +329,7 @@ def _font_sizes(drawn: Any, key: str = "") -> Any:
             yield from _font_sizes(part, key)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_cut_off_at_the_edges_of_a_picture(
     name: str, figure_of: Any, tmp_path: Path

@@ -43,6 +43,7 @@ def _records(kind: str, n: int = 120) -> list[dict[str, Any]]:
     return check_pairs(pairs, tokenizer, n)
 
 
+@pytest.mark.long
 @pytest.mark.every_case
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_answers_are_those_after_which_every_year_is_later(kind: str) -> None:

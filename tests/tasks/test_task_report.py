@@ -32,6 +32,7 @@ def test_the_tasks_by_name() -> None:
         by_name("sums")
 
 
+@pytest.mark.long
 def test_the_built_in_model_does_its_tasks_and_knows_nothing_of_others(report: TaskReport) -> None:
     assert list(report.lacks) == list(TASKS_BY_NAME)
     assert report.done == ["greater_than", "ioi", "ioi_long", "docstring"]

@@ -92,6 +92,7 @@ def test_rows_of_one_length_are_joined_without_padding(echo_rows: Rows) -> None:
             TokenBatch.joined(parts)
 
 
+@pytest.mark.long
 def test_every_text_is_constrained_and_reported(build_echo: Build, echo_rows: Rows) -> None:
     """Each by itself, on its own rows; and so is one that took no part."""
     sparse, held_out = SparseTransformer(build_echo(), gates="share"), echo_rows(32, seed=9)

@@ -462,6 +462,7 @@ def test_slow_steps_are_saved_by_the_clock(
     assert _saved_step(tmp_path / "c") == 5
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_kill_9_and_resume_gives_equal_weights(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

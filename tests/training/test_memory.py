@@ -125,6 +125,7 @@ def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:
         assert training_memory(sparse, 11) == expected, "and it leaves the block as it was"
 
 
+@pytest.mark.long
 def test_the_dense_copy_in_bf16() -> None:
     """Its loss is the model's to the precision of bfloat16, and it takes half the memory."""
     sparse, rows = _addition()

@@ -102,6 +102,7 @@ def test_the_wrapped_model_itself_is_trained(echo: Echo) -> None:
     assert {"gates.bias"} < _moved(before, sparse)
 
 
+@pytest.mark.long
 def test_the_batches_are_those_of_the_stream_in_turn(echo: Echo) -> None:
     class Noted(ShuffledStream):
         def batch(self, step: int) -> TokenBatch:
@@ -131,6 +132,7 @@ def test_a_stream_says_in_how_many_pieces_a_batch_is_run(
     assert seen == [24 // pieces] * pieces * 2
 
 
+@pytest.mark.long
 def test_a_looser_target_leaves_fewer_edges(echo: Echo) -> None:
     """And a tighter one has larger lambdas."""
     tight, loose = (
@@ -140,6 +142,7 @@ def test_a_looser_target_leaves_fewer_edges(echo: Echo) -> None:
     assert loose.history["lambda"].iloc[-1] < tight.history["lambda"].iloc[-1]
 
 
+@pytest.mark.long
 def test_validation_decides_what_is_kept(echo: Echo) -> None:
     """Against labels that nobody learns the same run is no success."""
     rows = echo.rows(seed=1)
@@ -221,6 +224,7 @@ def test_weights_without_a_rate_stay_as_they_are(
     assert set() < _moved(before, sparse) <= chosen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dear", [0, 1])
 def test_dear_edges_become_rarer(echo: Echo, dear: int) -> None:
     """Edges of one layer cost nothing, those of the other five each."""
@@ -245,6 +249,7 @@ def test_what_is_reported_is_never_weighted(echo: Echo) -> None:
         assert histories[0][name].dropna().tolist() == histories[1][name].dropna().tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("head_cost", [0.0, 10.0])
 def test_a_head_that_is_hardly_used_is_shut_where_heads_cost(
     echo: Echo, last_kept: None, head_cost: float
@@ -265,6 +270,7 @@ def test_a_head_that_is_hardly_used_is_shut_where_heads_cost(
     assert (expected() > before) == (head_cost == 0), "the loss alone opens it"
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_result(echo: Echo) -> None:
     runs = {}
     for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):

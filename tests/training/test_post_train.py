@@ -230,6 +230,7 @@ def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> Non
     assert evaluate_held_out(sparse, echo_rows(seed=1)) == outcome.sparse
 
 
+@pytest.mark.long
 def test_every_group_has_to_meet_the_target(build_echo: Build, echo_rows: Rows) -> None:
     """The rows that lose the most are a group: the target that all rows together meet is missed."""
     rows = echo_rows(seed=1)
@@ -272,6 +273,7 @@ def test_a_target_that_only_the_start_met(build_echo: Build, echo_rows: Rows) ->
     assert "NOT met by any validation evaluation after the first step" in outcome.verdict
 
 
+@pytest.mark.long
 def test_the_constraint_is_on_held_out_rows(build_echo: Build, echo_rows: Rows) -> None:
     """A third of them has wrong labels, which no training row has; the violation knows."""
     validation = echo_rows(seed=1)

@@ -69,6 +69,7 @@ def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None)
     assert [p.requires_grad for p in sparse.parameters()] == flags
 
 
+@pytest.mark.long
 def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
     sparse = adapted()
     before = weights(sparse)
@@ -79,6 +80,7 @@ def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
     assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in moved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_dense_model_is_the_same_one_bit_for_bit(name: str, last_is_kept: None) -> None:
     sparse, tokens = adapted(name, mlps=True), rows(seed=2).tokens
@@ -125,6 +127,7 @@ def test_what_is_copied_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None
     assert copies == [sparse]
 
 
+@pytest.mark.long
 def test_it_learns(last_is_kept: None) -> None:
     """On the rows that it is trained on, of gates that stay open."""
     sparse = adapted()

@@ -107,6 +107,7 @@ def _answers(n: int = 96, length: int = 8, seed: int = 0) -> TokenBatch:
     return TokenBatch(tokens, (tokens + 1) % N_TOKENS, torch.ones_like(tokens, dtype=torch.bool))
 
 
+@pytest.mark.long
 def test_an_mlp_stays_open_just_where_it_is_of_use() -> None:
     sparse = SparseTransformer(_half_useless_mlp(), mlps=True, initial_bias=2.0)
     outcome = _post_train(

@@ -176,6 +176,7 @@ def _nearly(one: Trained, other: Trained) -> None:
         assert not found.equals(exact)
 
 
+@pytest.mark.long
 def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) -> None:
     whole, checkpoint = runs.found["sharded"], tmp_path / "c"
     assert_same(*whole)

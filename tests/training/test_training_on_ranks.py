@@ -222,6 +222,7 @@ def _same(one: Found, other: Found) -> None:
     assert one[2] == other[2]
 
 
+@pytest.mark.long
 def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
     first, second = on_ranks(2, partial(_run, build_echo, echo_rows, steps=60, target_loss="+0.1"))
     _same(first, second)
@@ -236,6 +237,7 @@ def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows)
     assert alone.loss == pytest.approx(found.loss, rel=1e-6)
 
 
+@pytest.mark.long
 def test_an_interrupted_run_on_two_ranks_resumes_exactly(
     build_echo: Build, echo_rows: Rows, whole: list[Found], interrupted: Path, tmp_path: Path
 ) -> None:
@@ -278,6 +280,7 @@ def test_a_damaged_checkpoint_is_found_by_one_rank_for_all(
     assert said == heard and str(file) in said
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_others_with_a_whole_checkpoint(
     build_echo: Build, echo_rows: Rows, whole: list[Found], tmp_path: Path
 ) -> None:
