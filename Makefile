@@ -6,12 +6,12 @@ VENV ?= .venv
 BIN := $(VENV)$(TL:%=-%)/bin
 PIP := $(VENV)/bin/python -m pip
 INSTALL := install --quiet --no-compile --constraint
+# Cases of each parametrised test: a number, or all.
+CASES ?= 1
 # A crashed worker that is started again leaves pytest waiting for ever.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --max-worker-restart 0 \
 	--durations 15 --durations-min 5 --cases $(CASES)
 INSTALLED := $(VENV)$(TL:%=-%)/.installed
-# Cases of each parametrised test: a number, or all.
-CASES ?= 1
 OUT ?= runs/addition
 FORM ?= placeholder
 

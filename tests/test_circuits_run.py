@@ -25,6 +25,8 @@ from sparse_tl.runs import (
     run_circuits,
 )
 
+pytestmark = pytest.mark.long
+
 TASKS = ["greater_than"]
 ASKED = ["greater_than", "ioi", "capitals"]
 """The models do the first, and their tokenizer does not know the words of the last."""
@@ -45,7 +47,6 @@ def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     )
 
 
-@pytest.mark.long
 def test_everything_is_written(run: tuple[Path, Any]) -> None:
     out, outcome = run
     metrics = json.loads((out / "metrics.json").read_text())
@@ -88,7 +89,6 @@ def test_a_task_that_a_model_does_not_do_has_no_circuits(run: tuple[Path, Any]) 
         assert said["choice"] > 0.9 and said["chance"] == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.long
 def test_a_dense_model_alone(
     run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -108,7 +108,6 @@ def test_a_dense_model_alone(
         comparison(outcome.metrics)
 
 
-@pytest.mark.long
 def test_the_language_models_of_the_package(
     run: tuple[Path, Any],
     models: tuple[Path, Path],
@@ -168,7 +167,6 @@ def test_what_is_finished_is_not_measured_again(
     assert again.metrics == outcome.metrics
 
 
-@pytest.mark.long
 def test_an_interrupted_task_goes_on_after_its_last_result(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +187,6 @@ def test_an_interrupted_task_goes_on_after_its_last_result(
     assert outcome.metrics["greater_than"]["dense"]["prompts"] == 2
 
 
-@pytest.mark.long
 def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     run: tuple[Path, Any],
     models: tuple[Path, Path],
@@ -273,7 +270,6 @@ def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) 
             run_circuits(tmp_path / "d", seeds=seeds, **pair)
 
 
-@pytest.mark.long
 def test_a_model_under_open_gates_needs_as_much(
     models: tuple[Path, Path], build_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:

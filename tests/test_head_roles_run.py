@@ -18,6 +18,8 @@ from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.runs import HeadRolesRun, cells, head_roles, run_head_roles
 from sparse_tl.runs.cells import cells_of
 
+pytestmark = pytest.mark.long
+
 FEW: dict[str, Any] = {
     "seeds": 2,
     "updates": 3,
@@ -44,7 +46,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadRolesRun]:
     return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
 
 
-@pytest.mark.long
 def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> None:
     out, outcome = run
     metrics = json.loads((out / "metrics.json").read_text())
@@ -82,7 +83,6 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
     assert not list((out / "checkpoints").rglob("*.safetensors"))
 
 
-@pytest.mark.long
 def test_what_is_finished_is_not_fitted_again(
     run: tuple[Path, HeadRolesRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,6 @@ def test_what_is_finished_is_not_fitted_again(
         run_head_roles(out, tasks=["addition", "ioi"], **{**FEW, "seeds": 3})
 
 
-@pytest.mark.long
 def test_a_run_killed_between_or_in_measurements_goes_on_there(
     run: tuple[Path, HeadRolesRun],
     tmp_path: Path,
@@ -142,7 +141,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*map(str, save_small_task_models(folder, n_layer=2, n_head=4, n_embd=32))]
 
 
-@pytest.mark.long
 def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Path) -> None:
     words = "the attack lasted from the year 17 32 to the year 17 "
     (tmp_path / "story.txt").write_text(words * 80, encoding="utf-8")

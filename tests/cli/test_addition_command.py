@@ -19,6 +19,8 @@ from sparse_tl.metrics import NoEffectError
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import HeldOut, evaluate_held_out
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
@@ -39,7 +41,6 @@ def test_the_first_line_says_what_is_done_and_for_how_long(
     assert run_command("addition", "--out", tmp_path / "out", "--quiet").out == ""
 
 
-@pytest.mark.long
 def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
     _, outcome = addition
     assert (outcome.code, outcome.err) == (0, "")
@@ -93,7 +94,6 @@ def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) ->
     assert (out / "circuits" / "circuit_edges_kept.html").exists()
 
 
-@pytest.mark.long
 def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
     addition: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +128,6 @@ def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outco
     assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 
 
-@pytest.mark.long
 def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome]) -> None:
     out, first = addition
     weights = (out / "sparse" / "model.safetensors").stat().st_mtime_ns

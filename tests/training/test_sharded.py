@@ -39,6 +39,8 @@ from sparse_tl.training.loop import Run
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import SparsityObjective
 
+pytestmark = pytest.mark.long
+
 module = sys.modules[post_train.__module__]
 
 
@@ -176,7 +178,6 @@ def _nearly(one: Trained, other: Trained) -> None:
         assert not found.equals(exact)
 
 
-@pytest.mark.long
 def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) -> None:
     whole, checkpoint = runs.found["sharded"], tmp_path / "c"
     assert_same(*whole)
