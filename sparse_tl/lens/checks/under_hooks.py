@@ -13,7 +13,6 @@ overwrite the stream do not: an edge then carries something other than what its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.sums import rebuilt_reads
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import hooks_besides
+from sparse_tl.lens.core.attaching import gate_hooks, hooks_besides
 from sparse_tl.lens.core.modes import evaluation_mode
 from sparse_tl.lens.core.points import Model
 from sparse_tl.lens.core.rounding import excess, precise, tolerance
@@ -51,8 +50,7 @@ def check_sums_under_hooks(
     Raises:
         ValueError: it is not; the message names the value that a hook changes.
     """
-    core: Any = adapter.core
-    hooks = hooks_besides(adapter, getattr(core, "_sparse_tl_wrapped", frozenset()))
+    hooks = hooks_besides(adapter, gate_hooks(adapter))
     if hooks and _held.get(adapter.model) != hooks:
         if tokens is None:
             tokens = torch.arange(min(LENGTH, adapter.n_ctx), device=adapter.device)[None]

@@ -207,6 +207,12 @@ def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
     return frozenset(found - known)
 
 
+def gate_hooks(adapter: Adapter) -> Set[int]:
+    """The ids of the hooks of a `SparseTransformer` that wraps the model."""
+    core: Any = adapter.core
+    return getattr(core, "_sparse_tl_wrapped", frozenset())
+
+
 def _of_transformers(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.")
 

@@ -26,7 +26,14 @@ from torch.utils.hooks import RemovableHandle
 
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Hook, Order, attached, hooks_besides, others_off
+from sparse_tl.lens.core.attaching import (
+    Hook,
+    Order,
+    attached,
+    gate_hooks,
+    hooks_besides,
+    others_off,
+)
 from sparse_tl.lens.core.points import Model, Slot
 from sparse_tl.lens.core.rounding import excess
 from sparse_tl.lens.core.shortcuts import hooked, repeated
@@ -186,9 +193,7 @@ def _saves(mask: Bool[Tensor, "batch pos"], computed: int, weights: int, values:
 
 def seen_by_hooks(adapter: Adapter, own: Set[int] = frozenset()) -> bool:
     """Whether hooks might see what a pass skips or repeats: any but those of gates, and `own`."""
-    core: Any = adapter.core
-    gates: Set[int] = getattr(core, "_sparse_tl_wrapped", frozenset())
-    return bool(hooks_besides(adapter, gates | own))
+    return bool(hooks_besides(adapter, gate_hooks(adapter) | own))
 
 
 def _body(block: Any, kind: str) -> list[nn.Module]:
