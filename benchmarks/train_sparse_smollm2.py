@@ -24,8 +24,6 @@ from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows
 
 TASKS = ("ioi", "ioi_long", "greater_than", "docstring", "induction", "capitals")
-PROMPTS = 1000
-"""Prompts of each task, of which some are held out."""
 
 
 def main() -> None:
@@ -35,8 +33,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")
-    parser.add_argument("--prompts", type=int, default=2, help="of each task in a step")
-    parser.add_argument("--held-out", type=int, default=5, help="windows that select, of each text")
+    parser.add_argument("--prompts", type=int, default=1000, help="of each task")
+    parser.add_argument("--own-step", type=int, default=1, help="own windows in a step")
+    parser.add_argument("--text-step", type=int, default=1, help="windows of each text in a step")
+    parser.add_argument("--task-step", type=int, default=2, help="prompts of each task in a step")
+    parser.add_argument("--text-held-out", type=int, default=5, help="windows that select, by text")
+    parser.add_argument("--task-held-out", type=int, default=12, help="prompts that do, by task")
     parser.add_argument("--steps", type=int, default=460)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--gate-learning-rate", type=float, default=1e-3)
@@ -56,13 +58,13 @@ def main() -> None:
 
     file = args.out / "own.safetensors"
     own = sampled_windows(dense, args.own_windows, args.window, save_to=file)
-    add("own", own, args.held_out, 1)
+    add("own", own, args.text_held_out, args.own_step)
     for file in args.text:
         rows = text_rows(read_documents(file), dense.tokenizer, args.window, limit=args.windows)
-        add(file.stem, rows, args.held_out, 1)
+        add(file.stem, rows, args.text_held_out, args.text_step)
     for name in TASKS:
-        rows = TASKS_BY_NAME[name].pairs(sparse, PROMPTS, seed=7).answer_rows()
-        add(name, rows, 12, args.prompts)
+        rows = TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7).answer_rows()
+        add(name, rows, args.task_held_out, args.task_step)
     outcome = post_train(
         sparse,
         streams,

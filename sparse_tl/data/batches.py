@@ -15,13 +15,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, checked
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.calls.wording import shown
 from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
 
-PASS = 100
+PASS = SizeByDevice(cpu=100, elsewhere=2**13)
 """Number of tokens that cost as much as the overhead of a pass, for SmolLM2-135M on one core."""
 
 
@@ -219,12 +220,12 @@ class TokenBatch(Rows):
         columns = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
         ends = (columns * self.attention_mask.bool()).amax(dim=1)
         order = ends.argsort(stable=True)
-        rows, done = self.select(order), 0
+        rows, done, worth = self.select(order), 0, PASS.on(ends.device)
         groups: list[tuple[int, int, int]] = []  # where the rows start and stop, and their width
         for piece in rows.split(math.ceil(len(self) / parts)):
             start, done = done, done + len(piece)
             width = int(ends[order[done - 1]])
-            if groups and (start - groups[-1][0]) * (width - groups[-1][2]) <= PASS:
+            if groups and (start - groups[-1][0]) * (width - groups[-1][2]) <= worth:
                 start, *_ = groups.pop()
             groups.append((start, done, width))
         return [rows.select(slice(start, stop))._columns(0, width) for start, stop, width in groups]

@@ -20,10 +20,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data.batches import log_probabilities
 
-LOGITS_PER_CHUNK = 2**19
-"""Logits per chunk of labels, whose intermediate values fit into the cache."""
+LOGITS_PER_CHUNK = SizeByDevice(cpu=2**19, elsewhere=2**25)
+"""Logits per chunk of labels; on a CPU, its intermediate values fit into the cache."""
 
 
 def distilled(
@@ -65,7 +66,7 @@ def losses_and_divergences(
 
 
 def _chunks(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
-    size = max(1, LOGITS_PER_CHUNK // logits.shape[1])
+    size = max(1, LOGITS_PER_CHUNK.on(logits.device) // logits.shape[1])
     return (slice(start, start + size) for start in range(0, max(1, len(logits)), size))
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -21,8 +22,9 @@ from sparse_tl.training.distillation import losses_and_divergences
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference, under_gates
 
-LOGITS_PER_PASS = 2**26
-"""Maximum number of logits in one forward pass: 256 MiB in float32, and a few copies of them."""
+LOGITS_PER_PASS = SizeByDevice(cpu=2**26, elsewhere=2**28)
+"""Maximum number of logits in one forward pass, of which there are a few copies: 256 MiB each in
+float32 on a CPU."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,13 +124,14 @@ def evaluate_held_out(
     adapter = adapt(model)
     examples.check_on_ranks()
     check_rows(adapter, examples)
-    fitting = LOGITS_PER_PASS // (examples.tokens.shape[1] * adapter.d_vocab_out)
+    most = LOGITS_PER_PASS.on(adapter.device)
+    fitting = most // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part
         for piece in examples.split(
             batch_size or max(1, min(256, fitting, ranks.largest_share(len(examples))))
         )
-        for part in piece.by_length()
+        for part in piece.to(adapter.device).by_length()
     ]
     if dense is not None and not isinstance(dense, DensePredictions):
         dense = DensePredictions(dense)
@@ -143,7 +146,6 @@ def evaluate_held_out(
         sharded = shards.has_sharded_weights(wrapped)
         n_extra = ranks.largest_share(len(pieces)) - len(share) if sharded else 0
         for batch in share + pieces[:n_extra]:
-            batch = batch.to(wrapped.gates.bias.device)
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(
                     batch.tokens,

@@ -14,6 +14,7 @@ from oracle import slow_scores
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods import contraction, gradient_passes
 from sparse_tl.circuits.methods.gradient_passes import Method
@@ -79,7 +80,9 @@ def test_small_batches_share_passes(
     found, seen = [], []
     model.unembed.__dict__["forward"] = counted
     for at_once in (1, 3, 9):
-        monkeypatch.setattr(gradient_passes, "TOKENS_AT_ONCE", at_once * pairs.clean.numel())
+        monkeypatch.setattr(
+            gradient_passes, "TOKENS_AT_ONCE", SizeByDevice(at_once * pairs.clean.numel(), 1)
+        )
         for steps in (1, 5):
             rows.clear()
             found.append(attribute(model, pairs, logit_difference, steps=steps).values)
@@ -118,7 +121,7 @@ def test_a_few_places_at_a_time(
         return written
 
     one_place = adapt(model).d_model * len(adapt(model).graph.sources)
-    monkeypatch.setitem(contraction.WRITES_AT_ONCE, "cpu", 2 * one_place)
+    monkeypatch.setattr(contraction, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
     monkeypatch.setattr(contraction, "source_outputs", noted)
     torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
     assert max(sizes) == 2 * one_place

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
 from sparse_tl.gates.sparse.by_blocks import attention_by_blocks
@@ -29,7 +30,7 @@ N_PROMPTS, LENGTH = 3, 24
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 5)
-    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 150)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", SizeByDevice(150, 1))
 
 
 def _tokens() -> Tensor:
@@ -149,7 +150,7 @@ def test_both_passes_draw_the_same_noise(
         monkeypatch.setattr(
             module, "logistic_noise", lambda logits, _: next(layers).view_as(logits)
         )
-    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", 2**20)
+    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", SizeByDevice(2**20, 1))
     _compare(found, _step(sparse, LENGTH + 1, noise=0.7))
 
 
@@ -161,7 +162,7 @@ def test_the_sampled_loss_has_the_gradient_of_finite_differences(
 ) -> None:
     """With fixed noise; so hot, the straight-through gradient of a binary gate is 0, as its own."""
     monkeypatch.setattr(deferred, "LONG", LENGTH)
-    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 2**20)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", SizeByDevice(2**20, 1))
     model = Subject("mistral").build("float64")
     sparse = SparseTransformer(model, initial_bias=0.3, distribution=rule)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sparse_tl import SparseTransformer
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.sparse import blockwise
 from sparse_tl.lens import boot, deferred
 
@@ -111,7 +112,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "by blocks":
         monkeypatch.setattr(deferred, "LONG", LENGTH)
         monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 5)
-        monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 150)
+        monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", SizeByDevice(150, 1))
     return request.param
 
 

@@ -17,6 +17,7 @@ from small_models import random_model
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import HardConcreteGate, ScoreGates, ShareGates
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.sparse import blockwise
@@ -178,7 +179,7 @@ def test_shares_that_underflow_have_finite_gradients() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_long_prompts_by_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 5)
-    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 150)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", SizeByDevice(150, 1))
     sparse, found = _share(name), []
     mask = (torch.arange(24) < torch.tensor([24, 17, 3])[:, None]).long()
     for long in (25, 24):

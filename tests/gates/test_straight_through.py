@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import BernoulliGate, with_pressure
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.sparse import straight_through
@@ -69,7 +70,7 @@ def _composed(
 def test_values_counts_and_gradients(
     monkeypatch: pytest.MonkeyPatch, mask: str, costly: bool, noise: float, at_once: int
 ) -> None:
-    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", at_once)
+    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", SizeByDevice(at_once, 1))
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     cost = draw(2, 1, 7) if costly else None

@@ -7,6 +7,7 @@ import torch
 from finite_differences import derivative
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.training import distillation
 from sparse_tl.training.distillation import distilled, losses_and_divergences
 
@@ -15,7 +16,7 @@ N_LABELS, VOCABULARY, SHARE = 7, 11, 0.3
 
 @pytest.fixture(params=[1, 2 * VOCABULARY, 2**19], ids=["one label", "two labels", "all labels"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "LOGITS_PER_CHUNK", request.param)
+    monkeypatch.setattr(distillation, "LOGITS_PER_CHUNK", SizeByDevice(request.param, 1))
 
 
 def _drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits.methods.read_gradients import Places, ReadGradients
 from sparse_tl.lens import source_outputs
 from sparse_tl.parts.graph import Node
 
-WRITES_AT_ONCE = {"cpu": 2**23}
-"""Maximum number of values that all sources write, in d_model dimensions, held at one time, by type
-of device. On a CPU it is 32 MB in float32: C libraries return larger blocks to the system, which
-then takes longer to provide them again than to compute what they hold."""
-WRITES_ELSEWHERE = 2**26
-"""The same on other devices, where fewer and larger products are faster."""
+WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
+"""Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
+CPU it is 32 MB in float32: C libraries return larger blocks to the system, which then takes longer
+to provide them again than to compute what they hold."""
 READS_AT_ONCE = 64
 """Maximum number of destinations in one matrix product, if they are of several layers."""
 
@@ -47,7 +46,7 @@ def contract(
         rows: sources to score.
     """
     graph, flat = back.adapter.graph, groups.flatten()
-    most = WRITES_AT_ONCE.get(flat.device.type, WRITES_ELSEWHERE)
+    most = WRITES_AT_ONCE.on(flat.device)
     at_once = max(1, most // (len(graph.sources) * back.adapter.d_model))
     in_order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
     for some in in_order.split(at_once) if len(in_order) else ():

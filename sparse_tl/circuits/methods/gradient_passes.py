@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
@@ -33,8 +34,8 @@ from sparse_tl.parallel import ranks
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 
-TOKENS_AT_ONCE = 768
-"""Maximum number of tokens in a pass of several steps, so that activations stay in CPU caches."""
+TOKENS_AT_ONCE = SizeByDevice(cpu=768, elsewhere=2**13)
+"""Maximum number of tokens in a pass of several steps; a CPU keeps their activations in caches."""
 
 
 class AttributionPlan:
@@ -142,7 +143,8 @@ class AttributionPlan:
         del one  # frees the autograd graph before the next pass
         first = self.steps if single else self.steps - 1  # the clean pass is done
         # Hooks may fit one copy of the prompts only.
-        n = 1 if seen_by_hooks(self.adapter) else max(1, TOKENS_AT_ONCE // batch.clean.numel())
+        most = TOKENS_AT_ONCE.on(self.adapter.device)
+        n = 1 if seen_by_hooks(self.adapter) else max(1, most // batch.clean.numel())
         for name in self._interpolated:
             for last in range(first, 0, -n):
                 some = range(last, max(last - n, 0), -1)

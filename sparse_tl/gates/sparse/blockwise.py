@@ -76,7 +76,8 @@ class GatedAttention:
         for first in range(0, n_queries, QUERIES_AT_ONCE):
             queries = slice(first, min(first + QUERIES_AT_ONCE, n_queries))
             keys = self.mask.keys_allowed(queries, (n_queries, k.shape[-1]), q.device)
-            rows = max(1, EDGES_AT_ONCE // ((queries.stop - first) * (keys.stop - keys.start)))
+            n_edges = (queries.stop - first) * (keys.stop - keys.start)
+            rows = max(1, EDGES_AT_ONCE.on(q.device) // n_edges)
             heads = min(rows, n_heads)
             for prompts in _slices(n_prompts, max(1, rows // n_heads)):
                 for some in _slices(n_heads, heads):

@@ -28,11 +28,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import logistic_noise
 from sparse_tl.gates.passes import Counted, GateSettings
 from sparse_tl.gates.sparse.layer_counts import open_edges, possible_edges
 
-EDGES_AT_ONCE = 2**20
+EDGES_AT_ONCE = SizeByDevice(cpu=2**20, elsewhere=2**24)
 """Number of edges whose intermediate values are held at one time."""
 _STEEPEST = 80.0
 """Largest query term whose exponential is taken; that of 89 overflows in float32."""
@@ -175,7 +176,7 @@ def _flat(values: Tensor) -> Tensor:
 def _pieces(pattern: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
     """A few prompts and heads at a time: their slice of the flattened axes, and the heads."""
     n_prompts, n_heads, *edges = pattern.shape
-    size = max(1, EDGES_AT_ONCE // max(1, edges[0] * edges[1]))
+    size = max(1, EDGES_AT_ONCE.on(pattern.device) // max(1, edges[0] * edges[1]))
     for start in range(0, n_prompts * n_heads, size):
         stop = min(start + size, n_prompts * n_heads)
         yield slice(start, stop), torch.arange(start, stop, device=pattern.device) % n_heads
