@@ -30,6 +30,7 @@ def main() -> None:
     """Continue post-training, and write the sparse model as a folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--adapters", type=Path, default=SHIPPED / "smollm2" / "sparse")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")
@@ -47,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     dense = load_language_model()
     base = adapt(dense).copy()
-    sparse = SparseTransformer.from_pretrained(SHIPPED / "smollm2" / "sparse", base=base)
+    sparse = SparseTransformer.from_pretrained(args.adapters, base=base)
     args.out.mkdir(parents=True, exist_ok=True)
     streams, validation = dict[str, ShuffledStream](), dict[str, TokenBatch]()
 
@@ -77,6 +78,7 @@ def main() -> None:
         checkpoint=args.out / "checkpoint",
     )
     print(outcome)
+    print(sparse.save_pretrained(args.out / "adapters", adapters_only=True))
     merge_lora(sparse.model)
     print(sparse.save_pretrained(args.out / "sparse"))
 

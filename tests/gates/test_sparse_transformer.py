@@ -1,16 +1,19 @@
 """The wrapper: open gates are the model, closed gates are formulas, nothing is left behind."""
 
 import copy
+import inspect
 from collections.abc import Callable
 
 import pytest
 import torch
 from finite_differences import derivative
 from tiny import HAS_HOOKED
+from typing_extensions import get_protocol_members
 
 from sparse_tl import SparseTransformer
+from sparse_tl.data.prompts import ModelWithTokenizer
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, ScoreGates
-from sparse_tl.lens import Model, read_parameters
+from sparse_tl.lens import HookedModel, Model, read_parameters
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
 
@@ -42,6 +45,15 @@ def test_open_gates_are_the_model_bit_for_bit(build_tiny, tokens, kind):
     sparse.gates.bias.data.fill_(1e4)
     assert torch.equal(sparse(tokens), dense)
     assert sparse.count_attention_edges(tokens).active_share == 1.0
+
+
+def test_a_wrapper_is_a_model_to_every_python(build_tiny):
+    """From 3.12 on, `isinstance` with a protocol ignores what `__getattr__` provides."""
+    sparse = SparseTransformer(build_tiny("plain"))
+    for protocol in (HookedModel, ModelWithTokenizer):
+        assert isinstance(sparse, protocol)
+        for name in get_protocol_members(protocol):
+            inspect.getattr_static(sparse, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -58,10 +58,7 @@ class SparseTransformer(nn.Module):
     model: Model
     gates: AttentionGates
     mlp_gates: MLPGates | None
-    cfg: Any  # this and the next are looked up on the model
-    hook_dict: dict[str, Any]
-    tokenizer: Any
-    to_tokens: Any
+    hook_dict: dict[str, Any]  # looked up on the model
 
     def __init__(
         self,
@@ -91,6 +88,14 @@ class SparseTransformer(nn.Module):
         except BaseException:  # such as Ctrl-C: no caller could unwrap the model
             self.unwrap()
             raise
+
+    # From Python 3.12 on, `isinstance` with a protocol ignores what `__getattr__` provides.
+    cfg = property(lambda self: self.model.cfg, doc="The model's configuration.")
+    tokenizer = property(lambda self: self.model.tokenizer, doc="The model's tokenizer.")
+
+    def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `to_tokens`."""
+        return self.model.to_tokens(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; takes and returns what the model does."""
