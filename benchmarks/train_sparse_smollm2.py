@@ -31,7 +31,8 @@ def main() -> None:
     """Continue post-training, and write the sparse model as a folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--adapters", type=Path, default=SHIPPED / "smollm2" / "sparse")
+    shipped = SHIPPED / "smollm2" / "sparse"
+    parser.add_argument("--adapters", type=Path, default=shipped, help="folder to continue from")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")

@@ -23,7 +23,8 @@ from sparse_tl.storage.files import digest
 Kind = TypeVar("Kind", bound="Rows")
 
 PASS = SizeByDevice(cpu=100, elsewhere=2**13)
-"""Number of tokens that cost as much as the overhead of a pass, for SmolLM2-135M on one core."""
+"""Number of tokens that cost as much as the overhead of a pass: for SmolLM2-135M on one core, and
+estimated on an H200, where starting the operations of a pass takes most of its time."""
 
 
 class Rows:
@@ -220,12 +221,12 @@ class TokenBatch(Rows):
         columns = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
         ends = (columns * self.attention_mask.bool()).amax(dim=1)
         order = ends.argsort(stable=True)
-        rows, done, worth = self.select(order), 0, PASS.on(ends.device)
+        rows, done, pass_cost = self.select(order), 0, PASS.on(ends.device)
         groups: list[tuple[int, int, int]] = []  # where the rows start and stop, and their width
         for piece in rows.split(math.ceil(len(self) / parts)):
             start, done = done, done + len(piece)
             width = int(ends[order[done - 1]])
-            if groups and (start - groups[-1][0]) * (width - groups[-1][2]) <= worth:
+            if groups and (start - groups[-1][0]) * (width - groups[-1][2]) <= pass_cost:
                 start, *_ = groups.pop()
             groups.append((start, done, width))
         return [rows.select(slice(start, stop))._columns(0, width) for start, stop, width in groups]
