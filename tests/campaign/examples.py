@@ -26,7 +26,7 @@ OF_OTHERS |= {"check", "keeps_all", "sources", "of_stream", "read_logits"}
 OF_OTHERS |= {"words", "describe"}
 OF_OTHERS |= {"set_state", "load_state"}
 """What ipywidgets and checkpoints call."""
-OF_OTHERS |= {"generate"}
+OF_OTHERS |= {"generate", "to_tokens"}
 """What takes TransformerLens's arguments alone."""
 
 
