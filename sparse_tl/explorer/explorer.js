@@ -138,7 +138,7 @@ function render({ model, el }) {
       onState,
       onEdges: (panel, edges) => request({ action: "edges", panel, edges }),
     });
-    if (scrolled !== undefined) figure.querySelector(".canvas").scrollLeft = scrolled;
+    if (scrolled) figure.querySelector(".canvas").scrollLeft = scrolled;
     drawPositions();
     if (focused) diagram.querySelector(focused)?.focus({ preventScroll: true });
   }

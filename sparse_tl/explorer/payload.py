@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ MAX_KEYS = 48
 
 def figure_payload(figure: CircuitDiagram) -> dict[str, str]:
     """A diagram, with its data as text, since ipywidgets visits every item of a list."""
-    return {"svg": figure.svg, "json": json.dumps(figure.data)}
+    return {"svg": figure.svg, "json": figure.json}
 
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:

@@ -37,24 +37,24 @@ def test_a_view_shows_the_gated_patterns(models, panel):
 
 def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
     masked = circuit_diagram(models, PROMPT)
-    assert masked.data["targets"] == tuple((column, column) for column in range(6, 11))
+    assert masked.data["targets"] == [[column, column] for column in range(6, 11)]
     assert masked.data["state"]["target"] == 4  # the last one
     chosen = circuit_diagram(models, PROMPT, position=7)
     assert chosen.data["targets"] == masked.data["targets"]
     assert chosen.data["state"]["target"] == 1
     assert circuit_diagram(models, PROMPT, position=-4).svg == chosen.svg
     known = circuit_diagram(models, "36+28=00", positions=[-1, 3], position=-1)
-    assert known.data["targets"] == ((8, 7), (3, 2)) and known.data["state"]["target"] == 0
+    assert known.data["targets"] == [[8, 7], [3, 2]] and known.data["state"]["target"] == 0
     known = circuit_diagram(models, "36+28=00", position=3)
-    assert known.data["targets"] == tuple((column, column - 1) for column in range(1, 9))
+    assert known.data["targets"] == [[column, column - 1] for column in range(1, 9)]
     assert known.data["state"]["target"] == 2
     unmasked = circuit_diagram(models, PROMPT, position=3)  # also predicted, from the left
-    assert unmasked.data["targets"] == ((3, 2), *masked.data["targets"])
+    assert unmasked.data["targets"] == [[3, 2], *masked.data["targets"]]
     one = circuit_diagram(models, PROMPT, positions=[7])
     for panel, whole in zip(one.data["panels"], masked.data["panels"], strict=True):
         assert panel["output"] == whole["output"]
     some = circuit_diagram(models, PROMPT, positions=[-1, 7], position=7)
-    assert some.data["targets"] == ((10, 10), (7, 7)) and some.data["state"]["target"] == 1
+    assert some.data["targets"] == [[10, 10], [7, 7]] and some.data["state"]["target"] == 1
 
 
 def test_one_model_needs_no_title(models):
@@ -73,7 +73,7 @@ def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch)
     attention = circuit_diagram(dense, "36+28=00")
     assert attention.data["panels"][0]["scores"] == {} and len(attention.data["targets"]) == 8
     one = circuit_diagram(dense, "36+28=00", weight="first-order", position=3)
-    assert one.data["targets"] == ((3, 2),)
+    assert one.data["targets"] == [[3, 2]]
     asked = circuit_diagram(dense, "36+28=00", weight="first-order", positions=range(1, 9))
     assert len(asked.data["panels"][0]["scores"]["first-order"]["rows"]) == 8
 
@@ -81,7 +81,7 @@ def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch)
 def test_small_prompts_and_empty_circuits(build_tiny):
     model, tokens = build_tiny(), torch.tensor([3])
     one = circuit_diagram({"m": model}, tokens, labels=["a"])
-    assert one.data["targets"] == ((1, 0),) and one.data["panels"][0]["input"] == ["a", "?"]
+    assert one.data["targets"] == [[1, 0]] and one.data["panels"][0]["input"] == ["a", "?"]
     closed = SparseTransformer(build_tiny(), initial_bias=-1e4)
     for weight in ("attention", "effect", "first-order"):
         empty = circuit_diagram({"m": closed}, torch.tensor([3, 4]), weight=weight)

@@ -42,7 +42,7 @@ def caption_counts(svg: str) -> list[int]:
 
 def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
     expected = figures.circuit_diagram(models, PROMPT, positions=range(6, 11))
-    assert explorer._figure == {"svg": expected.svg, "json": json.dumps(expected.data)}
+    assert explorer._figure == {"svg": expected.svg, "json": expected.json}
     assert str(explorer.figure()) == str(expected)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.plots.diagrams.attention_svg import draw_attention
-from sparse_tl.plots.page.interactive_html import interactive_html, read_assets
+from sparse_tl.plots.page.interactive_html import interactive_html, read_assets, script_json
 from sparse_tl.plots.page.palette import ATTENTION, BACKGROUND, FONT_FAMILY, INK
 from sparse_tl.plots.page.rendering import SelfContainedFigure
 from sparse_tl.plots.page.token_text import visible_text
@@ -29,8 +29,13 @@ class AttentionView(SelfContainedFigure):
     """Attention patterns as a figure that displays in notebooks and can be saved to files."""
 
     def __init__(self, html: str, svg: str, title: str, heads: Sequence[str]) -> None:
-        super().__init__(html, svg, title)
+        super().__init__(svg, title)
         self.heads = tuple(heads)
+        self._html = html
+
+    @property
+    def light_html(self) -> str:
+        return self._html
 
     def __repr__(self) -> str:
         shown = ", ".join(self.heads[:3])
@@ -109,7 +114,7 @@ def _html(svg: str, weights: Tensor, texts: Sequence[str], heads: Sequence[str])
     )
     script = f"{_circuitsvis()}\n{read_assets('attention_view.js')}"
     attributes = f'class="sparse-tl-attention" style="{style}"'
-    return interactive_html(attributes, content, script, properties)
+    return interactive_html(attributes, content, script, script_json(properties))
 
 
 @cache

@@ -31,8 +31,8 @@ from sparse_tl.plots.diagrams.rounded_graph import (
 )
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.figure_frame import Surround
-from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING, PanelFigure
-from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING, PanelFigure, script_json
+from sparse_tl.plots.page.javascript import first_view
 from sparse_tl.plots.page.token_text import shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -100,8 +100,8 @@ def circuit_diagram(
     layout = lay_out(list(panels.values()), surround)
     limit = threshold_steps(threshold)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    data = _script_data(rounded, layout, state)
-    views = run_script(CIRCUIT_DRAWING, "firstView", data)
+    data = script_json(_script_data(rounded, layout, state))
+    views = first_view(CIRCUIT_DRAWING, data)
     drawn = list(zip(panels.values(), views, strict=True))
     svg = draw_svg(drawn, layout, surround, target=target, weight=weight)
     return CircuitDiagram(svg, data, surround)
@@ -219,10 +219,11 @@ def _listed(
     in the flat tensor; and, if some are estimates, whether each is exact."""
     indices = (values.abs().round() >= floor).flatten().nonzero().squeeze(1)
     steps = indices.diff(prepend=torch.zeros(1, dtype=indices.dtype))
-    weights: list[float] = values.flatten()[indices].tolist()
-    if values.is_floating_point():
-        weights = [float(f"{weight:.4g}") for weight in weights]
-    listed: dict[str, list[Any]] = {"steps": steps.tolist(), "values": weights}
+    weights = values.flatten()[indices]
+    if weights.is_floating_point():
+        digits = 10.0 ** (3 - weights.abs().log10().floor())
+        weights = (weights * digits).round() / digits
+    listed: dict[str, list[Any]] = {"steps": steps.tolist(), "values": weights.tolist()}
     if exact is not None and not bool(exact.all()):
         listed["exact"] = exact.flatten()[indices].int().tolist()
     return listed

@@ -39,8 +39,8 @@ from sparse_tl.plots.diagrams.component_data import (
 from sparse_tl.plots.diagrams.component_style import COLOURS
 from sparse_tl.plots.diagrams.neuron_lists import Neurons, neuron_lists
 from sparse_tl.plots.page.figure_frame import Surround, svg_start
-from sparse_tl.plots.page.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure
-from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure, script_json
+from sparse_tl.plots.page.javascript import first_view
 from sparse_tl.plots.page.palette import MARKS
 from sparse_tl.plots.page.token_text import visible_text
 from sparse_tl.plots.panels.head_map import marked_heads
@@ -170,10 +170,11 @@ def component_diagram(
         "colours": COLOURS,
         "neurons": neuron_lists(neurons, graphs),
     }
-    width, height, content = run_script(COMPONENT_DRAWING, "firstView", data, WIDTH)
+    json = script_json(data)
+    width, height, content = first_view(COMPONENT_DRAWING, json, WIDTH)
     surround = Surround(tuple(panels), title, transition)
     svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
-    return ComponentDiagram(svg, data, surround)
+    return ComponentDiagram(svg, json, surround)
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:

@@ -107,7 +107,8 @@ function start(root, data, live) {
   }
 
   function drawAll() {
-    if (root.dataset.target !== String(state.target)) reveal();
+    const { target = `${state.target}` } = root.dataset;
+    if (target !== `${state.target}`) reveal();
     hideTip(root, panels);
     panels.forEach(draw);
     svg.querySelector("[data-legend=negative]")

@@ -9,22 +9,25 @@ function followScrolling(svg, names, between) {
   let known = 0;
 
   function reveal() {
-    known = canvas.clientWidth;
     const [left, right] = between().map((x) => x * scale());
-    canvas.scrollLeft = Math.min(left, Math.max(canvas.scrollLeft, right - known));
+    canvas.scrollLeft = Math.min(left, Math.max(canvas.scrollLeft, right - canvas.clientWidth));
     moveNames();
   }
 
   function moveNames() {
     const start = canvas.scrollLeft / scale() + MARGIN;
     for (const name of names) {
-      const x = Math.max(0, start - name.getBBox().x);
-      setAttributes(name, { transform: canvas.scrollLeft ? `translate(${x} 0)` : null });
+      const x = canvas.scrollLeft && Math.max(0, start - name.getBBox().x);
+      setAttributes(name, { transform: x ? `translate(${x} 0)` : null });
     }
   }
 
   canvas.addEventListener("scroll", moveNames);
-  new ResizeObserver(() => { if (canvas.clientWidth !== known) reveal(); }).observe(canvas);
-  if (canvas.clientWidth) reveal();
+  // First called after layout: reading sizes here would force another. A redrawn figure stays scrolled.
+  new ResizeObserver(() => {
+    const keep = !known && canvas.scrollLeft;
+    if (known === (known = canvas.clientWidth)) return;
+    (keep ? moveNames : reveal)();
+  }).observe(canvas);
   return reveal;
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -32,31 +31,39 @@ class PanelFigure(SelfContainedFigure):
 
     Args:
         svg: static figure.
-        data: data for its script.
+        json: data for its script, from `script_json`.
         surround: title and arrows around the panels.
     """
 
     scripts: tuple[str, ...]
     styles: tuple[str, ...] = (STYLE,)
 
-    def __init__(self, svg: str, data: Mapping[str, Any], surround: Surround) -> None:
+    def __init__(self, svg: str, json: str, surround: Surround) -> None:
+        super().__init__(svg, shorten(visible_text(surround.title or "Circuit diagram")))
+        self.panel_names = surround.names
+        self.json = json
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data for the script."""
+        return json.loads(self.json)
+
+    @property
+    def light_html(self) -> str:
         content = (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'
-            f'<div class="canvas">\n{svg}\n</div>\n'
+            f'<div class="canvas">\n{self.light_svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
         script = read_assets("interactive_figure.js", *self.scripts)
-        html = interactive_html('class="sparse-tl-circuit"', content, script, data)
-        super().__init__(html, svg, shorten(visible_text(surround.title or "Circuit diagram")))
-        self.panel_names = surround.names
-        self.data = data
+        return interactive_html('class="sparse-tl-circuit"', content, script, self.json)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
 
 
-def interactive_html(attributes: str, content: str, script: str, data: Mapping[str, Any]) -> str:
+def interactive_html(attributes: str, content: str, script: str, data: str) -> str:
     """A figure as an HTML fragment, which shows static content if scripts do not run.
 
     Args:
@@ -64,16 +71,15 @@ def interactive_html(attributes: str, content: str, script: str, data: Mapping[s
         content: content of that element.
         script: JavaScript that defines the function ``start(root, data)``, which makes a copy of
             the figure interactive.
-        data: data for the script.
+        data: data for the script, from `script_json`.
     """
-    payload = script_json(data)
     # The same figure always has the same id, and the script starts every copy on the page that is
     # not running yet, so a figure can be shown twice.
-    digest = hashlib.sha256((content + payload).encode()).hexdigest()[:12]
+    digest = hashlib.sha256((content + data).encode()).hexdigest()[:12]
     return (
         f'<div {attributes} data-figure="{digest}">\n{content}\n</div>\n'
         f"<script>\n(() => {{\n{read_assets('start_figures.js')}\n{script}\n"
-        f'startFigures("{digest}", start, {payload});\n'
+        f'startFigures("{digest}", start, {data});\n'
         f"}})();\n</script>"
     )
 

@@ -31,6 +31,19 @@ def check_address_space() -> None:
         )
 
 
+def first_view(names: Sequence[str], data: str, *options: Any) -> Any:
+    """The value of ``firstView(data, ...options)`` of these scripts, as in `run_script`.
+
+    Args:
+        names: file names of the scripts, in this package.
+        data: the function's first argument, as JSON.
+        options: further arguments, of JSON types.
+    """
+    # V8 parses a JSON text faster than the literals that `MiniRacer.call` makes of arguments.
+    function = "((json, ...options) => firstView(JSON.parse(json), ...options))"
+    return run_script(names, function, data, *options)
+
+
 def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
     """Call a JavaScript function in V8, without page, files or network.
 

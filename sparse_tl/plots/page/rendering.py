@@ -136,18 +136,13 @@ class SelfContainedFigure(Figure, RenderedHTML):
     single one contains everything.
 
     Args:
-        html: HTML fragment with every tag closed, which also works without JavaScript.
-        svg: the same figure as a static SVG element.
+        svg: the figure as a static SVG element.
         title: title of the page, when saved as HTML.
     """
 
-    def __init__(self, html: str, svg: str, title: str) -> None:
+    def __init__(self, svg: str, title: str) -> None:
         super().__init__(title)
-        self._html, self._svg = html, svg
-
-    @property
-    def light_html(self) -> str:
-        return self._html
+        self._svg = svg
 
     @property
     def light_svg(self) -> str:

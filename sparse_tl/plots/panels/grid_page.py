@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from html import unescape
 from typing import Any
 
-from sparse_tl.plots.page.interactive_html import STYLE, interactive_html, read_assets
+from sparse_tl.plots.page.interactive_html import STYLE, interactive_html, read_assets, script_json
 
 _REACH = 12.0
 """Distance in pixels from a point of a line within which its tooltip is shown."""
@@ -39,7 +39,7 @@ def page_html(drawn: Any, svg: str) -> str:
     script = read_assets("interactive_figure.js", "grid_page.js")
     # Tooltips may be wider than the figure.
     attributes = 'class="sparse-tl-circuit" style="max-width: none"'
-    return interactive_html(attributes, content, script, {"targets": targets})
+    return interactive_html(attributes, content, script, script_json({"targets": targets}))
 
 
 def _targets(layout: Any, trace: Any) -> Iterator[Target]:
