@@ -107,8 +107,8 @@ function start(root, data, live) {
   }
 
   function drawAll() {
-    const { target = `${state.target}` } = root.dataset;
-    if (target !== `${state.target}`) reveal();
+    const { target } = root.dataset; // undefined at first, before layout
+    if (target && target !== String(state.target)) reveal();
     hideTip(root, panels);
     panels.forEach(draw);
     svg.querySelector("[data-legend=negative]")

@@ -25,9 +25,9 @@ function followScrolling(svg, names, between) {
   canvas.addEventListener("scroll", moveNames);
   // First called after layout: reading sizes here would force another. A redrawn figure stays scrolled.
   new ResizeObserver(() => {
-    const keep = !known && canvas.scrollLeft;
-    if (known === (known = canvas.clientWidth)) return;
-    (keep ? moveNames : reveal)();
+    const before = known;
+    known = canvas.clientWidth;
+    if (known !== before) (!before && canvas.scrollLeft ? moveNames : reveal)();
   }).observe(canvas);
   return reveal;
 }
