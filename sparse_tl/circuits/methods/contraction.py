@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.circuits.methods.read_gradients import Places, ReadGradients
+from sparse_tl.circuits.methods.read_gradients import Places, ReadGradients, at_places
 from sparse_tl.lens import source_outputs
 from sparse_tl.parts.graph import Node
 
@@ -22,7 +22,7 @@ WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
 """Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
 CPU it is 32 MB in float32: C libraries return larger blocks to the system, which then takes longer
 to provide them again than to compute what they hold."""
-READS_AT_ONCE = 64
+READS_AT_ONCE = 128
 """Maximum number of destinations in one matrix product, if they are of several layers."""
 
 
@@ -49,11 +49,10 @@ def contract(
     most = WRITES_AT_ONCE.on(flat.device)
     at_once = max(1, most // (len(graph.sources) * back.adapter.d_model))
     in_order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-    for some in in_order.split(at_once) if len(in_order) else ():
-        places = some // groups.shape[1], some % groups.shape[1]
-        own = {name: change[name][places][None] for name in back.adapter.source_points()}
+    for places in in_order.split(at_once) if len(in_order) else ():
+        own = {name: at_places(change[name], places)[None] for name in back.adapter.source_points()}
         difference = source_outputs(back.adapter, own)[:, 0]
-        _contract_few(scores, back, difference, places, flat[some], rows)
+        _contract_few(scores, back, difference, places, flat[places], rows)
 
 
 def _contract_few(
@@ -83,5 +82,7 @@ def _contract_few(
         for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
             product = flat[before] @ read.flatten(1).T
             scores[group, before, start : start + len(reading)] += product.cpu().double()
-    for group, flat, read in zip(found, written, back.final[places].split(counts), strict=True):
+    for group, flat, read in zip(
+        found, written, at_places(back.final, places).split(counts), strict=True
+    ):
         scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()

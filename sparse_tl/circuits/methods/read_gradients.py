@@ -14,18 +14,24 @@ large product with V is computed once, in `ReadGradients.layer`. ``x . V g`` nee
 from __future__ import annotations
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.linalg import vecdot
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.methods.gradient_passes import GradientPass
 from sparse_tl.lens import Adapter
 
-Places = tuple[Int[Tensor, " place"], Int[Tensor, " place"]]
-"""Prompts and positions."""
+Places = Int[Tensor, " place"]
+"""Positions of a batch of prompts, as flat indices."""
 READS_AT_ONCE = 2**25
 """Maximum number of values that all destinations of a layer read, held at one time."""
+
+
+def at_places(value: Float[Tensor, "batch pos ..."], places: Places) -> Float[Tensor, "place ..."]:
+    """The values at some positions of the prompts."""
+    return value.flatten(0, 1).index_select(0, places)
 
 
 class ReadGradients:
@@ -74,7 +80,7 @@ class ReadGradients:
             found = {name: gradient / scale[..., None] for name, gradient in found.items()}
             if not one.by_relevance:
                 along = [
-                    ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
+                    vecdot(one.kept[name].detach() - self._constant(layer, slot), gradient)
                     for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
                 ]
                 coefficients = torch.cat(along, dim=-1) / x.shape[-1]
@@ -97,19 +103,19 @@ class ReadGradients:
         every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
         done, norm = 0, self.adapter.norm(layer, "attn")
         for slot, name in zip("qkv", self.adapter.destination_points(layer)[:3], strict=True):
-            flat = rearrange(self._sums[name][places], "place head d_head -> head place d_head")
+            read = at_places(self._sums[name], places).transpose(0, 1)
             weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
-            torch.bmm(flat, weight.to(flat.dtype).mT, out=out[done : done + len(flat)])
-            done += len(flat)
+            torch.bmm(read, weight.to(read.dtype).mT, out=out[done : done + len(read)])
+            done += len(read)
         if norm.weight is not None:
             out[:done] *= norm.weight
         if norm.kind == "layer":
             out[:done] -= out[:done].mean(dim=-1, keepdim=True)
         for along, x in self._along[layer]:
-            heads = rearrange(along[places], "place head -> head place 1")
-            out[:done].addcmul_(heads, x[places], value=-1)
+            heads = at_places(along, places).T[..., None]
+            out[:done].addcmul_(heads, at_places(x, places), value=-1)
         for name in self.adapter.residual_points(layer)[1:]:
-            out[done] = self._sums[name][places]
+            out[done] = at_places(self._sums[name], places)
             done += 1
         return out[:done]
 
@@ -119,17 +125,17 @@ class ReadGradients:
     ) -> Float[Tensor, "batch pos d_model"]:
         """The sum of the gradients of chosen destinations, at each place."""
         graph, d_model = self.adapter.graph, self.adapter.d_model
-        total = readers[..., -1:] * self.final
+        total = (readers[..., -1:] * self.final).flatten(0, 1)
         size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
         chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
         at_once = max(1, READS_AT_ONCE // (size * d_model))
         for layer in range(graph.n_layers):
-            for some in chosen[:, :, layer].any(dim=-1).nonzero().split(at_once):
-                places = some[:, 0], some[:, 1]
-                read = self.layer(layer, places, total.new_empty(size, len(some), d_model))
-                weights = chosen[:, :, layer][places].to(read.dtype)
-                total[places] += einsum(weights, read, "place to, to place d -> place d")
-        return total
+            weights = chosen[:, :, layer].flatten(0, 1)
+            for places in weights.any(dim=-1).nonzero()[:, 0].split(at_once):
+                read = self.layer(layer, places, total.new_empty(size, len(places), d_model))
+                weight = weights[places].to(read.dtype)
+                total[places] += einsum(weight, read, "place to, to place d -> place d")
+        return total.view_as(self.final)
 
     def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
         """The value of q, k or v for a normalised input of 0; computed in the first pass."""

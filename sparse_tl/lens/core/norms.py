@@ -61,7 +61,8 @@ class Norm:
         x = residual
         if x.dtype in HALVES:
             x = x.float()  # squares of large activations overflow in half precision
-        return (self.centred(x).pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
+        x = self.centred(x)
+        return (torch.linalg.vecdot(x, x)[..., None] / x.shape[-1] + self.eps).sqrt()
 
     def share(
         self, part: Float[Tensor, "*parts d_model"], residual: Float[Tensor, "*rows d_model"]
