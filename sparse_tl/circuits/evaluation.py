@@ -56,7 +56,7 @@ def evaluate(
         metric: metric function with one value per pair.
         circuits: one circuit or several, of edges, of edges by position, or of heads. Their spans
             must be those of `pairs`.
-        patch: patch of everything outside a circuit, as in `PairRuns`.
+        patch: patch of everything outside a circuit, as in `PatchedPairs`.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 

@@ -16,7 +16,7 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.gates.run import clean_outputs
-from sparse_tl.lens import HookedModel, adapt, check_pairs, held_between
+from sparse_tl.lens import HookedModel, Order, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
@@ -57,17 +57,72 @@ class PairBatches:
         return len(self.own)
 
 
-class PairRuns(PairBatches):
+class PatchedPairs(PairBatches):
+    """Prompt pairs in batches, with the values of a patch at some hook points.
+
+    Args:
+        model: dense or sparse model.
+        points: names of the hook points.
+        pairs: prompt pairs.
+        patch: "corrupted", the corrupted prompt's value; "mean", the mean over clean prompts at
+            each position; "resample", the value of another clean prompt of the same length, drawn
+            at random with a fixed seed; "zero", zeros; or tensors by hook point.
+        batch_size: prompt pairs per forward pass.
+        order: whether values are recorded before or after other hooks run.
+        shared: as in `PairBatches`.
+
+    Raises:
+        ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
+            differ in length, no other prompt has a prompt's length to resample from, or ranks were
+            given different pairs.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        points: Sequence[str],
+        pairs: PromptPairs,
+        patch: Patch,
+        batch_size: int,
+        *,
+        order: Order = Order.LAST,
+        shared: bool = False,
+    ) -> None:
+        needed = needs_reference(patch)
+        super().__init__(model, pairs, batch_size, shared=shared)
+        self.patch: Patch = patch
+        self._points, self._order = points, order
+        # A mean is shared by all batches; other prompts are split into batches.
+        self._patch: Patch = "corrupted" if needed else patch
+        if patch == "mean":
+            pairs.of_one_length()  # raises if they are not
+            clean = [batch.clean for batch in self.batches]
+            self._patch = mean_activations(self.adapter, clean, points, order)
+        self.others: Sequence[Tensor] = ()
+        if patch == "corrupted":
+            self.others = [batch.corrupted for batch in self.batches]
+        elif patch == "resample":
+            others = pairs.clean[_other_rows(pairs.positions.cpu())]
+            self.others = others.to(self.adapter.device).split(self.batch_size)
+
+    def values(self, index: int) -> PatchValues:
+        """The patch values for a batch."""
+        batch, other = self.batches[index], self.others[index] if self.others else None
+        read, held = read_mask(batch), None
+        if other is not None:
+            held = held_between(self.adapter, batch.clean, other, read)
+        options: dict[str, Any] = {"order": self._order, "read": read, "held": held}
+        return PatchValues(self.adapter, self._points, self._patch, other, **options)
+
+
+class PairRuns(PatchedPairs):
     """Prompt pairs to run under gates at one site, batch by batch.
 
     Args:
         model: dense or sparse model.
         site: where the gates sit.
         pairs: prompt pairs.
-        patch: patch at closed gates: "corrupted", the corrupted prompt's value; "mean", the mean
-            over clean prompts at each position; "resample", the value of another clean prompt of
-            the same length, drawn at random with a fixed seed; "zero", zeros; or tensors by hook
-            point.
+        patch: patch at closed gates, as in `PatchedPairs`.
         batch_size: prompt pairs per forward pass.
         keep: keep the runs of the first batches, with their patches and states, for searches that
             return to every batch. Those of further batches are rebuilt whenever they are needed, so
@@ -77,9 +132,7 @@ class PairRuns(PairBatches):
         shared: as in `PairBatches`.
 
     Raises:
-        ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
-            differ in length, the pairs lack the positions, no other prompt has a prompt's length to
-            resample from, or ranks were given different pairs.
+        ValueError: the pairs lack the positions, or as in `PatchedPairs`.
     """
 
     def __init__(
@@ -94,14 +147,12 @@ class PairRuns(PairBatches):
         positions: Positions | None = None,
         shared: bool = False,
     ) -> None:
-        needed = needs_reference(patch)
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
-        super().__init__(model, pairs, batch_size, shared=shared)
+        points = site.points(adapt(model))
+        super().__init__(model, points, pairs, patch, batch_size, order=site.order, shared=shared)
         self.site = site
-        self.patch: Patch = patch
         self._by_span = positions is not None
-        self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
@@ -109,18 +160,6 @@ class PairRuns(PairBatches):
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
             per_batch = self.batch_size * pairs.clean.shape[1] * per_token
             self._n_kept = max(1, STATES_AT_ONCE // per_batch)
-        # A mean is shared by all batches; other prompts are split into batches.
-        self._patch: Patch = "corrupted" if needed else patch
-        if patch == "mean":
-            pairs.of_one_length()  # raises if they are not
-            clean = [batch.clean for batch in self.batches]
-            self._patch = mean_activations(self.adapter, clean, self._points, site.order)
-        self.others: Sequence[Tensor] = ()
-        if patch == "corrupted":
-            self.others = [batch.corrupted for batch in self.batches]
-        elif patch == "resample":
-            others = pairs.clean[_other_rows(pairs.positions.cpu())]
-            self.others = others.to(self.adapter.device).split(self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index in self.own:
@@ -137,15 +176,6 @@ class PairRuns(PairBatches):
         if index < self._n_kept:
             self._runs[index] = run
         return run
-
-    def values(self, index: int) -> PatchValues:
-        """The patch values for a batch."""
-        batch, other = self.batches[index], self.others[index] if self.others else None
-        read, held = read_mask(batch), None
-        if other is not None:
-            held = held_between(self.adapter, batch.clean, other, read)
-        options: dict[str, Any] = {"order": self.site.order, "read": read, "held": held}
-        return PatchValues(self.adapter, self._points, self._patch, other, **options)
 
     @autograd(False)
     def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
@@ -194,11 +224,11 @@ def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
     """The logits of clean prompts where they are read, batch by batch; ranks share the batches."""
-    shared = PairBatches(model, pairs, batch_size, shared=True)
-    with tracked("running prompts", len(shared), progress) as step:
-        for index in shared.own:
-            batch = shared.batches[index]
-            yield batch, clean_outputs(shared.adapter, batch.clean, read_mask(batch))[1]
+    batches = PairBatches(model, pairs, batch_size, shared=True)
+    with tracked("running prompts", len(batches), progress) as step:
+        for index in batches.own:
+            batch = batches.batches[index]
+            yield batch, clean_outputs(batches.adapter, batch.clean, read_mask(batch))[1]
             step()
 
 

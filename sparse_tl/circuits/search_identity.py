@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
+from sparse_tl.lens import weights_digest
 from sparse_tl.metrics import Metric
 from sparse_tl.parts.grids import PartGrid
 from sparse_tl.storage.files import digest
-from sparse_tl.training.checkpoints import run_identity
 
 
 def search_identity(
@@ -27,5 +27,4 @@ def search_identity(
     patch = runs.patch if isinstance(runs.patch, str) else sorted(runs.patch)
     name = metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric))
     inputs = f"{pairs.digest()} {digest({'start': start})}"
-    weights = run_identity(runs.model, {})["weights"]
-    return f"{grid!r} {patch} {name} {settings} {inputs} {weights}"
+    return f"{grid!r} {patch} {name} {settings} {inputs} {weights_digest(runs.model)}"

@@ -19,12 +19,11 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.head_roles.likelihood import label_losses
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode, weights_digest
 from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.resuming import Resumable, resumed
 from sparse_tl.storage.files import digest
-from sparse_tl.training.checkpoints import run_identity
 
 ACTIVATIONS_AT_ONCE = 2**25
 """Maximum number of activations of a layer in a pass: 128 MB in float32."""
@@ -85,8 +84,8 @@ def target_log_probabilities(
     n_pieces = len(batches) * len(stacks)
     state = MeasuredPieces()
     if folder is not None:
-        weights = run_identity(model, {})["weights"]
-        state.identity = f"{rows.digest()} {digest({'gates': gates})} {n_pieces} {weights}"
+        inputs = f"{rows.digest()} {digest({'gates': gates})} {n_pieces}"
+        state.identity = f"{inputs} {weights_digest(model)}"
         state = resumed(state, folder)
     pieces, saved_at = [*state.pieces], time.monotonic()
     done = len(pieces)

@@ -93,7 +93,11 @@ from sparse_tl.lens.loading.load import (
 )
 from sparse_tl.lens.loading.plain import check_named as check_named, check_raw as check_raw
 from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
-from sparse_tl.lens.models.adapting import adapt as adapt, read_parameters as read_parameters
+from sparse_tl.lens.models.adapting import (
+    adapt as adapt,
+    read_parameters as read_parameters,
+    weights_digest as weights_digest,
+)
 from sparse_tl.lens.models.neurons import (
     neuron_coefficients as neuron_coefficients,
     neuron_directions as neuron_directions,

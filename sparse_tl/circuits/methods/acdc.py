@@ -77,7 +77,7 @@ def acdc(
         metric: metric function with one value per pair, of which changes in both directions count;
             or "kl", the divergence from the whole model's predictions, of which increases count.
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
-        patch: patch at closed parts, as in `PairRuns`.
+        patch: patch at closed parts, as in `PatchedPairs`.
         batch_size: prompt pairs per forward pass.
         held_out: further prompt pairs to run the circuit on; the search does not use them.
         checkpoint: folder for checkpoints; an interrupted search is resumed from it.

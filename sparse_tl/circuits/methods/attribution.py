@@ -35,14 +35,15 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.methods.contraction import contract
 from sparse_tl.circuits.methods.gradient_passes import AttributionPlan, Method
 from sparse_tl.circuits.methods.read_gradients import ReadGradients
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PatchedPairs
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
+from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
 from sparse_tl.lens import (
     EMBEDDED,
     AttentionMask,
     HookedModel,
+    Order,
     adapt,
     attached,
     check_sums_under_hooks,
@@ -95,7 +96,7 @@ def attribute_circuit_edges(
             interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
             relevance propagation for norms and MLPs in place of their gradients.
         steps: number of interpolation steps.
-        patch: patch of an edge, as in `PairRuns`; also the far end of the interpolation.
+        patch: patch of an edge, as in `PatchedPairs`; also the far end of the interpolation.
         by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
             extra passes: the gradient of the metric's sum over pairs separates by row.
         positions: keep scores per position: "tokens", for prompts of one length; or "spans", those
@@ -110,9 +111,10 @@ def attribute_circuit_edges(
         NoEffectError: patching everything changes the metric of no pair.
     """
     spans = None if positions is None else pairs.spans_of(positions)
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
-    graph = runs.adapter.graph
-    check_sums_under_hooks(runs.adapter, runs.batches[0].clean)
+    adapter = adapt(model)
+    graph, points = adapter.graph, adapter.source_points()
+    patched = PatchedPairs(model, points, pairs, patch, batch_size, shared=True)
+    check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
     if spans is not None:
@@ -122,15 +124,15 @@ def attribute_circuit_edges(
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
     if by_pair:
         groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
-    grouped = groups.to(runs.adapter.device).split(runs.batch_size)
+    grouped = groups.to(adapter.device).split(patched.batch_size)
     # Phase 1.
-    plan = AttributionPlan(metric, method, steps, runs)
+    plan = AttributionPlan(metric, method, steps, patched)
     tracking = tracked("scoring circuit edges", plan.count, progress)
-    with tracking as step, frozen(runs.adapter.core):
-        for index in runs.own:
+    with tracking as step, frozen(adapter.core):
+        for index in patched.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 # Phases 2 and 3.
-                back, change, matters = ReadGradients(runs.adapter), {}, torch.tensor(True)
+                back, change, matters = ReadGradients(adapter), {}, torch.tensor(True)
                 for one in passes:
                     change, matters = one.change, one.matters
                     back.add(one)
@@ -165,12 +167,12 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    site = HookPoints((EMBEDDED, *names), (), ())
-    runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
+    points, first = [EMBEDDED, *names], Order.FIRST
+    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=first, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = AttributionPlan(metric, method, steps, runs, heads_only=True)
+    plan = AttributionPlan(metric, method, steps, patched, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
-        for index in runs.own:
+        for index in patched.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
     plan.check_effect()
@@ -198,10 +200,10 @@ def attribute_attention_edges(
     padding score 0. Arguments and errors are those of `attribute_circuit_edges`, without
     "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
     """
-    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
-    adapter, length = runs.adapter, pairs.clean.shape[1]
-    names = AttentionEdges().points(adapter)
-    plan = AttributionPlan(metric, method, steps, runs, also=names)
+    adapter, length = adapt(model), pairs.clean.shape[1]
+    points, names = adapter.source_points(), AttentionEdges().points(adapter)
+    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size, shared=True)
+    plan = AttributionPlan(metric, method, steps, patched, also=names)
     masks: dict[int, AttentionMask] = {}
     found = []
     with (
@@ -209,8 +211,8 @@ def attribute_attention_edges(
         attached(adapter, mask_hooks(adapter, masks)),
         frozen(adapter.core),
     ):
-        for index in runs.own:
-            reference = runs.batches[index].corrupted if patch == "corrupted" else None
+        for index in patched.own:
+            reference = patched.batches[index].corrupted if patch == "corrupted" else None
             patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, patches)

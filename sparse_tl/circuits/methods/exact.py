@@ -47,7 +47,7 @@ def patch_exactly(
         metric: metric function with one value per pair.
         parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges by
             default. A head is patched for all of its readers.
-        patch: patch at closed parts, as in `PairRuns`.
+        patch: patch at closed parts, as in `PatchedPairs`.
         positions: patch each edge at one position, as in `attribute_circuit_edges`. Parts are then
             edges at positions ("a0.h1->m1@3", "a0.h1->m1@END"); all of them by default.
         batch_size: prompt pairs per forward pass.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
 from sparse_tl.lens import (
@@ -45,7 +45,7 @@ class AttributionPlan:
         metric: metric function with one value per pair.
         method: attribution method, as in `attribute_circuit_edges`.
         steps: number of interpolation steps.
-        runs: prompt pairs, and the patch of circuit edges.
+        pairs: prompt pairs, with the patch of what sources write.
         also: hook points to record in addition to those of sources and destinations.
         heads_only: leave out hook points that do not concern heads; heads then write at ``hook_z``.
     """
@@ -55,12 +55,12 @@ class AttributionPlan:
         metric: Metric,
         method: Method,
         steps: int,
-        runs: PairRuns,
+        pairs: PatchedPairs,
         also: Sequence[str] = (),
         heads_only: bool = False,
     ) -> None:
-        self.metric, self.method, self.steps, self.runs = metric, method, steps, runs
-        self.adapter, self.also = runs.adapter, also
+        self.metric, self.method, self.steps, self.pairs = metric, method, steps, pairs
+        self.adapter, self.also = pairs.adapter, also
         layers = range(self.adapter.n_layers)
         heads = [self.adapter.heads_point(layer) for layer in layers]
         self.sources = self.adapter.source_points()
@@ -92,7 +92,7 @@ class AttributionPlan:
     @property
     def count(self) -> int:
         """Number of interpolation steps over the batches of this rank."""
-        return len(self.runs) * (self.steps * len(self._interpolated) or 1)
+        return len(self.pairs) * (self.steps * len(self._interpolated) or 1)
 
     def measured(
         self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
@@ -128,7 +128,7 @@ class AttributionPlan:
 
     def passes(self, index: int, patches: PatchValues | None = None) -> Iterator[GradientPass]:
         """The passes of one batch; `patches` holds those of the hook points in `also`."""
-        batch, patch = self.runs.batches[index], self.runs.values(index)
+        batch, patch = self.pairs.batches[index], self.pairs.values(index)
         single, ig = self.method == "eap-ig-activations", self.method.startswith("eap-ig")
         share = 1 / self.steps if ig else 1.0
         one = GradientPass(self, batch, share, held=patch.held)

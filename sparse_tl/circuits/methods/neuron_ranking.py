@@ -16,7 +16,7 @@ The output of a neuron is its activation times its output direction
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,10 +29,10 @@ from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.gradient_passes import AttributionPlan
 from sparse_tl.circuits.methods.read_gradients import ReadGradients
 from sparse_tl.circuits.neurons import DrivingToken, NeuronEffects
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.circuits.prompt.tokens import output_text, text_around
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
+from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
@@ -89,13 +89,15 @@ def neuron_effects(
             the metric is not one finite number per pair.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    source = _source(adapt(model), mlp, readers, pairs)
-    at = source.positions
-    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, positions=at)
-    score, peaks = _rank(source, runs, metric, progress)
+    adapter = adapt(model)
+    source = _source(adapter, mlp, readers, pairs)
+    if source.positions is not None:
+        pairs = replace(pairs, spans=pairs.spans_of(source.positions))
+    patched = PatchedPairs(model, adapter.source_points(), pairs, "corrupted", batch_size)
+    score, peaks = _rank(source, patched, metric, progress)
     chosen = score.abs().argsort(descending=True, stable=True)[:n]
     effect = torch.full_like(score, torch.nan)
-    effect[chosen] = _patch(source, runs, metric, chosen, rows, progress)
+    effect[chosen] = _patch(source, patched, metric, chosen, rows, progress)
     clean, corrupted = (each.double().mean(dim=0) for each in (peaks.clean, peaks.corrupted))
     added = _added_logits(source, chosen) * clean[chosen, None].sign()
     raised, lowered = (_largest(model, values) for values in (added, -added))
@@ -198,13 +200,13 @@ class _Peaks:
 
 
 def _rank(
-    source: _Source, runs: PairRuns, metric: Metric, progress: bool
+    source: _Source, patched: PatchedPairs, metric: Metric, progress: bool
 ) -> tuple[Float[Tensor, " neuron"], _Peaks]:
     """The first-order score of every neuron, and the tokens that it comes from."""
-    plan = AttributionPlan(metric, "eap", 1, runs)
+    plan = AttributionPlan(metric, "eap", 1, patched)
     total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
-    with tracked("ranking neurons", len(runs), progress) as step:
-        for index, batch in enumerate(runs.batches):
+    with tracked("ranking neurons", len(patched), progress) as step:
+        for index, batch in enumerate(patched.batches):
             clean, corrupted = source.run(batch.clean), source.run(batch.corrupted)
             back = ReadGradients(source.adapter)
             for one in plan.passes(index):
@@ -221,13 +223,13 @@ def _rank(
             step()
     plan.check_effect()
     peaks = _Peaks(*map(torch.cat, zip(*by_batch, strict=True)))
-    return total / sum(map(len, runs.batches)), peaks
+    return total / sum(map(len, patched.batches)), peaks
 
 
 @autograd(False)
 def _patch(
     source: _Source,
-    runs: PairRuns,
+    pairs: PatchedPairs,
     metric: Metric,
     neurons: Int[Tensor, " chosen"],
     rows: int,
@@ -236,12 +238,12 @@ def _patch(
     """The exact effects of the chosen neurons."""
     adapter, layer = source.adapter, source.mlp.layer
     row, effects = adapter.graph.source_index(source.mlp), torch.zeros(len(neurons)).double()
-    with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
-        for batch in runs.batches:
+    with tracked("patching neurons", len(neurons) * len(pairs), progress) as step:
+        for batch in pairs.batches:
             change = source.run(batch.corrupted)[1] - source.run(batch.clean)[1]
             patch = NeuronPatch(adapter, layer, change, source.directions)
             site = EdgesOfNeurons(batch.spans if source.positions else None, layer)
-            run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
+            run = GatedRun(pairs.model, site, batch.clean, read_mask(batch), patch)
             clean = measure(metric, run.start_from(None), batch)
             changes = list[Tensor]()
             for patched in neurons.split(max(1, rows // len(batch))):
@@ -252,7 +254,7 @@ def _patch(
                     changes.append((measure(metric, logits, batch) - clean).sum().cpu())
                     step()
             effects += torch.stack(changes).double()
-    return effects / sum(map(len, runs.batches))
+    return effects / sum(map(len, pairs.batches))
 
 
 @autograd(False)

@@ -126,7 +126,7 @@ def circuit_sizes_per_prompt(
         method: attribution method, as in `attribute_circuit_edges`.
         steps: number of interpolation steps.
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
-        patch: patch of everything outside a circuit, as in `PairRuns`.
+        patch: patch of everything outside a circuit, as in `PatchedPairs`.
         batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
         progress: whether to show a progress bar.
 

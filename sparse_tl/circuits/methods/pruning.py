@@ -79,7 +79,7 @@ def prune_circuit_edges(
         learning_rate: initial learning rate of Adam on the gate logits.
         initial_logit: initial logit of every gate, or, with scores, of the edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
-        patch: patch at closed edges, as in `PairRuns`.
+        patch: patch at closed edges, as in `PatchedPairs`.
         batch_size: prompt pairs per step.
         held_out: further prompt pairs to run the circuit on; the search does not use them.
         seed: random seed for gate noise and batch order.

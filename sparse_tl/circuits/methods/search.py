@@ -98,7 +98,7 @@ def find_circuit(
         at: explained effect that the circuit should reach, above 0 and at most 1.
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
-        patch: patch at everything outside a circuit, as in `PairRuns`.
+        patch: patch at everything outside a circuit, as in `PatchedPairs`.
         seconds: after so many seconds the elimination stops, and the circuits that it has found
             are evaluated; by default it runs to its end.
         batch_size: prompt pairs per forward pass.

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairBatches, read_mask
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
-from sparse_tl.gates import CircuitEdges
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
     Norm,
     adapt,
     check_numbers,
+    check_sums_under_hooks,
     hooked,
     in_evaluation_mode,
     record,
@@ -121,20 +121,23 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    runs = PairRuns(model, CircuitEdges(), pairs, "zero", batch_size, shared=True)
+    batches = PairBatches(model, pairs, batch_size, shared=True)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     by_batch: list[Tensor] = []
-    with tracked("attributing logits", len(runs), progress) as step:
-        for batch, run in runs:
+    with tracked("attributing logits", len(batches), progress) as step:
+        for index in batches.own:
+            batch = batches.batches[index]
+            check_sums_under_hooks(adapter, batch.clean)
             kept, final = record(adapter, batch.clean, names)
-            at_read = {name: kept[name][run.read][:, None] for name in names}
+            read = read_mask(batch)
+            at_read = {name: kept[name][read][:, None] for name in names}
             written = source_outputs(adapter, at_read)
             b_O = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
             b_O = b_O[:, None].expand(-1, len(batch), -1)
             parts = torch.cat([written[:, :, 0], b_O.to(written)])
-            _check_sum(adapter, parts, final[run.read])
-            values, bias = towards_answers(adapter, batch, parts, final[run.read])
+            _check_sum(adapter, parts, final[read])
+            values, bias = towards_answers(adapter, batch, parts, final[read])
             added = torch.cat([values, bias[None]])
             check_numbers(adapter, added)
             by_batch.append(added.cpu())

@@ -1,6 +1,8 @@
-"""Find the adapter of a model by its class."""
+"""The adapter of a model, and the parameters that its passes read."""
 
 from __future__ import annotations
+
+import hashlib
 
 from torch import nn
 
@@ -8,6 +10,7 @@ from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.points import HookedModel, HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.models.bridge import BridgeAdapter
 from sparse_tl.lens.models.hooked import HookedAdapter
+from sparse_tl.parallel import shards
 
 
 def adapt(model: HookedModel) -> Adapter:
@@ -43,3 +46,14 @@ def read_parameters(module: nn.Module | HookedModel) -> dict[str, nn.Parameter]:
         for name, parameter in module.named_parameters()
         if id(parameter) in read or id(parameter) not in known
     }
+
+
+def weights_digest(model: nn.Module | HookedModel) -> str:
+    """A hash of the parameters that forward passes read, for telling models apart."""
+    digest = hashlib.sha256()
+    for name, parameter in read_parameters(model).items():
+        flat = shards.full(parameter.detach()).flatten()
+        # Strided samples suffice to distinguish models, and are cheap for billions of weights.
+        samples = flat[:: max(1, flat.numel() // 1024)]
+        digest.update(name.encode() + samples.double().cpu().numpy().tobytes())
+    return digest.hexdigest()
