@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -31,6 +30,7 @@ from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
 from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.drawing import draw
 from sparse_tl.calls.wording import shown
 from sparse_tl.parallel import ranks
 from sparse_tl.storage.checksums import check_sums, write_sums
@@ -118,8 +118,7 @@ class Result:
 
     def figure(self, **style: Any) -> Any:
         """The result as a figure; keywords as in `sparse_tl.plots.figure`."""
-        # Plots depend on results; only this call goes the other way, and only when drawing.
-        return import_module("sparse_tl.plots").figure(self, **style)
+        return draw(self, **style)
 
     def _summary(self) -> pd.DataFrame:
         """The table shown in notebooks."""

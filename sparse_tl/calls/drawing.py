@@ -1,0 +1,27 @@
+"""What draws results.
+
+Figures are made from results, so results cannot import them; the root package says who draws.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_package: str | None = None
+
+
+def draw_with(package: str) -> None:
+    """Let the function `figure` of a package draw results; it is imported for the first figure."""
+    global _package
+    _package = package
+
+
+def draw(result: Any, **style: Any) -> Any:
+    """A result as a figure.
+
+    Raises:
+        TypeError: there is no figure for this type of result.
+    """
+    assert _package is not None, "the root package calls draw_with"
+    return import_module(_package).figure(result, **style)
