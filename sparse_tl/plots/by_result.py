@@ -22,6 +22,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.page.rendering import Figure
@@ -67,7 +68,7 @@ def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> Compone
 def _(
     result: Scores, *, title: str = "Model", size: int = STRONGEST, **style: Any
 ) -> GridFigure | ComponentDiagram:
-    if isinstance(result.grid, CircuitGraph):
+    if isinstance(result.grid, CircuitGraph | PositionedGraph):
         circuit = result.top(min(size, result.grid.n_parts))
         return component_diagram({title: circuit}, scores=result, **style)
     return head_map({title: result}, **style)

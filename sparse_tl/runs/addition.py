@@ -82,14 +82,13 @@ def run_addition(
         dense={} if dense_steps is None else {"steps": dense_steps},
         sparse={name: value for name, value in options.items() if value is not None},
     )
-    TargetLoss.parse(recipe.sparse["target_loss"])
     settings = {
         "command": "addition",
         "form": form,
         "seed": seed,
         "dense_steps": recipe.dense["steps"],
         "steps": recipe.sparse["steps"],
-        "target_loss": str(recipe.sparse["target_loss"]),
+        "target_loss": str(TargetLoss.parse(recipe.sparse["target_loss"])),
     }
     folder = RunFolder(out, settings, restart=restart)
     with folder.stage("models"):

@@ -138,7 +138,7 @@ def run_post_training(
         "task": tasks,
         "held_out_text": held_out_texts,
         "own_windows": own_windows,
-        "target_loss": str(target_loss),
+        "target_loss": str(TargetLoss.parse(target_loss)),
         "window": window,
         "boundaries": boundaries,
         "batch_size": batch_size,
@@ -157,7 +157,6 @@ def run_post_training(
         "accumulate": accumulate,
         "seed": seed,
     }
-    TargetLoss.parse(target_loss)
     _check(texts, tasks, held_out_texts, batch_size, accumulate)
     if shard:
         if device is not None:

@@ -1,6 +1,6 @@
 """The loss constraint: the smallest size at which every group's validation loss meets its target.
 
-    min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
+    min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
 logarithm of lambda by the relative violation at the last validation evaluation,
@@ -84,6 +84,10 @@ class TargetLoss:
                 f"{target!r}"
             )
         return TargetLoss(nats, of)
+
+    def budget(self, dense_loss: float) -> float:
+        """The largest gap to the dense model, in nats, that the target allows."""
+        return self.nats - dense_loss if self.of == "loss" else self.nats
 
     def __str__(self) -> str:
         return f"{_WRITTEN[self.of]}{self.nats:g}"

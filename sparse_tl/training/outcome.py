@@ -39,12 +39,8 @@ class DenseAndSparse:
 
     def used(self, target: TargetLoss) -> float:
         """The share of the loss budget that the rows used; NaN without a measured divergence."""
-        if target.of == "divergence":
-            divergence = self.sparse.divergence
-            return math.nan if divergence is None else divergence / target.nats
-        if target.of == "increase":
-            return self.loss_increase / target.nats
-        return self.loss_increase / max(target.nats - self.dense.loss, 1e-12)
+        gap = self.sparse.divergence if target.of == "divergence" else self.loss_increase
+        return math.nan if gap is None else gap / max(target.budget(self.dense.loss), 1e-12)
 
     def row(self) -> dict[str, float]:
         """The main numbers of both models, by name."""
@@ -139,8 +135,8 @@ class PostTraining(Result):
         last = edges.index[-1]
         if self.best_step < last / 2 and edges.iloc[-1] < edges[self.best_step]:
             return (
-                f" Later weights, with {edges.iloc[-1]:,.2f} edges at the end, missed it. Train "
-                "for longer, or allow more loss."
+                f" Later in training fewer edges were active ({edges.iloc[-1]:,.2f} at the end), "
+                "but the target was missed. Train for longer, or allow more loss."
             )
         groups = self.groups or {"": self._overall}
         loose = [name for name, models in groups.items() if models.used(self.target) < UNUSED]
@@ -157,7 +153,8 @@ class PostTraining(Result):
         """One sentence for every group, and for every held-out text."""
         lines = []
         for name, models in self.reported.items():
-            note = "" if name in self.groups else " (held out)"
+            held_out = " (held-out rows)" if name in self.groups else " (held out)"
+            note = held_out if name in self.held_out else ""
             loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
             if models.sparse.divergence is not None:
                 loss += f", divergence {models.sparse.divergence:.3f}"

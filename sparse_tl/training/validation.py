@@ -72,10 +72,8 @@ class Validation:
     @property
     def loss_budget(self) -> Float[Tensor, " group"]:
         """Every group's largest gap that meets the target, in nats."""
-        before = _by_group(self.dense.group_losses)
-        if self.target.of == "loss":
-            return self.target.nats - before
-        return torch.full_like(before, self.target.nats)
+        losses = self.dense.group_losses
+        return _by_group({group: self.target.budget(loss) for group, loss in losses.items()})
 
     def measured(self) -> HeldOut:
         """Measurements of the current sparse model on all validation rows."""

@@ -173,6 +173,17 @@ def test_rows_are_layers_upwards_and_unused_layers_take_no_room(make_circuit):
     assert y["a2.h0"] > y["m2"]
 
 
+def test_scores_by_position_draw_their_strongest_edges() -> None:
+    site = PositionedGraph(CircuitGraph(2, 2, 2), ("A", "END"))
+    values = torch.rand(site.exists.shape) * site.exists
+    scores = Scores(site, values, "eap")
+    figure = scores.figure(title="By position", size=5)
+    assert isinstance(figure, ComponentDiagram)
+    assert set(links_of(panels_of(figure)[0])) == set(
+        links_of(panels_of(component_diagram({"By position": scores.top(5)}, scores=scores))[0])
+    )
+
+
 def test_positions_are_columns_and_paths_cross_them():
     graph = CircuitGraph(2, 2, 2)
     site = PositionedGraph(graph, ("0", "1", "2"))
