@@ -167,15 +167,15 @@ def is_changed(clean: Float[Tensor, "*shape"], patched: Float[Tensor, "*shape"])
 
 
 def check_changed(changed: bool) -> None:
-    """Check that there is something for a search to find, given `is_changed` of all batches.
+    """Check that a search has an effect to find: that `is_changed` is true of some batch.
 
     Raises:
-        NoEffectError: the metric is the same for every pair.
+        NoEffectError: patching everything changes the metric of no pair.
     """
     if not changed:
         raise NoEffectError(
-            "expected prompts whose corruption changes the metric; it is the same for every pair "
-            f"with everything patched: {_ADVICE}"
+            "expected prompts whose corruption changes the metric; with everything patched, it "
+            f"changes for no pair: {_ADVICE}"
         )
 
 

@@ -89,7 +89,7 @@ class Result:
     @classmethod
     @checked
     def load(cls: type[Kind], folder: str | Path) -> Kind:
-        """Load what `save` wrote.
+        """Load a result that `save` wrote.
 
         Raises:
             ValueError: the folder holds no result, one of another kind, or a damaged one.

@@ -86,7 +86,7 @@ def _checked_function(function: Any, name: str) -> Any:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}; see help({name})") from None
-        # Axis sizes are bound in this call alone, not in the call around it.
+        # Axis sizes are bound in this call only, not in an enclosing one.
         with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
             for parameter in filter(accepted.__contains__, given):
                 _check(name, parameter, given, *accepted[parameter])

@@ -1,6 +1,6 @@
-"""What draws results.
+"""Draw results with a package that is registered at run time.
 
-Figures are made from results, so results cannot import them; the root package says who draws.
+Figures are made from results, so results cannot import them; the root package calls `draw_with`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _package: str | None = None
 
 
 def draw_with(package: str) -> None:
-    """Let the function `figure` of a package draw results; it is imported for the first figure."""
+    """Register the package whose `figure` draws results; it is imported for the first figure."""
     global _package
     _package = package
 

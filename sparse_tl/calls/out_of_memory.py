@@ -1,4 +1,4 @@
-"""Running out of memory: recognising it, and what a user can do about it."""
+"""Recognise out-of-memory errors, and tell the user what to do about them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reason(error: BaseException) -> str:
 
 
 def batches_too_large(name: str, batch_size: Any, error: BaseException) -> MemoryError:
-    """The error of a function that takes a `batch_size`."""
+    """The error to raise when a function with a `batch_size` runs out of memory."""
     given = "" if batch_size is None else f" with batch_size={batch_size}"
     return MemoryError(
         f"{name} ran out of memory{given}. A smaller batch_size needs less. ({reason(error)})"

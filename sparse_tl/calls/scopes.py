@@ -80,7 +80,7 @@ def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
 
 def uninterruptible(function: Callable[P, Value]) -> Callable[P, Value]:
     """Protect a function, which must be short, from interruption by signals."""
-    _UNINTERRUPTIBLE.add(unwrap(function).__code__)  # many wrappers may share their code
+    _UNINTERRUPTIBLE.add(unwrap(function).__code__)  # a wrapper's code is shared by others
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Value:
@@ -168,7 +168,7 @@ def _guard() -> list[tuple[int, _Guard]]:
 
 
 def _restore_all(guarded: list[tuple[int, _Guard]]) -> None:
-    """Restore all handlers, even if restored ones raise midway, up to twice."""
+    """Restore all handlers, even if restored ones raise midway (at most twice)."""
     try:
         _restore(guarded)
     except BaseException:

@@ -56,7 +56,7 @@ def _several(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: tensors by type and shape, models by type, all others clipped."""
+    """A value for a message: tensors by type and shape, models by type, all others truncated."""
     if is_array(value):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Grid = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
-"""The grid of all parts that circuits and scores refer to; a union, from which results load."""
+"""The grid of all parts that circuits and scores refer to; a union, so that saved results load."""
 
 
 @checked
@@ -136,7 +136,7 @@ class Circuit(Result):
             index = self.grid.index(part)
             if not mask[index]:
                 raise ValueError(
-                    f"expected {self.grid.noun} that the circuit keeps; it lacks {part}"
+                    f"expected {self.grid.noun} in the circuit; it does not contain {part}"
                 )
             mask[index] = False
         return Circuit(self.grid, mask)
@@ -195,7 +195,7 @@ class Circuit(Result):
 
 
 def positioned(grid: Grid) -> PositionedGraph:
-    """The grid, checked to be of circuit edges by position.
+    """The grid, after a check that it is one of circuit edges by position.
 
     Raises:
         ValueError: it is a grid of other parts.
@@ -211,7 +211,7 @@ def positioned(grid: Grid) -> PositionedGraph:
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
-    """Whether what a destination reads can reach the logits: some node behind it keeps an edge."""
+    """Whether a destination leads to the logits: some node that it feeds keeps an outgoing edge."""
     group = next((group for group in graph.groups if column < group.columns.stop), None)
     if group is None:
         return True  # the logits themselves

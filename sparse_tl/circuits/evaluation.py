@@ -93,7 +93,7 @@ def evaluate(
 
 
 def positions_of(grid: PositionedGraph, pairs: PromptPairs) -> Positions:
-    """Whether the positions of a circuit are tokens or spans, checked to be those of the pairs.
+    """The kind of a circuit's positions, "tokens" or "spans", checked against those of the pairs.
 
     Raises:
         ValueError: the pairs have other positions.
@@ -175,8 +175,8 @@ def accuracy(
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
-        choice: count the prompts in which an answer is more likely than every wrong answer instead,
-            whatever other tokens are likely. `measure_skill` compares this share with chance.
+        choice: instead, count prompts in which an answer is more likely than every wrong answer,
+            however likely other tokens are. `measure_skill` compares this share with chance.
         batch_size: prompts per forward pass.
 
     Raises:

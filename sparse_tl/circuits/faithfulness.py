@@ -1,6 +1,6 @@
 """Faithfulness of the circuit that a search returns, measured by running that circuit.
 
-What a search measures on the way is something else: sampled gates, a single batch, or a circuit
+What a search measures along the way is different: sampled gates, a single batch, or a circuit
 with edges that have no effect. So a search reports a run of the circuit that it returns, with
 everything in it kept and everything else patched.
 """
@@ -47,8 +47,8 @@ class Faithfulness(Result):
 class FaithfulnessRuns:
     """Runs of circuits on the pairs of a search, and on held-out pairs if there are any.
 
-    First, all pairs are run with everything patched, so that pairs that cannot be measured are
-    refused before the search, not after it.
+    All pairs are first run with everything patched, so that pairs that cannot be measured raise an
+    error before the search, not after it.
 
     Args:
         runs: runs of the pairs of the search.

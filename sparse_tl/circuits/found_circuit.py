@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FALL = 0.03
-"""Most that an explained effect in a curve may be further from 1 than that of a smaller circuit."""
+"""How much further from 1 an explained effect in a curve may be than a smaller circuit's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class FoundCircuit(Result):
         held_out: its faithfulness on the held-out pairs.
         evaluations: every circuit that was run on the held-out pairs, of growing size, by method.
         seconds: time that each method took to rank the parts.
-        scores: attribution scores that the search started from.
+        scores: scores that the search started from: attribution, or exact effects for heads.
     """
 
     circuit: Circuit
@@ -49,7 +49,7 @@ class FoundCircuit(Result):
 
     @property
     def curves(self) -> dict[str, Evaluation]:
-        """The evaluated circuits of each method, without those that a smaller one betters.
+        """The evaluated circuits of each method, without those that a smaller one beats.
 
         A circuit whose explained effect is over 0.03 further from 1 than that of a smaller one is
         left out; it remains in `evaluations`.
@@ -70,8 +70,8 @@ class FoundCircuit(Result):
     def to_pandas(self) -> pd.DataFrame:
         """One row per method, the smallest circuit first.
 
-        The number of parts of its smallest circuit that reaches `at`, the explained effect on
-        held-out pairs with its interval, and how long the method took in seconds.
+        Columns give the size of the method's smallest circuit that reaches `at`, its explained
+        effect on held-out pairs with an interval, and the seconds that the method took.
         """
         import pandas as pd
 
@@ -109,9 +109,9 @@ def rising(evaluation: Evaluation) -> Evaluation:
 
 
 def reached(evaluation: Evaluation, level: float) -> int:
-    """The smallest circuit that reaches a level like all larger ones; its index.
+    """Index of the smallest circuit that reaches a level, as all larger ones do.
 
-    The last circuit, the whole model, always does.
+    The last circuit, which is the whole model, always does.
     """
     effects = evaluation.effect.tolist()
     return max((i + 1 for i, effect in enumerate(effects[:-1]) if effect < level), default=0)

@@ -100,8 +100,8 @@ class Pruning(_Search):
     def notes(self) -> list[str]:
         """Caveats about the circuit, as sentences; empty if there are none.
 
-        There is a caveat if less than `ON_PATHS` of the kept edges have an effect, and if the best
-        edges by attribution preserve more of the predictions.
+        There is one if less than `ON_PATHS` of the kept edges have an effect, and another if the
+        best edges by attribution preserve more of the predictions.
         """
         notes = []
         if len(self.circuit) < ON_PATHS * self.n_kept:
@@ -128,7 +128,7 @@ class SearchState(Resumable):
 
     Args:
         mask: parts that are left.
-        threshold: change of the metric from which a part is kept.
+        threshold: smallest change of the metric for which a part is kept.
         begun: parts that were left at the start of this pass over all parts.
         position: index of the next part to test.
         ahead: maximum number of parts to test in one forward pass.

@@ -223,7 +223,7 @@ class PairRuns(PatchedPairs):
 def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
-    """The logits of clean prompts where they are read, batch by batch; ranks share the batches."""
+    """Logits of clean prompts at the positions read, batch by batch; ranks share the batches."""
     batches = PairBatches(model, pairs, batch_size, shared=True)
     with tracked("running prompts", len(batches), progress) as step:
         for index in batches.own:

@@ -4,8 +4,8 @@
    queries, to every head of the group that is in the circuit. With positions, each node has its
    own position, and the keys and values that a head reads are a separate node, ``a1.h0<kv>@3``. A
    circuit does not say which query attends to which key, so *crossing* links lead from that node
-   to the same head at every position that may attend to it. Their weight is what the keys and
-   values read.
+   to the same head at every position that may attend to it. Their weight is the sum of those of
+   the links into that node.
 2. Influence. The share of a link is its ``|score|`` divided by the sum over all links on a path
    into the same node; without scores, all links weigh 1. The influence of a path is the product of
    its shares; over all paths it adds up to 1. The influence of a link is the sum over the paths

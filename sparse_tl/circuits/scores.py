@@ -1,4 +1,4 @@
-"""Scores of all parts in a grid, such as from attribution; their top parts are circuits."""
+"""Scores of all parts in a grid, such as attribution scores; the top parts form circuits."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Scores(Result):
             )
         if not bool(self.values.isfinite().all()):
             raise ValueError(
-                "expected finite scores; some are NaN or infinite, as the metric or the model's "
-                "activations must be on some prompts"
+                "expected finite scores; some are NaN or infinite. Check the metric and the "
+                "model's activations on every prompt"
             )
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 LARGEST_KEPT = 2**25
 """In bytes, glibc's maximum. Larger blocks return to the system as soon as they are freed."""
 

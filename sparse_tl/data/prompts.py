@@ -17,7 +17,7 @@ _LONGEST = 40
 
 @runtime_checkable
 class ModelWithTokenizer(Protocol):
-    """The part of a model, dense or sparse, that texts need; the tokenizer may be None."""
+    """What tokenizing texts needs from a model, dense or sparse; the tokenizer may be None."""
 
     @property
     def cfg(self) -> Any: ...
@@ -234,7 +234,7 @@ def _joined(encode: Encoder, prompt: str, answer: str) -> Tokens:
     space between them. There, a space is added.
     """
     for text in (prompt + answer, f"{prompt} {answer}"):
-        with suppress(Exception):  # a bare one, from vocabularies without an unknown token
+        with suppress(Exception):  # vocabularies without an unknown token raise a bare Exception
             joined = encode(text)
             if encode.unknown not in joined:
                 return joined

@@ -82,7 +82,7 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
 
 
 def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> None:
-    """Check that the tokenizer knows all texts, and that no prompt contains BOS already.
+    """Check that the tokenizer knows all texts, and that no prompt starts with BOS already.
 
     Raises:
         ValueError: a text is unknown, or a prompt is empty or starts with a prepended BOS; the

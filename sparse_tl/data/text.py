@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 PIECE = 2**17
-"""Characters of a long document to tokenise at a time, at some 160 bytes each."""
+"""Characters of a long document to tokenise at a time, at about 160 bytes each."""
 CONTEXT = 2**9
 """Characters before and after a piece that are tokenised with it."""
 

@@ -131,7 +131,7 @@ def cut_windows(
 def window_rows(
     windows: Int[Tensor, "window pos"], tokenizer: Any, boundaries: Boundaries
 ) -> TokenBatch:
-    """Windows of `cut_windows` as rows in which every token but the first is predicted."""
+    """Windows of `cut_windows` as rows for language modelling, with losses as `boundaries` says."""
     if boundaries == "split":
         real = windows != PADDING
         rows = TokenBatch.next_token(windows.clamp(min=0))

@@ -70,7 +70,7 @@ class AblatedModel:
     ) -> None:
         self.model, self.labels, self.quantity = model, labels, quantity
         self.adapter = adapt(model)
-        check_gates(self.adapter)  # before hooks, which record the first pass
+        check_gates(self.adapter)  # before adding hooks, which keep the first pass
         self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
@@ -86,7 +86,7 @@ class AblatedModel:
         read_at = [column for _, column in self.targets]
         tokens, logits = self.tokens[: self.n_read], self.whole.logits[read_at]
         self.pairs = quantity.pairs(model, tokens, read_at, logits)
-        # Fixed, whatever is removed.
+        # The answers stay the same, whatever is removed.
         answer, wrong = (ids[:, 0].tolist() for ids in (self.pairs.answers, self.pairs.wrong))
         self.quantity = replace(quantity, answer=answer, wrong=wrong)
         allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
@@ -105,7 +105,7 @@ class AblatedModel:
         return self._fingerprint != fingerprint(self.model)
 
     def remove(self, heads: set[Head], edges: set[AttentionEdge]) -> None:
-        """Set the removed heads and edges; if the model cannot run so, nothing changes."""
+        """Set the removed heads and edges; if the model cannot run like that, nothing changes."""
         old = self.heads, self.edges
         self.heads, self.edges = heads, edges
         run = self.whole
@@ -214,7 +214,7 @@ class AblatedModel:
         streams: dict[str, Tensor] = {}
 
         def keep(name: str, stream: Tensor) -> None:
-            streams.setdefault(name, stream.detach())  # of the first pass, without further ablation
+            streams.setdefault(name, stream.detach())  # only the first pass: no further ablation
 
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, partial(keep, point)) for point in points]

@@ -50,7 +50,7 @@ class ExactEffects:
 
     @property
     def more(self) -> bool:
-        """Whether any are left to compute."""
+        """Whether any effects are left to compute."""
         return bool(self._pending_heads or self._pending_edges or self._pending_lines)
 
     @property
@@ -101,7 +101,7 @@ class ExactEffects:
         """Compute a piece, and more while there is time for another that takes as long.
 
         Returns:
-            Whether any of them were effects of the diagram's edges.
+            Whether effects of the diagram's edges were among them.
         """
         end, computed_lines = time.monotonic() + seconds, False
         while self.more:
@@ -139,7 +139,7 @@ class ExactEffects:
                 self._node[",".join(map(str, group[0]))] = by_target
 
     def _by_target(self, title: str, effects: RemovalEffects) -> list[TargetEffects]:
-        """The effects of each part."""
+        """For each part, its effects on every target."""
         text_of = partial(self._exploration.output_text, title)
         arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
         return [
@@ -152,10 +152,10 @@ class ExactEffects:
 
 
 def _pieces(n_layers: int) -> list[range]:
-    """Layers whose heads are removed in one pass, from the last layers, which are the fastest.
+    """Groups of layers whose heads are removed in one pass; the last layers, the fastest, first.
 
-    Two layers together take a fifth less time than one by one. In the upper half, layers come one
-    by one, so that a reader who goes on soon waits for little.
+    Two layers together take a fifth less time than one by one. The layers of the upper half
+    come one by one, so that a reader who moves on soon does not wait long.
     """
     half = n_layers // 2
     upper = [range(layer, layer + 1) for layer in reversed(range(half, n_layers))]

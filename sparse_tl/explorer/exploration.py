@@ -1,8 +1,8 @@
 """Several models on one prompt, with parts removed: the data behind the explorer.
 
-Every model runs once in full and, after removals, without the removed parts (`ablated_model`). All
-else is derived from these runs: the graph for the diagram, effects of heads, likely tokens before
-and after, and the logit lens of a node.
+Every model runs once in full and, after removals, without the removed parts (`ablated_model`).
+The rest is derived from these runs: the graph for the diagram, effects of heads, likely tokens
+before and after, and the logit lens of a node.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Exploration(Readings):
 
     @property
     def predicted_columns(self) -> list[int]:
-        """All columns that can be predicted: mask tokens or, without any, the token after each."""
+        """All columns that can be predicted, as in `circuits.prompt.trace.predicted_columns`."""
         return predicted_columns(self._first.model, self._first.tokens)
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> bool:
@@ -111,7 +111,7 @@ class Exploration(Readings):
         """Rerun models whose weights or gates have changed since their last run.
 
         Returns:
-            Their titles.
+            The titles of these models.
         """
         changed = tuple(title for title, model in self._ablated.items() if model.changed)
         for title in changed:

@@ -58,7 +58,7 @@ function render({ model, el }) {
     choiceTimer = null;
     const threshold = state.limit / figureData(model).steps;
     kernel.notify({ action: "choose", target: state.target, weight: state.weight, threshold });
-    if (state.weight === "effect") kernel.askEffects(); // of its lines, too
+    if (state.weight === "effect") kernel.askEffects(); // for the lines too
     settleLater();
   }
 
@@ -247,7 +247,7 @@ function render({ model, el }) {
   // Hides the figure saved with the notebook, which would appear twice while this view is live.
   function hideSaved() {
     const saved = `[data-saved-explorer="${model.get("_saved_id")}"]`;
-    // In JupyterLab, the output around it, which would leave a gap.
+    // Also JupyterLab's output around it, which would leave a gap.
     const around = `.jp-OutputArea-child:has(> .jp-OutputArea-output ${saved})`;
     const style = make("style", {}, `${saved}, ${around} { display: none; }`);
     document.head.append(style);

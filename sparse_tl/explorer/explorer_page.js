@@ -5,7 +5,7 @@ const LONGEST_WAIT = 30000;
 const EFFECTS_SECONDS = 0.3; // per request for effects, so that others wait no longer
 
 // Sends requests to the kernel, which answers each with its latest revision. If no answer comes, or
-// that revision does not arrive, it is requested again, after longer and longer delays.
+// that revision does not arrive, asks again, after longer and longer delays.
 //   onChange({ busy, waited, more, isFree })  called when any of these may have changed: whether the
 //                       reader waits for a request, for how many milliseconds an answer has been
 //                       missing, whether effects are left to compute, and whether they can be

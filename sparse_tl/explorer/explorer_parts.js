@@ -113,7 +113,7 @@ function signedDigits(number) {
   return number ? (number < 0 ? "\u2212" : "+") + threeDigits(Math.abs(number)) : "0";
 }
 
-// The same as a short line in the colours of the grids: blue for parts that help.
+// An effect as one line in the colours of the grids: blue for parts that help.
 function effectLine(name, [effect, , prediction], before, { unit }) {
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
   const change = [signed(effect, 2), unit].filter(Boolean).join(" ");

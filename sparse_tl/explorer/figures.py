@@ -49,9 +49,9 @@ def circuit_diagram(
         models: a model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first, and in images; by default the last of `positions`.
-            Negative ones count back from the last default column, as in `trace_attention`.
+            Negative positions count back from the last default column, as in `trace_attention`.
         positions: columns to choose from; by default all that the model predicts: every mask token
-            of the prompt or, without any, the token after each.
+            or, without any, the column after each token (each column, if bidirectional).
         weight: "attention" (gate times attention), "carried" (share of the residual stream that
             the edge writes), "effect" (of removing the edge) or "first-order" (its estimate).
         metric: metric whose change is the effect of an edge: `metrics.log_probability`, in nats,
@@ -128,7 +128,7 @@ def _with_later_masks(model: HookedModel, prompt: Prompt, graph: AttentionGraph)
     masks = {column for column, read_at in graph.targets if column == read_at}
     if not graph.causal or not masks:
         return graph
-    whole = trace_attention(model, prompt)  # of every mask token
+    whole = trace_attention(model, prompt)  # predicts every mask token
     later = {column for column, _ in whole.targets if column >= graph.n_read}
     if not later:
         return graph

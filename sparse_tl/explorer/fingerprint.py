@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights, to notice changes."""
+"""A fingerprint of a model's weights, to detect changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_tl.lens import HookedModel
 
 
 def fingerprint(model: HookedModel) -> list[tuple[int, int, tuple[float, ...]]]:
-    """For each tensor of a model: its address, its count of in-place writes, and some numbers."""
+    """For each tensor of a model: its address, its count of in-place writes, and some values."""
     return [
         (tensor.data_ptr(), tensor._version, tuple(_some_numbers(tensor.detach())))
         for tensor in _tensors(model)

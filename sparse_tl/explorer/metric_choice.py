@@ -44,7 +44,7 @@ class MetricChoice:
 
     @property
     def payload(self) -> dict[str, Any]:
-        """The choice as it is sent, with the wrong answer if it was given as text."""
+        """The choice as sent to the page, with the wrong answer if it was given as text."""
         wrong = self.quantity.wrong
         return {
             "name": metric_name(self.quantity.metric),

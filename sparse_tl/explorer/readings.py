@@ -16,7 +16,7 @@ from sparse_tl.lens import heads_of
 
 
 class Readings:
-    """Numbers and texts of models by title, which divide the prompt into the same columns."""
+    """Numbers and texts from models that divide the prompt into the same columns, by title."""
 
     _ablated: dict[str, AblatedModel]
 
@@ -74,7 +74,7 @@ class Readings:
         return model.effects(groups=groups)
 
     def compute_edge_effects(self, title: str, seconds: float) -> bool:
-        """Compute exact effects of the graph's edges, strongest first, for some seconds.
+        """Compute exact effects of the graph's edges, strongest first, for the given time.
 
         Returns:
             Whether any are left to compute.

@@ -56,7 +56,7 @@ class CircuitExplorer(SavedWidget):
             without any, the token after the prompt.
         labels: text of each column, if not the tokenizer's.
         weight: what lines show, as in `circuit_diagram`; with more than 500 open edges, exact
-            effects of the strongest replace their estimates during 3 seconds.
+            effects are computed for 3 seconds per model, strongest first; others are estimates.
         metric: metric whose change is the effect of a part, as in `circuit_diagram`.
         answer: token to measure, which stays the same whatever is removed.
         wrong: token to compare it with, likewise.
@@ -113,7 +113,7 @@ class CircuitExplorer(SavedWidget):
         return self._exploration
 
     def _start(self, prompt: Prompt, **columns: Any) -> dict[str, Any]:
-        """Start with a prompt; if it cannot be shown, record why.
+        """Start with a prompt; if it cannot be shown, record why, and raise.
 
         Returns:
             Values of the traits.
@@ -211,7 +211,7 @@ class CircuitExplorer(SavedWidget):
         self._present(_node=None)
 
     def compute_effects(self, seconds: NotNegative | None = None) -> None:
-        """Compute the exact effects on the cards: all, or as many as fit in some seconds."""
+        """Compute the exact effects on the cards: all, or as many as the given seconds allow."""
         if self._exact is not None and self._exact.more:
             if self._exact.advance(math.inf if seconds is None else seconds):
                 self._present(_figure=figure_payload(self._diagram(str)))

@@ -8,7 +8,7 @@ gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the p
 Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
 which acts on the span's tokens.
 
-A source with nearly all edges closed is closed *as a whole*: its change is added in a running
+A source with nearly all edges closed is closed *as a whole*: its change is added to a running
 sum that all later destinations share, and only its edges that differ are computed one by one. So a
 small circuit costs what it keeps, and a large one what it leaves out: writes are separated by head
 only for sources with such edges, and reads are computed only where they differ from the residual
@@ -117,7 +117,7 @@ class CircuitEdgeHooks:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         self.edges = EdgeWeights(adapter, gates, now.from_layer)
         self.spans, self._places = spans, None
-        fits = spans is None or spans.at.numel() == now.n_places  # refused where it is read
+        fits = spans is None or spans.at.numel() == now.n_places  # a mismatch raises at the reads
         if now.places is not None and fits:
             shifts = torch.arange(now.n_stack, device=now.places.device)[:, None] * now.n_places
             self._places = (now.places + shifts).flatten()
@@ -186,7 +186,7 @@ class CircuitEdgeHooks:
     def _unpacked(
         self, packed: Float[Tensor, "some place *more"], value: Float[Tensor, "rows pos *more"]
     ) -> Float[Tensor, "rows pos *more"]:
-        """A value with others at the positions that matter."""
+        """The value, with the packed values at the positions that matter."""
         if self._places is None:
             return packed
         flat = value.flatten(0, 1).index_copy(0, self._places, packed.flatten(0, 1))
@@ -219,9 +219,9 @@ class CircuitEdgeHooks:
     def _enter(
         self, layer: int, slots: Sequence[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """Keep what a layer's heads share of their reads; compute reads that differ for many heads.
+        """Keep what the reads of a layer's heads share; compute reads that differ for many heads.
 
-        For q, k and v together, since reading the sources' writes from memory dominates the cost.
+        Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
         """
         before = self.edges.before("head", layer)
         packed = self._packed(residual)

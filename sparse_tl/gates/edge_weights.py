@@ -23,8 +23,8 @@ _MOST = 7 / 8
 class EdgeWeights:
     """Closed edges under stacked gates: ``1 - gate[u, v] = source_closed[u] + weight[u, v]``.
 
-    A source is closed as a whole where nearly all of its edges are closed. So few edges have a
-    weight other than 0, in small circuits and in large ones. With gates per span, a source is
+    A source is closed as a whole where nearly all of its edges are closed. Few edges then have
+    a weight other than 0, in small and in large circuits. With gates per span, a source is
     closed span by span; without, all tokens are one span.
 
     Args:

@@ -15,7 +15,7 @@ from sparse_tl.lens import Adapter
 
 @dataclass(frozen=True)
 class EdgesOfNeurons(CircuitEdges):
-    """Circuit edges from one MLP, whose patch is another in every setting of a stack.
+    """Circuit edges from one MLP, whose patch differs in every setting of a stack.
 
     Args:
         layer: layer of the MLP, in which passes start.
@@ -33,8 +33,8 @@ class NeuronPatch(PatchValues):
     Args:
         adapter: adapter of the model.
         layer: layer of the MLP.
-        moved: patched minus clean multiple of its direction that each neuron writes.
-        directions: the directions.
+        moved: patched minus clean coefficient of each neuron's direction.
+        directions: the direction that each neuron writes.
 
     Attributes:
         neurons: the neurons that are patched, one for each setting of the stack.

@@ -48,9 +48,9 @@ class PatchValues:
         reference: reference prompts.
         seed: random seed for "resample".
         order: when the gates act relative to other hooks; values are recorded there.
-        read: positions that passes under this patch read. The values of other prompts mean nothing
-            where a position does not matter to these. None: all matter.
-        held: keys and values that the reference prompts share with those that are patched.
+        read: positions that passes under this patch read. The values of other prompts are undefined
+            at positions that do not influence these. None: all matter.
+        held: keys and values that the reference prompts share with the patched prompts.
 
     Attributes:
         final: final residual stream of the reference prompts; None without them, and for means.

@@ -60,7 +60,7 @@ def gated(
             drawn reference prompt for every prompt; or tensors by hook point.
         reference: reference prompts for all named patches except "zero", at least as long as the
             prompts that are run. For "mean" and "resample", they have one length: a tensor without
-            padding, or pairs (`PromptPairs.by_length`), of which these take the clean prompts.
+            padding, or pairs (`PromptPairs.by_length`), whose clean prompts are used.
         seed: random seed for "resample".
 
     Raises:
@@ -84,8 +84,8 @@ class GatedRun:
     """A batch of prompts to run under any number of gate settings at one site.
 
     Stacked settings share a forward pass, and each pass starts at the first layer in which a gate
-    differs from the state of `start_from`, if there is one. Hooks of the user's own must not use
-    other rows or earlier layers; with any, passes include the setting that they start from, to
+    differs from the state of `start_from`, if there is one. A user's hooks must not use other
+    rows or earlier layers; if there are any, passes include the setting that they start from, to
     verify this.
 
     Args:

@@ -33,7 +33,7 @@ class GatedPass:
         n_prompts: number of prompts, if the first layer's attention runs on one copy only.
         changes: for circuit edges, the patch of each source before `from_layer` minus its write.
         start: position of the first column; above 0 with a key-value cache.
-        made: which of q, k and v hooks replace in each layer, whatever the model computes there.
+        made: by layer, which of q, k and v are replaced by hooks, whatever the model computes.
         places: the positions that matter, by their index among the `n_places` of all prompts; None
             if any might.
     """
@@ -69,7 +69,7 @@ class Site(ABC):
 
     @abstractmethod
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        """The hook points that need a patch: under these stacked gates, or under any."""
+        """The hook points that need a patch under these stacked gates, or by default under any."""
 
     @abstractmethod
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
@@ -91,7 +91,7 @@ class Site(ABC):
         return []
 
     def of_stream(self, gates: Any) -> Any:
-        """The gates under which the residual stream is what the next layer receives."""
+        """These gates, but open where they change only what the logits read."""
         return gates
 
     def read_logits(

@@ -20,7 +20,7 @@ from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 
 _FEW = 8
-"""Copy the rows in use if this many times as many would be read otherwise."""
+"""Copy the rows in use if at least this many times as many would be read without a copy."""
 
 
 class SourceChanges:
@@ -76,7 +76,7 @@ class SourceChanges:
         return (stacked * closed[..., None]).flatten(0, 1)
 
     def add(self, source: int, change: Float[Tensor, "rows pos d_model"]) -> None:
-        """Add a change to the sum: of one source, or of several that start with it."""
+        """Add to the sum the change of one source, or of several that start with it."""
         self._waiting.append((source, change))
 
     def start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
@@ -94,10 +94,10 @@ class SourceChanges:
     def without_closed(
         self, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """The residual stream with the sources before one patched that are closed as a whole.
+        """The residual stream, patched for the earlier sources that are closed as a whole.
 
         Args:
-            before: that source's index, which does not decrease between calls.
+            before: number of earlier sources; it does not decrease between calls.
             residual: the residual stream.
         """
         while self._waiting and self._waiting[0][0] < before:
@@ -179,7 +179,7 @@ class SourceChanges:
     def _by_token(
         self, values: Float[Tensor, "some span *more"]
     ) -> Float[Tensor, "some batch pos *more"]:
-        """Values of spans at their tokens; one token for all, without spans."""
+        """The value of each token's span; without spans, one token stands for all."""
         return values[:, self._at]
 
     def _check(self, batch: int, pos: int) -> None:

@@ -44,7 +44,7 @@ class AblationCurve(Result):
     Args:
         by: role whose score orders the heads, or "random".
         counts: numbers of ablated heads, increasing from 0.
-        values: nats per target response, for each number of heads.
+        values: change in nats per target response, for each number of heads.
         in_role: number of heads in the role, by seed; all heads for a random order.
         control: `values` for a random order of all heads; None if not requested.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
@@ -168,7 +168,7 @@ def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, in
 def _settings(
     baseline: Float[Tensor, "layer head"], order: Sequence[tuple[int, int]], counts: Sequence[int]
 ) -> Float[Tensor, "setting layer head"]:
-    """The baseline with the first heads of an order set to 1, for each count, then set to 0."""
+    """The baseline with the first heads of an order set to 1, by count; then with them set to 0."""
     retained = baseline.repeat(len(counts), 1, 1)
     ablated = retained.clone()
     for row, count in enumerate(counts):

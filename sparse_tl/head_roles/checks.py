@@ -16,7 +16,7 @@ from sparse_tl.head_roles.likelihood import label_losses, target_losses
 from sparse_tl.lens import HookedModel, adapt, check_rows
 
 TOLERANCE = 0.01
-"""Maximum relative difference between the losses of both ways, far above rounding."""
+"""Maximum relative difference between losses computed in both ways, far above rounding."""
 
 
 def check_fits(model: HookedModel, dataset: TargetDataset) -> None:

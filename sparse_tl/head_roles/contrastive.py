@@ -82,7 +82,7 @@ def fit_contrastive_head_gates(
     progress: bool = True,
     **settings: Any,
 ) -> ContrastiveGates:
-    """Gates fitted to keep one sub-task and suppress another, which show the heads that differ.
+    """Gates fitted to keep one sub-task and suppress another; they show the heads that differ.
 
     Minimises ``-logP_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(theta,
     -4, 4))`` from uniformly random gates, with mean log-probabilities of target tokens in nats.

@@ -73,7 +73,7 @@ def roles_cost(
     started = time.perf_counter()
     target_log_probabilities(model, held_out.rows, gates[:1])
     forward = time.perf_counter() - started
-    # G0, G+ and G-; the model; the model without each head; each role removed from two starts.
+    # G0, G+, G-; the model; the model without each head; the model and G+ without each role.
     matrices = 3 * seeds + 1 + n_heads + 2 * len(ROLES) * seeds
     n_points = len(ablated_counts(min(max_heads, n_heads), ())) - 1
     curves = 2 * n_points * seeds * (len(ROLES) + 1)

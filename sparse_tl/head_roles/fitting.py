@@ -177,7 +177,7 @@ def fit_stage(
 ) -> Float[Tensor, "seed record layer head"]:
     """The logits of the gates at `GateFitting.recorded_at`, final gates last, after one stage.
 
-    The objective has the initial gates. The learning rate decays from the first of `rates` to the
+    The objective holds the initial gates. The learning rate decays from the first of `rates` to the
     second. Other arguments are those of `train`.
     """
     theta, (first, last) = objective.gated.theta, rates

@@ -104,7 +104,7 @@ class GatedHeads(nn.Module):
 
 @dataclass
 class Likelihood(Objective):
-    """The objective of likely targets, which also records the gates during training.
+    """The objective that makes targets likely; it also records the gates during training.
 
     Args:
         gated: model with its gates.
@@ -144,7 +144,7 @@ class Likelihood(Objective):
 
 @dataclass
 class Contrast(Likelihood):
-    """The objective of likely targets to retain and unlikely targets to forget.
+    """The objective that makes some targets likely, to retain, and others unlikely, to forget.
 
     Args:
         forget: prompts and targets to forget; those to retain are the training stream.

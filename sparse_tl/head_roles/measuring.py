@@ -65,8 +65,8 @@ def target_log_probabilities(
         model: dense or sparse model; left unchanged.
         rows: prompts and their targets.
         gates: gate matrices.
-        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it. Several
-            ranks write none.
+        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it. With
+            several ranks, none is written.
         title: title of the progress bar.
         progress: whether to show a progress bar.
 
@@ -117,7 +117,7 @@ class _Run:
         self._run = GatedRun(
             model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
         )
-        if bool((gates[:, 0] == 1).all(dim=1).any()):  # layers before closed gates need one run
+        if bool((gates[:, 0] == 1).all(dim=1).any()):  # layers before closed gates run once
             self._run.start_from(None)
 
     def log_probabilities(

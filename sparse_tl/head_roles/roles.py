@@ -41,8 +41,8 @@ class HeadRoles(Result):
             and two standard errors. Otherwise, opening all gates would be better, and the gates are
             not informative.
         removed: increase of the NLL in nats when one head is removed from the model.
-        removed_together: increase of the NLL when all heads of a role are removed from the model,
-            and from the fitted G+; by these, role and seed.
+        removed_together: increase of the NLL when all heads of a role are removed, by start (the
+            model, or the fitted G+), role and seed.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
@@ -132,7 +132,7 @@ class HeadRoles(Result):
         return [[divmod(index, n_heads) for index in of_seed] for of_seed in order.tolist()]
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
-        """One row per role and head: the share of seeds with the head in the role, always, any."""
+        """One row per role and head: share of seeds with the head in the role; whether all; any."""
         share = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
         columns = {"share": share, "always": share == 1.0, "any": share > 0.0}
         return head_table("role", ROLES, columns)
@@ -150,7 +150,7 @@ class HeadRoles(Result):
         return head_table("seed", self.seeds, columns)
 
     def classes(self) -> pd.DataFrame:
-        """One row per role, mean over seeds: number of heads, and the cost of removing them all.
+        """One row per role, with means over seeds: number of heads, and cost of removing them all.
 
         The costs are those of removal from the model and from the fitted G+, in nats per target
         token.

@@ -55,7 +55,7 @@ def _run_once(forward: Forward) -> Forward:
 
 
 _twice: WeakKeyDictionary[Forward, Forward] = WeakKeyDictionary()
-"""For each function that runs a layer twice, the layer's `forward`."""
+"""Each layer's original `forward`, by the function that runs it twice."""
 
 
 def _run_twice(forward: Forward) -> Forward:
@@ -77,5 +77,5 @@ def _run_twice(forward: Forward) -> Forward:
 
 
 def _with(cache: Cache | None, value: Any) -> Any:
-    """The value, or `cache` in place of a cache."""
+    """`cache` if the value is a cache, otherwise the value."""
     return cache if isinstance(value, Cache) else value

@@ -47,7 +47,7 @@ class Deferred(Tensor):
 
     expression: Expression
     computed: Tensor | None
-    """The values, once something has asked for them."""
+    """The values once they have been computed; None before."""
 
     @classmethod
     def of(cls: type[_Kind], expression: Expression) -> _Kind:

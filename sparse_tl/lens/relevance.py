@@ -1,13 +1,13 @@
 """Gradients by the rules of layer-wise relevance propagation, in place of the model's own.
 
-Forward passes compute what they always compute. In the backward pass, each non-linear part counts
-as a linear map, fixed at the current input:
+Forward passes are unchanged. In the backward pass, each non-linear part counts as a linear map,
+fixed at the current input:
 
 - a norm of the residual stream keeps its scale fixed (LN-rule): ``dy = w centred(dx) / scale``;
 - an activation function is a factor (identity rule): ``da = (a / pre) d pre``;
 - where a product gates the MLP, each factor gets half (half-rule): ``d(a l) = (l da + a dl) / 2``.
 
-Attention has its own gradient. Where no attention score moves, as for prompts of one token, and
+Attention keeps its ordinary gradient. Where patterns are constant, as for prompts of one token, and
 there are no biases, output = gradient . input.
 
 Reference: RelP, arXiv 2508.21258.

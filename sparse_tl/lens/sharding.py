@@ -27,9 +27,9 @@ def shard_model(
     called on all ranks, writes the whole model; load that folder for all other analyses.
 
     Args:
-        model: TransformerBridge, raw as `load_model` gives it, without gates; load it with
-            ``device="cpu"`` if it does not fit on one GPU. Its shards go to the ranks' GPUs, if
-            there are any. Add low-rank adapters before sharding.
+        model: TransformerBridge with unprocessed weights, as from `load_model`, and no gates; load
+            it with ``device="cpu"`` if it does not fit on one GPU. Its shards go to the ranks'
+            GPUs, if there are any. Add low-rank adapters before sharding.
         precision: "bf16" gathers weights and computes in bfloat16, in all passes; the weights
             themselves, and the sums of gradients over ranks, are float32.
 

@@ -1,4 +1,4 @@
-"""Real language models: by name, from wherever they are, and one with its sparse version."""
+"""Real language models, loaded by name from wherever they are, and a sparse version of one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Cell:
 def built_in_cells(
     tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
 ) -> list[Cell]:
-    """The built-in models, dense and sparse, on the given tasks, by default on all."""
+    """Cells of the built-in dense and sparse models on the given tasks; by default on all."""
     known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
     unknown = [name for name in tasks if name not in known]
     if unknown:
@@ -80,7 +80,7 @@ def built_in_cells(
 def cells_of(
     models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
 ) -> list[Cell]:
-    """Models by name or folder on question sets, tasks and text; by default on all question sets.
+    """Cells of models, by name or folder, on question sets (by default all), tasks and text.
 
     One model is in memory at a time.
     """

@@ -31,7 +31,7 @@ from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
 Pairs = Annotated[int, Ge(4), Le(MOST)]
-"""Half score, half evaluate."""
+"""Number of prompt pairs: half for scoring, half for evaluation."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 """The default tasks, in the order of their panels."""
 EXAMPLES = 500

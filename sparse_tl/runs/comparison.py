@@ -57,7 +57,7 @@ PROMPTS = 16
 
 @dataclass(frozen=True)
 class Comparison:
-    """What each task needs: the content of ``metrics.json``, and the curves as a table."""
+    """Parts that each task needs: the content of ``metrics.json``, and the curves as a table."""
 
     metrics: dict[str, Any]
     curves: pd.DataFrame
@@ -67,7 +67,7 @@ class Comparison:
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for an explained effect of 0.9, per model.
 
-        Of several seeds, medians; of a single seed, also the 95 % interval over pairs.
+        Medians for several seeds; for a single seed, also the 95 % interval over pairs.
         """
         rows = []
         for task, measured in self.metrics.items():

@@ -36,7 +36,7 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
 
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
-    """The result that an earlier call saved in a folder, or a new one, then saved there."""
+    """The result that an earlier call saved in a folder; otherwise a new one, saved there."""
     if ranks.on_first(lambda: recover_folder(folder)):
         return kind.load(folder)
     result = measured()
@@ -66,7 +66,9 @@ class SparseRun:
         file = folder / "metrics.json"
         results = cls(read_json(file), sparse)
         try:
-            _ = results.held_out, results.texts, results.verdict + ""
+            _ = results.held_out, results.texts
+            if not isinstance(results.verdict, str):
+                raise TypeError("the verdict is not a text")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected the metrics of a run in {file}; {error!r}") from error
         return results
@@ -116,8 +118,8 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    It also lists every file that the command writes; `restart` removes these. With several ranks,
-    only the first reads and writes, and passes on what it reads.
+    ``run.json`` also lists every file that the command writes; `restart` removes these. With
+    several ranks, only the first reads and writes, and passes on what it reads.
 
     Args:
         path: the folder; created if absent.
@@ -205,7 +207,7 @@ class RunFolder:
         return sum(self._record["seconds"].values())
 
     def _open(self, restart: bool) -> dict[str, Any] | None:
-        """Lock the folder; the record of an earlier call, if this one resumes it."""
+        """Lock the folder; return the record of an earlier call, if this one resumes it."""
         check_writable(self.path)
         self._hold = Hold(self.path)
         record = self._read()

@@ -165,7 +165,7 @@ def run_post_training(
             raise ValueError(
                 "expected --text with shard, since a sharded model cannot generate text"
             )
-        device = "cpu"  # until it is sharded, and to reload it
+        device = "cpu"  # to load the model before sharding, and to reload it
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         model_ = load_named_model(model, load_model, device=device, dtype=dtype)

@@ -105,7 +105,7 @@ class GroupReader:
         return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
 
     def task(self, name: str) -> Group:
-        """Prompts of a task, with the loss at the answer, and about as many tokens as of a text."""
+        """A task's prompts, with loss at the answer; about as many tokens per step as of a text."""
         task = TASKS_BY_NAME[name]
         pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.seed)
         rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # repeats come last
@@ -135,7 +135,7 @@ class GroupReader:
                 f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Use "
                 "more text or a smaller window."
             )
-        # Cloned, so that the memory of the others can be freed.
+        # Cloned, so that the memory of the training windows can be freed.
         return windows[:-n_held_out], windows[-n_held_out:].clone()
 
     def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:

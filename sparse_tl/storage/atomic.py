@@ -103,9 +103,9 @@ def _unfinished(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.unfinished{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with held(path):  # against other processes
+        with held(path):  # excludes other processes
             writing, place = object(), os.path.abspath(path)
-            if _writing.setdefault(place, writing) is not writing:  # in one step, for threads
+            if _writing.setdefault(place, writing) is not writing:  # atomic, for threads
                 raise ValueError(
                     f"expected one writer of {path} at a time; another thread is writing to it. "
                     "Wait until that ends, or choose another place."
@@ -138,7 +138,7 @@ def _finish(temporary: Path, path: Path) -> list[Path]:
         entry.chmod((0o777 if entry.is_dir() else 0o666) & ~umask)
         _sync(entry)
     names = [entry.relative_to(temporary) for entry in entries if entry.is_file()]
-    place = path.parent.resolve() / path.name  # a link to a file is replaced itself
+    place = path.parent.resolve() / path.name  # a link to a file is itself replaced
     files = [place / name for name in names]
     for folder in {parent for file in files for parent in file.parents}:
         if (writer := writers.get(folder)) is not None:

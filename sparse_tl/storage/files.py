@@ -74,7 +74,7 @@ def read_json(path: str | Path) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError, OSError) as error:  # syntax, bytes, long numbers; nesting
+    except (ValueError, RecursionError, OSError) as error:  # syntax, encoding, numbers; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
 
 

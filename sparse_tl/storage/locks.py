@@ -28,7 +28,7 @@ class Hold:
     def __init__(self, path: Path) -> None:
         path = path.resolve()
         file = path.with_name(f".{path.name}.lock")
-        # One lock in a process, which may hold it several times.
+        # One lock per process, which may hold it several times.
         lock = FileLock(file, thread_local=False, is_singleton=True)
         self.release = lambda: None
         with suppress(OSError, NotImplementedError):

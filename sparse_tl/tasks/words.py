@@ -93,7 +93,7 @@ class WordTask(Task):
     ) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
-        When printed, they say which form the task takes under the model's tokenizer, and how many
+        Printed pairs say which form the task takes under the model's tokenizer, and how many
         of its words are left out because they are not single tokens.
 
         Args:

@@ -38,7 +38,7 @@ class Starts:
 
     @staticmethod
     def of(adapter: Adapter, window: int, texts: Sequence[str] | None, seed: int) -> Starts:
-        """Tokenise the beginnings, once model, tokenizer and window are known to allow sampling."""
+        """Tokenise the beginnings; checks that model, tokenizer and window allow sampling."""
         tokenizer = adapter.model.tokenizer
         check_window(tokenizer, window)
         if window > adapter.n_ctx:

@@ -50,7 +50,7 @@ class TargetLoss:
     """The target that every group of rows has to meet.
 
     Args:
-        nats: how large that quantity may be, in nats per label.
+        nats: upper bound on the quantity `of`, in nats per label.
         of: the bounded quantity: the model's "loss", its "increase" over the frozen dense model's,
             or the "divergence" from that model, ``KL(dense || sparse)``.
     """

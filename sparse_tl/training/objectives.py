@@ -30,7 +30,7 @@ language model under a target of 0.1 nats does not win back several times that."
 DISTILLED = 0.5
 """Share of the dense model's prediction in the training target; the rest is the label's."""
 PRESSURE = 0.2
-"""Gradient of the expected size on the logit of an open gate, where the sigmoid's vanishes."""
+"""Gradient of the expected size w.r.t. the logit of an open gate, where the sigmoid's vanishes."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which 63 percent of a head's cost is charged."""
 
@@ -122,8 +122,8 @@ class SparsityObjective(Objective):
 
     The constraint applies to validation rows, whose gaps `record_gaps` records after every
     evaluation. Their limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Fast-moving
-    weights and noise cost loss that is won back later; both fall to 0 over the run, and so does
-    the margin.
+    weights and noise raise the loss, which recovers later; both fall to 0 over the run, and so
+    does the margin.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size))``, with the size of the
     previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is then

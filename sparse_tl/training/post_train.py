@@ -142,7 +142,7 @@ def post_train(
         measuring = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
         if dense is not None and target.of == "divergence":
-            # Apart from the objective's, which keep training rows in the run's checkpoints.
+            # Separate from the objective's, which keep training rows in the run's checkpoints.
             measuring.predictions = DensePredictions(dense)
         objective = SparsityObjective(
             sparse,

@@ -63,7 +63,7 @@ class DensePredictions:
         return final[read]
 
     def _run_or_kept(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
-        """The same, running only rows that are not kept."""
+        """As `_run`, but running only rows that are not kept."""
         sizes, device = batch.loss_mask.sum(dim=1).tolist(), batch.tokens.device
         keys = _keys(batch)
         new = [row for row, key in enumerate(keys) if sizes[row] and key not in self._slices]

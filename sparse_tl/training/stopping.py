@@ -1,4 +1,4 @@
-"""Early ends of a run: by a signal, or because another rank is gone."""
+"""End a run early: after a signal, or because another rank is gone."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
 
 
 def on_any_rank(*facts: bool) -> list[bool]:
-    """Which facts hold on at least one rank, so that all ranks take the same decision."""
+    """Which facts hold on at least one rank, so that all ranks make the same decision."""
     return [any(of) for of in zip(*ranks.gathered(facts), strict=True)]
 
 
 @scope
 def lost_rank_noted(folder: Path | None) -> Iterator[None]:
-    """Report why another rank is gone, if it has announced it, and where to resume.
+    """Report why another rank is gone and where to resume; tell the others of this rank's errors.
 
     Raises:
         LostRankError: another rank ended; the message names the last checkpoint.

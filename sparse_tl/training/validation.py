@@ -25,7 +25,7 @@ from sparse_tl.training.reference import as_dense
 class Validation:
     """Validation rows, each group of which has to meet the target, and held-out rows.
 
-    The constructor measures the dense model, while the sparse model still has its weights.
+    The constructor measures the dense model, so it must be called before training.
 
     Args:
         sparse: the model before training.
@@ -64,9 +64,9 @@ class Validation:
             ]
         if target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
             raise ValueError(
-                "expected a target loss that the model can reach; the dense model's validation "
-                f"loss is {worst:.5f} nats, the target {target}. Give a larger one, or an increase "
-                f'such as "+{max(self.dense.loss * 0.02, 0.01):.2g}".'
+                "expected a target loss that the model can reach; the dense model's own validation "
+                f"loss is {worst:.5f} nats, above the target of {target}. Give a larger one, or an "
+                f'increase such as "+{max(self.dense.loss * 0.02, 0.01):.2g}".'
             )
 
     @property

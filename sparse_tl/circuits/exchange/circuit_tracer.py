@@ -7,8 +7,8 @@ layers are numbers, the heads and the MLP of a layer share a row. Columns are po
 
 Checked against circuit-tracer 0.5.0: `Model` accepts the export, and the viewer, in Chromium, draws
 and names every node of circuits with and without positions, and lists the links of a clicked node
-with their weights. It shows no example texts for components, and takes supernodes from its address
-instead of the file.
+with their weights. It shows no example texts for components, and reads supernodes from its URL,
+not from the file.
 
 Reference: ``circuit_tracer/frontend`` of github.com/safety-research/circuit-tracer, schema
 version 1.
@@ -46,12 +46,13 @@ def to_circuit_tracer(
 
     The weight of a link is minus its score, so that a positive weight helps, as in circuit-tracer;
     without scores it is 1. Weights of links between the same nodes (q, k and v) are summed. The
-    keys and values that a head reads at a position are a separate node; its link to the head weighs
-    what that node reads. The influence of a node is cumulative, as the viewer prunes by it: the
-    share of all influence that belongs to nodes with at least its own. The logits have no
-    probability; their text ends in ``(p=?)``. A circuit without positions is placed at the second
-    token, because the viewer draws nothing if all nodes are at the first. ``<`` in labels becomes a
-    quotation mark, because the viewer reads its tooltips as HTML; token texts stay unchanged.
+    keys and values that a head reads at a position are a separate node; the weight of its link to
+    the head is the total ``|score|`` that it reads, without a sign. The influence of a node is
+    cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
+    least as much. The logits have no probability; their text ends in ``(p=?)``. A circuit without
+    positions is placed at the second token, because the viewer draws nothing if all nodes are at
+    the first. ``<`` in labels becomes a quotation mark, since tooltips are read as HTML; token
+    texts stay unchanged.
 
     Args:
         circuit: circuit of circuit edges, with or without positions.

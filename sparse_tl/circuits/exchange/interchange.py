@@ -26,7 +26,7 @@ from sparse_tl.storage.files import atomic_folder, check_replaceable, read_json,
 
 _SIZES = {"n_layers": int, "n_heads": int, "parallel_attn_mlp": bool}
 _MAX_HEADS = 1024
-"""As many as 7B models have. A file that lists few edges cannot ask for a graph of any size."""
+"""As many as 7B models have; a file that lists few edges cannot request a larger graph."""
 _IMPORTANCES = "importances.json"
 _CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
@@ -70,7 +70,7 @@ def from_eap_ig(
     for name, kind in _SIZES.items():
         if not isinstance(cfg, Mapping) or type(cfg.get(name)) is not kind:
             raise ValueError(f"expected {name} in the cfg of an EAP-IG graph; got {str(cfg)[:200]}")
-    # Check this before naming all edges of such a graph. Every head has an edge to the logits.
+    # Check this before naming all edges: a file lists at least every head's edge to the logits.
     n_heads = cfg["n_layers"] * cfg["n_heads"]
     if not isinstance(edges, Mapping) or n_heads > max(_MAX_HEADS, len(edges)):
         raise ValueError(

@@ -75,7 +75,7 @@ def head_behaviour(
     (sink); and copying, -1 to 1. On prompt pairs:
 
     - *mover*: share of the logit difference that the head adds by attending to the answers, as the
-      name movers of IOI do. Below 0, the head lowers the answer.
+      name movers of IOI do. Below 0, the head lowers the answer's logit.
     - *suppression*: the same by attending to the wrong answers.
     - *inhibition*: how much of the movers' attention to the answers, minus that to the wrong
       answers, would be lost, to first order, if the head's output at the last position came from

@@ -110,7 +110,7 @@ class HeadBehaviour(Result):
 
     @property
     def main(self) -> dict[str, str]:
-        """The main kind of each head that is of any kind, by name of the head.
+        """The main kind of each head that has one, by name of the head.
 
         Kinds of behaviour on the task come first, then kinds of attention, then copying. Among
         several, the main one is the kind whose threshold the score exceeds by the largest factor.

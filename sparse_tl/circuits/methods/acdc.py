@@ -70,12 +70,12 @@ def acdc(
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
-        threshold: change of the metric from which a part is kept, in the metric's units; nats for
-            "kl".
+        threshold: smallest change of the metric for which a part is kept, in the metric's units;
+            nats for "kl".
         size: maximum number of parts to keep; `threshold` (1e-4 by default) is then the initial
             threshold.
-        metric: metric function with one value per pair, of which changes in both directions count;
-            or "kl", the divergence from the whole model's predictions, of which increases count.
+        metric: metric function with one value per pair, whose changes in either direction count;
+            or "kl", the divergence from the whole model's predictions, where only increases do.
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
         patch: patch at closed parts, as in `PatchedPairs`.
         batch_size: prompt pairs per forward pass.

@@ -41,7 +41,7 @@ At = Literal["resid_pre", "attn_out", "mlp_out", "z", "pattern"]
 Side = Literal["clean", "corrupted"]
 _HOOK_POINTS = {"z": "attn.hook_z", "pattern": "attn.hook_pattern"}
 _HEAD_AXIS = {"z": 2, "pattern": 1}
-"""The axis of heads of activations that are patched by head; others are patched by position."""
+"""The head axis of activations that are patched by head; others are patched by position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class ActivationPatching(Result):
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
-        positions: what places are unless they are heads: "tokens" or "spans".
+        positions: kind of the places, unless they are heads: "tokens" or "spans".
     """
 
     at: str

@@ -80,12 +80,12 @@ def attribute_circuit_edges(
 ) -> Scores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
 
-    With `positions`, the effect of patching it at each position (PEAP): the terms of the sum over
-    positions, ``[position, source, destination]``. What heads move between positions are attention
-    edges: `attribute_attention_edges`.
+    With `positions`, scores are kept per position (PEAP): they are the terms of the sum over
+    positions, ``[position, source, destination]``. For what heads move between positions, see
+    `attribute_attention_edges`.
 
-    Several ranks divide the pairs among them, and all return the whole result; so do the functions
-    below.
+    Several ranks divide the pairs among themselves, and each returns the whole result; the same
+    holds for the functions below.
 
     Args:
         model: dense or sparse model; left unchanged.

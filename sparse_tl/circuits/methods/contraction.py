@@ -3,7 +3,7 @@
     score(u -> v) = sum_places (patch_u - u) . d m / d input_v
 
 One matrix product contracts all sources with the destinations of a few layers, over places and
-d_model. Layer by layer, most of the time would go to reading what the sources write from memory.
+d_model. Going layer by layer would spend most of the time reading the sources' writes from memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from sparse_tl.parts.graph import Node
 
 WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
 """Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
-CPU it is 32 MB in float32: C libraries return larger blocks to the system, which then takes longer
-to provide them again than to compute what they hold."""
+CPU this is 32 MB in float32: C libraries return larger blocks to the system, and allocating these
+again takes longer than computing their contents."""
 READS_AT_ONCE = 128
-"""Maximum number of destinations in one matrix product, if they are of several layers."""
+"""Maximum number of destinations in one matrix product, if they belong to several layers."""
 
 
 def contract(

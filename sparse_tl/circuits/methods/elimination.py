@@ -1,6 +1,6 @@
 """Backward elimination: drop a circuit's parts in groups, and run every circuit that is considered.
 
-1. Start from the n best parts by score of all N: those n, of a grid, for which
+1. Start from the n best of all N parts by score, with n from a grid of sizes, such that
    ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
 2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
    the heads or the MLP of a layer, those into them, those out of each head, and those into each of
@@ -10,19 +10,19 @@
        gain = price * (number of parts dropped) - (loss of explained effect)
 
    if it gains anything and loses at most `STEP`. Parts that are left without effect count as
-   dropped. An effect above 1 counts as one that is as far below 1.
+   dropped. An effect above 1 counts as one equally far below 1.
 4. Go through all groups again at a higher price: what may still be lost, divided among the parts
    that are left; at least twice the last price, and twice the lowest at which a group would have
    been dropped. The first price is also at least what the ranking would lose per part next.
-   A pass loses at most half of what may be lost, or `STEP`, which doubles where all groups lose
-   more.
+   A pass loses at most half of what may still be lost, or `STEP` if that is more; `STEP` doubles
+   if every group loses more.
 
-What may be lost is ``1 - level``, and some more, since other pairs may need more parts. Every
-circuit on the way contains all later ones, so that the curve of a search hardly ever falls.
+What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts. Every
+circuit along the way contains all later ones, so the curve of a search hardly ever falls.
 
-Under a time limit, finer groups that could not all be tried in time are left out of a pass, unless
-none of the coarser ones can be dropped at any price, and the next price is at least four times the
-last one.
+Under a time limit, finer groups that could not all be tried in time are left out of a pass, and the
+next price is at least four times the last one, unless none of the coarser groups can be dropped at
+any price.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MARGIN = 0.05
 STEP = 0.02
 """Largest loss of explained effect in one step; doubled whenever no group loses less."""
 HASTE = 4.0
-"""Most that the first price may be, in units of what may be lost, divided among all parts."""
+"""Maximum first price, in units of what may be lost per part of the starting circuit."""
 RATIO = 1.3
-"""Ratio between two sizes of the grid that the start is taken from."""
+"""Ratio between adjacent sizes of the grid that the start is chosen from."""
 SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
 ROWS = 256
@@ -69,12 +69,12 @@ Group = tuple[int | slice, ...]
 
 @dataclass
 class EliminationState(Resumable):
-    """Circuits found so far, each part of the last one, and where the search is.
+    """Circuits found so far, each contained in the one before, and where the search is.
 
     Args:
         dropped: the step at which each part was dropped; 0 for parts that are left.
         effects: explained effect after each step, on the pairs of the search; at most 1.
-        mask: parts that are left, with those that lost their effect in this pass.
+        mask: parts that are left, including those that lost their effect in this sweep.
         begun: parts that were left when this sweep over groups began.
         position: index of the next group.
         price: price of a part in this pass, in explained effect.
@@ -104,7 +104,7 @@ class Elimination:
     """A search for small circuits that explain an effect.
 
     Args:
-        runs: pairs of the search, which keep their runs, at the site of the scores.
+        runs: kept runs of the pairs of the search, at the site of the scores.
         metric: metric function with one value per pair.
         scores: scores that the search starts from, and that order the parts of a group.
         level: explained effect that circuits should reach.
@@ -169,7 +169,7 @@ class Elimination:
     def ranking(self) -> Scores:
         """Minus the step at which each part was dropped, as scores of the parts.
 
-        Of parts dropped in one step, those with larger scores come later.
+        Of parts dropped in one step, those with larger scores count as dropped later.
         """
         last = len(self.state.effects) + 1
         steps = torch.where(self.state.dropped == 0, last, self.state.dropped).double()
@@ -187,10 +187,10 @@ class Elimination:
     # ---- one step --------------------------------------------------------------------------------
 
     def _start(self) -> EliminationState:
-        """The best parts by score, as many as gain most, as the first step.
+        """The state after the first step: the best parts by score, as many as gain most.
 
-        The first price is twice the one here: what the ranking loses per part in its next step
-        down the grid, up to `HASTE`.
+        The first price, twice the one set here, is at least what the ranking loses per part in its
+        next step down the grid, up to `HASTE`.
         """
         order, left = self.scores.order(), 1 - self._lowest
         best, effect, most, n = self._connected(self.grid.exists), 1.0, 0.0, float(len(order))
@@ -222,7 +222,7 @@ class Elimination:
         state.cheapest = math.inf
 
     def _end_pass(self) -> None:
-        """Whether there is a next pass; larger steps in it if this one could drop no group."""
+        """Decide whether to run another pass, with larger steps if this one could drop no group."""
         state = self.state
         left = state.effects[-1] - self._lowest
         stuck = state.cheapest == math.inf

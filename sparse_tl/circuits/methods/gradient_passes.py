@@ -108,7 +108,7 @@ class AttributionPlan:
     ) -> bool:
         """Whether patching everything changes the metric of any pair.
 
-        Where no other prompts are patched in, whose metric takes no pass: what any source writes.
+        Without other prompts, whose metric takes no extra pass: whether any source's write changes.
         """
         if other is not None:
             return is_changed(one.values, self.measured(other, one.batch))
@@ -165,7 +165,7 @@ class GradientPass:
         share: weight of every interpolation step; gradients include it.
         replaced: activations that replace the model's own.
         copies: number of steps in this pass; each has a copy of the prompts, one after the other.
-        held: keys and values that the pass shares with that over the patched prompts.
+        held: keys and values that the pass shares with the one over the reference prompts.
 
     Attributes:
         kept: activations at the hook points, in the autograd graph.
@@ -205,7 +205,7 @@ class GradientPass:
         }
         self.matters = needed(plan.adapter, read, None if held is None else held.alike)
         self.by_relevance = plan.method == "relp"
-        # First of all hooks: what is recorded after a norm has the gradient of the rules.
+        # Attached before all other hooks: what is recorded after a norm gets the rules' gradient.
         with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():
             self.kept, final = record(
                 plan.adapter,

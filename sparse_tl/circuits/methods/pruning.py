@@ -188,7 +188,7 @@ def _inside(share: float) -> float:
 def _shifted(
     logits: Float[Tensor, " gate"], expected: float, noise: float
 ) -> Float[Tensor, " gate"]:
-    """Logits, shifted by one number to make the expected number of open gates a given one."""
+    """Logits, shifted by a constant so that the expected number of open gates is `expected`."""
     values = logits.double() / noise
     reach = values.abs().max() + 40  # opens, or shuts, every gate in double precision
     low, high = -reach, reach
@@ -202,7 +202,7 @@ def _shifted(
 def _at_constant_size(
     gradient: Float[Tensor, " gate"], logits: Float[Tensor, " gate"]
 ) -> Float[Tensor, " gate"]:
-    """The gradient with respect to logits at constant expected size, from that to shifted logits.
+    """The gradient for logits at constant expected size, given the gradient for shifted logits.
 
     With ``w = d size / d logit``, a change d of one logit changes the shift of all logits by
     ``-d w / sum w``.

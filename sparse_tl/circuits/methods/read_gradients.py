@@ -99,8 +99,8 @@ class ReadGradients:
         places: Places,
         out: Float[Tensor, "destination place d_model"],
     ) -> Float[Tensor, "some place d_model"]:
-        """Gradients of one layer's destinations in the graph's order, written into `out`: q of
-        every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
+        """Gradients of one layer's destinations at some places, written into `out` in the graph's
+        order: q of every head, k and v of every key-value head, then the MLP."""
         done, norm = 0, self.adapter.norm(layer, "attn")
         for slot, name in zip("qkv", self.adapter.destination_points(layer)[:3], strict=True):
             read = at_places(self._sums[name], places).transpose(0, 1)

@@ -1,8 +1,8 @@
 """Find a small circuit that explains an effect, by the methods that are worth their time.
 
-1. Divide the pairs: one half searches, the other one, *held out*, is never seen by a search.
-2. Every method ranks the parts: by attribution, heads also by their exact effects, and by backward
-   elimination, which starts from these.
+1. Divide the pairs: one half is searched on; the other, *held out*, is never seen by a search.
+2. Rank the parts by attribution, heads also by their exact effects, and by backward elimination,
+   which starts from the last of these rankings.
 3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs;
    so are closer sizes between the last circuit below the level and the next one.
 4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
@@ -41,16 +41,16 @@ from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.storage.locks import held
 
 SHRINKS = 0.93
-"""Of the circuits of a search, those are evaluated that are that much smaller than the next."""
+"""Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
 CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
 RATIOS = 4
-"""Number of equal ratios that the gap between two sizes is divided into, in every round."""
+"""Number of equal ratios into which each round divides the gap between two sizes."""
 
 
 @dataclass(frozen=True)
 class _Ranking:
-    """What a method gives: scores, the sizes to cut them at, and how long they took in seconds."""
+    """A method's scores, the sizes to cut them at, and the seconds that the scores took."""
 
     scores: Scores
     sizes: tuple[int, ...]
@@ -87,8 +87,8 @@ def find_circuit(
     """Find a small circuit with a given explained effect on pairs that no search has seen.
 
     Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since these pairs
-    choose the circuit, its effect on yet others can be slightly smaller.
+    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since the
+    circuit is chosen on these pairs, its effect on others can be slightly smaller.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -99,8 +99,8 @@ def find_circuit(
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
         patch: patch at everything outside a circuit, as in `PatchedPairs`.
-        seconds: after so many seconds the elimination stops, and the circuits that it has found
-            are evaluated; by default it runs to its end.
+        seconds: time after which the elimination stops, and the circuits found so far are
+            evaluated; by default it runs to its end.
         batch_size: prompt pairs per forward pass.
         checkpoint: folder for checkpoints; an elimination interrupted there is resumed.
         seed: random seed of the division into halves.
@@ -171,7 +171,7 @@ def _rankings(
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
 ) -> dict[str, _Ranking]:
-    """The rankings to compare with; the last one is that which the elimination starts from."""
+    """The rankings to compare elimination with; it starts from the last one."""
     began = time.monotonic()
     if parts == "circuit_edges":
         scores = attribute_circuit_edges(model, pairs, metric, **options)

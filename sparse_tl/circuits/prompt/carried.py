@@ -7,7 +7,7 @@ with the gate A, the attention p, and the residual stream x that enters the laye
 they have nothing to move. There p is large and v_k W_O small.
 
 Reference: Kobayashi et al., arXiv 2004.10102, who compare these norms with attention. The division
-is an addition, to make layers comparable.
+is an addition of this package, to make layers comparable.
 """
 
 from __future__ import annotations

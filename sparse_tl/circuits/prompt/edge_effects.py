@@ -47,7 +47,7 @@ class EdgeEffects:
         """Compute the effects of the next edges.
 
         Args:
-            seconds: approximate time, of at least one batch; ``None`` computes all effects.
+            seconds: approximate time; at least one batch is run. ``None`` computes all effects.
         """
         end = math.inf if seconds is None else time.monotonic() + seconds
         size = len(self._to_do) if seconds is None else _FIRST_BATCH

@@ -103,7 +103,7 @@ class LeaveOneOut:
                 logits = run.logits(gates)[:, self._columns]
                 _check_rows(logits[-1].double(), whole)
                 scores = torch.stack([self._scores(row.double()) for row in logits])
-                changes.append(scores[:-1] - scores[-1])  # in the same pass: no effect is exactly 0
+                changes.append(scores[:-1] - scores[-1])  # same pass: without an effect, exactly 0
                 predictions.append(logits[:-1].argmax(dim=-1))
         effects, probabilities = torch.cat(changes).permute(1, 2, 0).cpu()
         predicted = torch.cat(predictions).T.cpu()

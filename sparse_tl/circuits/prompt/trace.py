@@ -59,8 +59,8 @@ def trace_attention(
 
     The effect of an edge is the change of a metric when the edge is removed. By default, the metric
     is the log-probability of the predicted token. `metrics.logit_difference` is the logit of
-    `answer` minus that of `wrong`. `metrics.answer_logit` also changes with a number added to all
-    logits, which changes no prediction.
+    `answer` minus that of `wrong`. `metrics.answer_logit` also changes when a number is added
+    to all logits, although that changes no prediction.
 
     A prediction is read one column to the left of the predicted position, or at the position itself
     if that holds the tokenizer's mask token or attention is bidirectional. A causal model runs up
@@ -69,14 +69,15 @@ def trace_attention(
     Args:
         model: a dense model or a SparseTransformer.
         prompt: text or tokens.
-        positions: columns to predict; by default, all mask tokens, or the token after the prompt if
-            there are none. -1 is the last position that is predicted by default.
+        positions: columns to predict; by default, all mask tokens. Without any, a causal model
+            predicts the token after the prompt, and a bidirectional one needs `positions`. -1 is
+            the last column that can be predicted.
         attribution: whether to estimate effects to first order as well,
             ``-attention * d metric / d attention``; positions share backward passes.
         max_effects: maximum number of open edges for which to compute all exact effects, with one
             run of the prompt per edge.
-        seconds: approximate time in which to compute exact effects if more edges are open, of those
-            with the largest estimates first. Other effects are NaN; the graph then has estimates.
+        seconds: approximate time in which to compute exact effects if more edges are open, largest
+            estimates first. Other effects are NaN; the graph then has estimates.
         metric: metric function.
         answer: answer at each position, or one for all of them, as text or number; by default, the
             model's prediction.
@@ -217,8 +218,8 @@ def _run(
         kept[name] = value.detach()
 
     def nudge(pattern: Float[Tensor, "one head query key"]) -> Tensor:
-        # A zero tensor that requires grad collects the gradient by the pattern, even if the weights
-        # of the model are frozen.
+        # A zero tensor that requires grad collects the gradient with respect to the pattern, even
+        # if the weights of the model are frozen.
         nudges.append(torch.zeros_like(pattern, requires_grad=True))
         return pattern + nudges[-1]
 

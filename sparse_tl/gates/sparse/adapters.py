@@ -1,7 +1,7 @@
-"""Low-rank adapters in a file of their own, which can be put on their base model again.
+"""Save low-rank adapters to a file of their own, and load them onto their base model.
 
 ``adapters.safetensors`` holds A and B of every projection, by name. The gates' JSON file records
-the base's name and a hash over all of its weights, so that adapters are put on no other model.
+the base's name and a hash over all of its weights, so that adapters are loaded onto no other model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_adapters(model: Model, folder: Path) -> dict[str, Any]:
 
 @autograd(False)
 def put_adapters(model: Model, folder: Path, described: Any) -> Model:
-    """Put the adapters of a folder on a model, in place.
+    """Load the adapters of a folder onto a model, in place.
 
     Args:
         model: the base model, without adapters.

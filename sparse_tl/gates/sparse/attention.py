@@ -4,8 +4,8 @@ With the pattern ``p = softmax(s)``,
 
     A_ij ~ Bernoulli(sigmoid(e_ij + r_i)),    z = (A * p) V        (no renormalisation)
 
-in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's term
-``e`` of the edge and ``r`` of the query: see `ScoreGates` and `ShareGates`. Masked pairs (future
+in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's
+terms ``e`` (edge) and ``r`` (query): see `ScoreGates` and `ShareGates`. Masked pairs (future
 tokens, padding) have an attention of 0 whatever their gate, and are not counted.
 """
 
@@ -137,8 +137,8 @@ class AttentionGates(ComputedGates, ABC):
                 now.counts.append(counted)
             return gated
 
-        # Without the counts: they hold the graph whose backward pass holds this function, and
-        # Python's garbage collector does not see cycles that go through a graph.
+        # Drop the counts: they hold the graph whose backward pass holds this function, and Python's
+        # garbage collector does not see cycles that go through an autograd graph.
         without = replace(now, counts=None)
 
         def gate_block(block: Block, s: Tensor | None, p: Tensor, row: Tensor, g: Any) -> Any:

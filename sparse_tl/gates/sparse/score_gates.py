@@ -1,4 +1,4 @@
-"""Gates on attention edges that read the edge's score: the sparse post-training paper's.
+"""Gates on attention edges that read the edge's score, as in the sparse post-training paper.
 
 With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
 

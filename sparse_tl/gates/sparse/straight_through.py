@@ -9,9 +9,9 @@ With the pattern ``p``, logits ``l = e + r`` (an edge's term and a query's term)
     d gated / d l  =  p sigmoid'((l + n) / temperature) / temperature
     d expected / d l  =  sigmoid'(l) + pressure [l > 0] at valid pairs
 
-as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``log p``; of the
-latter, the derivative ``d l / d p = 1 / p`` is multiplied in before a small p can overflow: ``p``
-cancels in that of the gated pattern, and with ``t = exp(-r)``,
+as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``log p``. For
+``log p``, the factor ``d l / d p = 1 / p`` is applied in a form that does not overflow for small p:
+``p`` cancels in the derivative of the gated pattern, and with ``t = exp(-r)``,
 ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
 
 The backward pass needs only ``p``, ``l + n`` and, if they are read, the scores; the same formula
@@ -134,7 +134,7 @@ class _GatedPattern(torch.autograd.Function):
             drawn = logits if noisy is None else _flat(noisy)[some]
             by_p = _flat(by_gated)[some] * _positive(drawn)
             soft = torch.sigmoid(drawn / ctx.temperature)
-            # The derivative by the logit, and the same divided by p.
+            # The derivative with respect to the logit, and the same divided by p.
             over_p = soft.mul_(1 - soft).div_(ctx.temperature).mul_(_flat(by_gated)[some])
             by_logit = over_p * p
             if valid is not None:

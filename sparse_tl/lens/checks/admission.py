@@ -7,14 +7,14 @@ circuits under the user's hooks, see `sparse_tl.lens.checks.under_hooks`):
            same as the `transformers` model that it wraps;
 *gates*    masked pairs have no attention; editing attention scores changes every pattern; with a
            pattern of zeros, heads write nothing, and nothing of a token reaches later positions;
-           with the pattern of one head alone, hook_z holds nothing of the others;
-*scores*   the scores of a prompt are the same when tokens follow;
+           if only one head has a pattern, hook_z is zero for the others;
+*scores*   the scores of a prompt do not change when tokens follow;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
            attention layer's output; each layer adds what its heads and MLP write to the stream, and
-           nothing else; unembedding the final one gives the logits; heads and MLPs given the inputs
-           from another prompt produce the outputs from that prompt (`check_sums`).
+           nothing else; unembedding the final stream gives the logits; heads and MLPs given inputs
+           from another prompt produce that prompt's outputs (`check_sums`).
 
 This covers architectures that no list could, and turns wrong numbers into errors.
 """
@@ -65,7 +65,7 @@ def check_scores(adapter: Adapter) -> None:
     """Check that gates on attention scores do not depend on the tokens that follow.
 
     Raises:
-        ValueError: the scores change when tokens follow, or as in `check_gates`.
+        ValueError: the scores change when tokens follow; otherwise as in `check_gates`.
     """
     check_gates(adapter)
     _once("scores", adapter, _scores_stay)
@@ -75,7 +75,7 @@ def check_mlps(adapter: Adapter) -> None:
     """Check that gates on MLP outputs take effect on a model.
 
     Raises:
-        ValueError: the model has no MLPs, or they write to the residual stream in other ways.
+        ValueError: the model has no MLPs, or one that does not write to the residual stream.
     """
     _once("mlps", adapter, _mlps_write)
 
@@ -117,7 +117,7 @@ def check_whole(adapter: Adapter) -> None:
 
 
 def _check_switches(adapter: Adapter) -> None:
-    """Check that no flag is on under which TransformerLens ignores low-rank adapters."""
+    """Check that no flag is set that makes TransformerLens ignore low-rank adapters."""
     on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
     if on and lora_layers(adapter.model):
         raise ValueError(

@@ -87,7 +87,7 @@ def rebuilt_reads(
 
 
 def _check_stream(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> None:
-    """Check what a layer adds to the residual stream, and what its MLP reads of it."""
+    """Check what a layer adds to the residual stream, and what its MLP reads from it."""
     block = f"blocks.{layer}"
     parts = [kept[f"{block}.hook_resid_pre"], kept[f"{block}.hook_attn_out"]]
     if adapter.has_mlps:

@@ -114,7 +114,7 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: 
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
-    """Check that prompts give the same beside others, or from a later layer on, as when run alone.
+    """Check that prompts run in a batch, or from a later layer on, give the same as when run alone.
 
     Raises:
         ValueError: they differ.

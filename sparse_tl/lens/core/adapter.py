@@ -136,12 +136,12 @@ class Adapter(ABC):
         return names
 
     def destination_points(self, layer: int) -> list[str]:
-        """The destinations' inputs in a layer: of q, k and v at `read_point`, and of the MLP."""
+        """Hook points of a layer's destinations: `read_point` of q, k, v, and the MLP's input."""
         names = [self.read_point(layer, slot) for slot in SLOTS]
         return names + [f"blocks.{layer}.mlp_normalized"] * self.has_mlps
 
     def residual_points(self, layer: int) -> list[str]:
-        """The residual stream where a layer reads it."""
+        """The hook points at which a layer reads the residual stream."""
         return [f"blocks.{layer}.hook_resid_pre"] + [f"blocks.{layer}.mlp_input"] * self.has_mlps
 
     # ---- running ---------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
-        """A key-value cache, as keyword arguments of calls that read one column each."""
+        """An empty key-value cache, as keyword arguments of calls that read one column each."""
 
     @abstractmethod
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
@@ -250,7 +250,7 @@ class Adapter(ABC):
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """Matrix and bias from the normalised stream to `read_point`; k, v of key-value heads."""
+        """Matrix and bias from the normalised stream to `read_point`; k and v by key-value head."""
 
     @abstractmethod
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:

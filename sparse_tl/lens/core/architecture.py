@@ -66,7 +66,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of 'global' and 'local'",
     ),
 }
-"""For each field a test of its value, and a description."""
+"""For each field, a test of its value and a description."""
 _REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
 # Found in folders of earlier versions; they do not affect what the model computes.
 _IGNORED = (

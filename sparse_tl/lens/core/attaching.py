@@ -37,7 +37,7 @@ class Order(Enum):
 
 
 Hook = tuple[str, Order, HookFunction]
-"""A place, by a name that `Adapter.place` accepts; when the function runs there; the function."""
+"""A name that `Adapter.place` accepts, when the function runs there, and the function."""
 
 
 class AttachedHooks:
@@ -219,7 +219,7 @@ def _of_transformers(hook: Any) -> bool:
 
 @scope
 def others_off(model: HookedModel) -> Iterator[None]:
-    """Inside the block, only hooks attached there run; the others are restored afterwards."""
+    """Inside the block, hook points run only hooks attached in it; others are restored after it."""
     kept = [
         (point, point._forward_hooks, point._forward_pre_hooks)
         for point in model.hook_dict.values()

@@ -21,7 +21,7 @@ from sparse_tl.storage.files import read_json, tensor_file, write_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
-# A chat template is a program, which transformers runs in a sandbox, and only when it is asked to.
+# A chat template is a program, which transformers runs in a sandbox, and only when asked to.
 _PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json", "chat_template.jinja")
 # Fields of config.json, at any depth, that name code or another location.
 _POINTERS = (
@@ -36,7 +36,7 @@ _TOKENIZER_FIELDS = (
     "padding_side truncation_side model_input_names chat_template"
 )
 _DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
-# Whole, logical and complex numbers, as safetensors names them.
+# Integer, Boolean and complex dtypes, as safetensors names them.
 _NO_FLOATS = ("I", "U", "BOOL", "C")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
@@ -105,7 +105,7 @@ def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
     for name in set(named.values()):
         link(folder / name, data)
         with tensor_file(folder / name), safe_open(folder / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
                 found = file.get_slice(key)
                 sizes[key] = math.prod(found.get_shape())
                 if found.get_dtype().startswith(_NO_FLOATS):
@@ -117,7 +117,7 @@ def checked_config(folder: Path) -> dict[str, Any]:
     """The model's configuration without fields that point elsewhere.
 
     Raises:
-        ValueError: it is an adapter, has quantised weights, or a class unknown to transformers.
+        ValueError: the model is an adapter, is quantised, or is of a class unknown to transformers.
     """
     if (folder / "adapter_config.json").exists():
         raise ValueError(

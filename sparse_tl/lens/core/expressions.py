@@ -29,7 +29,7 @@ class Block:
 ENTRY = Block(slice(0, 1), slice(0, 1), slice(0, 1), slice(0, 1))
 """The first entry of a pattern."""
 EVERYTHING = Block(slice(None), slice(None), slice(None), slice(None))
-"""All of it."""
+"""The whole pattern."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class Expression:
 
     Args:
         function: function that computes it.
-        args: arguments: expressions, tensors that broadcast to its shape, and settings. The first
-            function of all takes the queries and the transposed keys.
+        args: arguments: expressions, tensors that broadcast to its shape, and settings. The
+            innermost function takes the queries and the transposed keys.
         kwargs: keyword arguments, likewise.
     """
 
@@ -84,7 +84,7 @@ class Expression:
         return known[id(self)]
 
     def on(self, block: Block) -> Tensor:
-        """The value on a block, from the tensors themselves."""
+        """The value on a block, computed from the full tensors."""
         q, k = self.product.args
         product = (
             q[block.prompts, block.heads, block.queries]

@@ -36,7 +36,7 @@ def check_supported(adapter: Adapter, analysis: Analysis) -> None:
     """Check that an analysis is not refused for this kind of model.
 
     Raises:
-        ValueError: the analysis is refused; the message says why, and what works nevertheless.
+        ValueError: the analysis is refused; the message says why, and what still works.
     """
     why = adapter.unsupported(analysis)
     if why is not None:
@@ -115,7 +115,7 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
 
 
 def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:
-    """Check that the columns of reference prompts can be combined, as far as the tokens show.
+    """Check that reference prompts have the same length, as far as padding tokens show it.
 
     Padding is recognised by the tokenizer's padding token. If that token is also EOS or BOS, a
     single one at either end of a prompt may be text.

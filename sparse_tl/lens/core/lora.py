@@ -40,12 +40,12 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     """Put a low-rank adapter on every projection of attention and MLPs, in place.
 
     All other weights are frozen: `post_train` then trains adapters and gates alone. Adapters change
-    nothing at first, and start the same every time. `save_model` and copies of the model hold
-    merged weights; the model itself keeps its adapters until `merge_lora`. For a base in half
-    precision, adapters are float32.
+    nothing at first, and start from the same values every time. `save_model` and copies of the
+    model hold merged weights; the model itself keeps its adapters until `merge_lora`. For a base in
+    half precision, adapters are float32.
 
     Args:
-        model: TransformerBridge, raw as `load_model` gives it.
+        model: TransformerBridge with unprocessed weights, as from `load_model`.
         rank: rank of every adapter.
 
     Returns:
@@ -138,7 +138,7 @@ def _merge(component: Any) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has adapters of `peft`, of any kind."""
+    """Whether a model has `peft` adapters of any kind."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and any(isinstance(m, tuners.BaseTunerLayer) for m in model.modules())
 

@@ -19,7 +19,7 @@ _held: list[nn.Module] = []
 
 @scope
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Inside the block, a model is in evaluation mode; then each of its modules gets its mode back.
+    """Run the block with a model in evaluation mode, then restore the mode of each of its modules.
 
     Args:
         model: a TransformerLens model, or a SparseTransformer around one.

@@ -37,7 +37,7 @@ def before(
     """Attach to the input of a module; if `first`, before its existing pre-hooks."""
 
     def replaced(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The view is read only by this module, and has a gradient of its own.
+        # Only this module reads the view, so the view has its own gradient.
         shown = args[0].view_as(args[0])
         changed = function(shown)
         return (shown if changed is None else changed, *args[1:])

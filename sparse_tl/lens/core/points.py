@@ -30,7 +30,7 @@ else:
     except ImportError:  # removed in version 4
 
         class HookedTransformer(nn.Module):
-            """Placeholder for the missing class; no model is an instance."""
+            """Placeholder for the missing class; no model is an instance of it."""
 
 
 Model = HookedTransformer | TransformerBridge

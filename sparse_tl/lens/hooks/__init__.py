@@ -1,1 +1,1 @@
-"""Forward passes that record and replace activations, or skip what nobody reads."""
+"""Forward passes that record and replace activations, or skip what is not read."""

@@ -51,14 +51,14 @@ def record(
         adapter: adapter of the model.
         tokens: prompts.
         names: names of the hook points.
-        first: those that are recorded, or replaced, before other hooks there run; all others after
-            them.
+        first: names of those that are recorded, or replaced, before other hooks at the same point
+            run; all others are recorded after them.
         replaced: values that replace the model's own.
         differentiable: keep the autograd graph from the replaced values or the input node on; these
             are leaves, so weights may be frozen and nothing earlier needs a gradient.
         attention_mask: 0 at padding.
-        read: positions that are read after the last layer. Activations at positions that do not
-            matter to these mean nothing, and have gradients of 0. None: all matter.
+        read: positions that are read after the last layer; all by default. Activations at positions
+            that do not matter to these are meaningless, and have gradients of 0.
         held: keys and values that this pass shares with others.
         copies: number of copies of the prompts to run, one after the other.
 
@@ -111,7 +111,7 @@ def check_fired(adapter: Adapter, names: Sequence[str], kept: Container[str]) ->
 
 
 def mask_hooks(adapter: Adapter, masks: dict[int, AttentionMask]) -> list[Hook]:
-    """The hooks that put the mask of every layer's attention into a dictionary, by layer."""
+    """Hooks that store the mask of every layer's attention in a dictionary, by layer."""
     return [
         (f"blocks.{layer}.attn.mask", Order.FIRST, partial(masks.__setitem__, layer))
         for layer in range(adapter.n_layers)
@@ -145,7 +145,7 @@ _enters: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 @autograd(False)
 def enters(adapter: Adapter) -> bool:
-    """Whether a pass that enters at a later layer ends as a full pass does; tried once per model.
+    """Whether a pass from a later layer on ends like a full pass; tested once per model.
 
     A layer that needs more from earlier ones than the residual stream, such as their choice of
     keys, cannot be entered this way.

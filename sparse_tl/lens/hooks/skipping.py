@@ -4,11 +4,11 @@ A position does not matter
 
 - in the last layer, where it is not read;
 - in a causal model, after the last position that is read;
-- where another pass has held its keys and values: before the first token in which two prompts
-  differ, both have the same ones in every layer.
+- where another pass has stored its keys and values: before the first token in which two prompts
+  differ, these are equal in every layer.
 
 There, MLPs and the projections of attention are skipped and write zeros. Everything else runs at
-all positions, so activations keep their shapes; at skipped positions they mean nothing.
+all positions, so activations keep their shapes; at skipped positions they are meaningless.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def only_needed(
 
 
 class Held:
-    """Keys and values that passes share: those of positions before their prompts differ.
+    """Keys and values that passes share, at positions before their prompts first differ.
 
-    The first pass notes them; all others are given them.
+    The first pass stores them; later passes reuse them.
 
     Args:
         adapter: adapter of the model.
@@ -137,7 +137,7 @@ def held_between(
     others: Tensor,
     read: Bool[Tensor, "batch pos"],
 ) -> Held | None:
-    """The keys and values that both prompts of each row share; None if skipping saves nothing.
+    """Storage for keys and values that each row's prompts share; None if nothing can be skipped.
 
     Rows whose prompts agree up to the position that is read are computed in full.
     """
@@ -186,18 +186,18 @@ def _sizes(adapter: Adapter) -> dict[str, tuple[int, int]]:
 
 
 def _saves(mask: Bool[Tensor, "batch pos"], computed: int, weights: int, values: int) -> bool:
-    """Whether computing only so many positions of a batch saves more than it costs."""
+    """Whether computing only `computed` positions of a batch saves more than it costs."""
     least = LEAST.get(mask.device.type, LEAST_ELSEWHERE)
     return (mask.numel() - computed) * weights > COPIED * computed * values + least
 
 
 def seen_by_hooks(adapter: Adapter, own: Set[int] = frozenset()) -> bool:
-    """Whether hooks might see what a pass skips or repeats: any but those of gates, and `own`."""
+    """Whether hooks other than those of gates and `own` might see what a pass skips or repeats."""
     return bool(hooks_besides(adapter, gate_hooks(adapter) | own))
 
 
 def _body(block: Any, kind: str) -> list[nn.Module]:
-    """The module that does a kind of computation position by position, unless a hook is inside."""
+    """The module that does a kind of computation position by position; none if hooked inside."""
     outer = getattr(block if kind == "mlp" else getattr(block, "attn", None), kind, None)
     inner = getattr(outer, "original_component", None)
     found = [inner] if kind != "mlp" else [outer, inner]
@@ -246,9 +246,9 @@ _holds: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 @autograd(False)
 def _can_hold(adapter: Adapter) -> bool:
-    """Whether positions reach later ones by keys and values alone; tried once per model.
+    """Whether positions affect later ones only by keys and values; tested once per model.
 
-    With convolutions or recurrent states, they do not.
+    Convolutions and recurrent states also carry information.
     """
     model = adapter.model
     if model not in _holds:
@@ -261,7 +261,7 @@ def _can_hold(adapter: Adapter) -> bool:
             with attached(adapter, held.hooks()):
                 adapter.final(tokens)
             expected = adapter.final(others)[:, -1:]
-            # Earlier tokens differ: only the held keys and values still tell what they were.
+            # Earlier tokens differ: only the stored keys and values carry the original ones.
             with attached(adapter, held.hooks()):
                 found = adapter.final(others[:, -1:].repeat(1, n))[:, -1:]
             size = expected.abs().amax(dim=-1, keepdim=True)

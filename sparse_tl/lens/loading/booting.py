@@ -25,7 +25,7 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 
     Args:
         model: model of `transformers`, of a class that TransformerLens supports.
-        tokenizer: tokenizer of the model; prompts begin with BOS if it puts one there itself.
+        tokenizer: tokenizer of the model; prompts begin with BOS if it adds one by itself.
         name: name of the model in messages and figures.
 
     Raises:
@@ -51,7 +51,7 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     try:
         with torch.random.fork_rng(devices=[]):  # initialises split parts at random
             bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
-    except Exception as error:  # the code of TransformerLens can raise anything
+    except Exception as error:  # TransformerLens can raise anything
         raise ValueError(
             f"expected a model that TransformerLens can wrap; on a {kind} it fails with "
             f"{type(error).__name__}: {error}"

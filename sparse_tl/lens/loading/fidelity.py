@@ -71,7 +71,7 @@ def check_same(
     try:
         with others_off(bridge), evaluation_mode(bridge):
             found = bridge(tokens)
-    except Exception as error:  # the code of TransformerLens can raise anything
+    except Exception as error:  # TransformerLens can raise anything
         why = f"it fails with {type(error).__name__}: {str(error).rstrip('.')}"
         raise ValueError(_said(bridge, why)) from error
     largest = expected.abs().max().clamp(min=1e-30)

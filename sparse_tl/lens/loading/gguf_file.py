@@ -1,4 +1,4 @@
-"""GGUF files: found, checked, and read by transformers.
+"""Find and check GGUF files before transformers reads them.
 
 A GGUF file consists of a header and tensor data. The header has metadata (architecture, sizes,
 vocabulary, chat template) and a table of the tensors: name, shape, type and offset. Nothing in it
@@ -223,7 +223,7 @@ def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, tuple[int, int, in
             raise ValueError(
                 f"the tensor {name[:80]!r} is of type {kind}, which gguf does not know"
             )
-        together, n_bytes = GGML_QUANT_SIZES[kind]  # weights in a block, and its bytes
+        together, n_bytes = GGML_QUANT_SIZES[kind]  # weights and bytes per block
         if not all(shape) or shape[0] % together:
             raise ValueError(
                 f"the tensor {name[:80]!r} has shape {shape}, which does not divide into blocks of "
@@ -247,7 +247,7 @@ def without_bar() -> Iterator[None]:
 
 def gguf_options(config: Any) -> dict[str, Any]:
     """Options that make transformers read plain weights from a GGUF file."""
-    # Otherwise it may keep quantised blocks, and run code from a hub on them.
+    # Otherwise transformers may keep quantised blocks, and run code from a hub on them.
     whole = transformers.GgufConfig(dequantize=True)
     return {"gguf_file": NAME, "config": config, "quantization_config": whole}
 

@@ -88,7 +88,7 @@ def read_model(
                 device_map=device_map,
                 use_safetensors=True,
                 attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # otherwise it does not list them
+                ignore_mismatched_sizes=True,  # otherwise they are not listed
                 output_loading_info=True,
                 **seen.options,
                 **_LOCAL,
@@ -182,11 +182,11 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
 def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
     """Check that a tokenizer fits a model with this many tokens.
 
-    The model may have more tokens, since vocabularies are padded. A few added tokens may exceed its
-    vocabulary, such as Gemma 3's image tokens.
+    The model may have more tokens, since vocabularies are padded. A few added tokens, such as
+    Gemma 3's image tokens, may exceed the model's vocabulary.
 
     Raises:
-        ValueError: the tokenizer has more tokens, or starts texts with one that the model lacks.
+        ValueError: the tokenizer has more tokens than the model, or a BOS token that it lacks.
     """
     bos = tokenizer.bos_token_id
     if tokenizer.vocab_size > d_vocab or (bos is not None and bos >= d_vocab):
@@ -202,11 +202,11 @@ def _check_plan(config: Any, held: int, others: set[str]) -> int:
 
     Args:
         config: configuration of the model.
-        held: number of weights that there are.
+        held: number of available weights.
         others: names of weights that are not floating-point numbers.
     """
     kind = _class_of(config)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # draws initial weights
         auto = kind is AutoModelForCausalLM
         plan = kind.from_config(config, trust_remote_code=False) if auto else kind(config)
     needed = sum(parameter.numel() for parameter in plan.parameters())
@@ -225,7 +225,7 @@ def _config_in(data: Path) -> Any:
 
 
 def _file_in(data: Path) -> dict[str, str]:
-    """The option that names a GGUF file, if that is what there is."""
+    """The option that names the GGUF file; empty if there is none."""
     return {"gguf_file": NAME} if (data / NAME).exists() else {}
 
 

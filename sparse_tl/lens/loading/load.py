@@ -73,7 +73,7 @@ def load_model(
         TypeError: the object is not a model.
         ValueError: the folder holds no model or a sparse one, a GGUF file is damaged, weights do
             not fit their configuration or are pickled, TransformerLens does not support the model
-            class, the tokenizer lacks the BOS token asked for, the hub does not have the name, the
+            class, the tokenizer lacks the requested BOS token, the hub does not have the name, the
             hub cannot be reached, or the device cannot be used.
     """
     placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
@@ -99,7 +99,7 @@ def load_model(
 
 
 def _begun(model: Model, prepend_bos: bool | None) -> Model:
-    """The model, whose prompts start with BOS or not, as `prepend_bos` says."""
+    """The model, set to start prompts with BOS or not; unchanged if `prepend_bos` is None."""
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
     return model
@@ -131,7 +131,7 @@ def load_folder(
 
 def _check_finite(model: Model, folder: Path) -> None:
     for name, parameter in model.named_parameters():
-        # Least and greatest need no memory; NaN is both.
+        # Minimum and maximum need no extra memory; one NaN makes both NaN.
         ends = parameter.detach().flatten().aminmax() if parameter.numel() else ()
         if not all(bool(end.isfinite()) for end in ends):
             raise ValueError(
@@ -194,7 +194,7 @@ def save_model(model: Model, folder: str | Path) -> None:
             for name, value in read_sums(folder).items()
             if (folder / name).is_file() and not (temporary / name).exists()
         }
-        if not isinstance(model, HookedTransformer):  # an old one would be read first
+        if not isinstance(model, HookedTransformer):  # an old file would be read first
             (folder / CONFIG_FILE).unlink(missing_ok=True)
             others.pop(CONFIG_FILE, None)
         write_sums(temporary, others)
@@ -227,7 +227,7 @@ def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """The last part of the path it was loaded from, or else its model family."""
+    """The last part of the path that a model was loaded from, or else its model family."""
     return Path(model.config.name_or_path or "").name or model.config.model_type
 
 

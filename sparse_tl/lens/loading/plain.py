@@ -28,7 +28,7 @@ from sparse_tl.parallel import shards
 _WRAPPED = "_original_component"
 _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
 _named: WeakSet[TransformerBridge] = WeakSet()
-"""Bridges that name all weights of their wrapped models."""
+"""Bridges that are known to name all weights of their wrapped models."""
 
 
 def plain_model(model: TransformerBridge) -> Any:
@@ -138,7 +138,7 @@ def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
 
 
 def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
-    """Whether TransformerLens (3.9 to 4.0) added the bias, which was then 0 when first seen."""
+    """Whether TransformerLens (3.9 to 4.0) added the bias: whether it was 0 when first seen."""
     if model not in _unset:
         _unset[model] = not bool(bias.any())
     return _unset[model]

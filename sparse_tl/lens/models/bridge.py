@@ -122,14 +122,14 @@ class BridgeAdapter(Adapter):
             return partial(places.before_branch, point, end)
         norm = self._module(int(layer), "before_mlp")
         if norm is None:
-            # The norm's output would be the MLP's own input: run one function after the other.
+            # Without a norm, both names mean the MLP's input; functions at mlp_input run first.
             return partial(
                 places.before, self.model.blocks[int(layer)].mlp, first=what == "mlp_input"
             )
         return partial(places.before if what == "mlp_input" else places.after, norm)
 
     def read_point(self, layer: int, slot: Slot) -> str:
-        """See `Adapter`; under latent attention, what q, k or v reads by `LatentAttention`."""
+        """See `Adapter`; under latent attention, what q, k or v reads (see `LatentAttention`)."""
         at = f"blocks.{layer}.attn"
         return f"{at}.read_{slot}" if self._latents.get(layer) else super().read_point(layer, slot)
 
@@ -140,7 +140,7 @@ class BridgeAdapter(Adapter):
         return f"blocks.{layer}.attn.z_written"
 
     def _written(self, layer: int) -> places.Place:
-        """The place of z over the scale: what heads write from if their sum is normalised.
+        """The place of z divided by the scale, from which heads write if their sum is normalised.
 
         With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
         is taken from the run itself, so the write is linear in this value, as in z without a norm.

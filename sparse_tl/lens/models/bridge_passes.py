@@ -81,9 +81,9 @@ def check_left_padded(output: Tensor, model: str) -> None:
 
 @scope
 def plain_norms(norms: Mapping[Any, Norm]) -> Iterator[None]:
-    """Inside the block, norms run as those of the wrapped model do.
+    """Inside the block, norms run as they do in the wrapped model.
 
-    A bridge also computes what hook points within them show; where one is hooked, it still does.
+    A bridge also computes values for the hook points in a norm; it still does if one is hooked.
     Under frozen weights, gradients of RMS norms are computed in closed form.
     """
     with ExitStack() as removed:

@@ -53,7 +53,7 @@ class HookedAdapter(Adapter):
     def place(self, name: str) -> HookPoint | Place:
         """See `Adapter`."""
         if name == "cached_columns":
-            # `generate` calls `forward` itself, which skips hooks of the whole model.
+            # `generate` calls `forward` itself, which skips hooks on the model itself.
             return partial(read_call, [self.model, self.model.blocks[0]], _cached)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
@@ -73,7 +73,7 @@ class HookedAdapter(Adapter):
         window = self.model.cfg.window_size if local else None
 
         def read(kwargs: dict[str, Any]) -> AttentionMask:
-            if not self.causal:  # masks are ignored, those of padding too
+            if not self.causal:  # all masks are ignored, even for padding
                 return AttentionMask(causal=False)
             real = kwargs.get("attention_mask")
             given = None if real is None else real[:, None, None, :]

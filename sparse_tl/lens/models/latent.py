@@ -46,7 +46,7 @@ class LatentAttention:
         self.attention, self.n_heads = attention, n_heads
         inner = attention.original_component
         self._d_latent: int = inner.kv_lora_rank
-        self._d_plain: int = inner.qk_nope_head_dim  # of q and k, not rotated
+        self._d_plain: int = inner.qk_nope_head_dim  # entries of q and k without rotation
 
     @property
     def indexed(self) -> bool:
@@ -95,7 +95,7 @@ class LatentAttention:
     # ---- attaching -------------------------------------------------------------------------------
 
     def place(self, name: str) -> Viewed | Place | None:
-        """The place of this name, if it is not simply a hook point.
+        """The place with this name; None if it is simply a hook point.
 
         ``attn.hook_q`` to ``hook_z`` are seen as ``[batch, pos, head, d_head]``, ``attn.read_q``
         to ``read_v`` as ``[batch, pos, head, d_read]``.
@@ -175,7 +175,7 @@ class LatentAttention:
 
     def _rotated(self, value: Read, rotation: Any) -> Read:
         """Rotate pairs of entries by angles that grow with the position."""
-        n_rows = len(value)  # attention may have been given the first rows alone
+        n_rows = len(value)  # attention may see only the first rows
         if isinstance(rotation, Tensor):  # complex numbers, in DeepSeek-V2
             first, second = value.float().unflatten(-1, (-1, 2)).unbind(dim=-1)
             turned = torch.complex(first, second) * rotation[:n_rows, :, None]
@@ -203,7 +203,7 @@ def _needs_gradient(shown: Tensor) -> bool:
 
 
 def _swapped(function: HookFunction) -> HookFunction:
-    """A function of q, k or v ``[batch, pos, head, d]``, as one of ``[batch, head, pos, d]``."""
+    """Adapt a function of ``[batch, pos, head, d]`` to q, k or v as ``[batch, head, pos, d]``."""
 
     def on_value(value: Tensor) -> Tensor | None:
         changed = function(value.transpose(1, 2))
@@ -213,7 +213,7 @@ def _swapped(function: HookFunction) -> HookFunction:
 
 
 def _by_head(n_heads: int, function: HookFunction) -> HookFunction:
-    """A function of z by head, as one of z in whatever groups a hook point shows it."""
+    """Adapt a function of z by head to z in the shape in which a hook point shows it."""
 
     def on_value(value: Tensor) -> Tensor | None:
         changed = function(value.reshape(*value.shape[:2], n_heads, -1))

@@ -5,7 +5,7 @@ With the activations a at ``mlp.hook_post`` (of a gated MLP, ``act(gate) * up``)
     factor * (sum_n a_n W_out[n] + b_out),
 
 where W_out includes the weight of a norm after the MLP. The factor, one number per token, is 1 in
-most models; otherwise, a gate on the MLP or the scale of such a norm determines it in this run.
+most models; otherwise, a gate on the MLP or the scale of such a norm determines it in each run.
 """
 
 from __future__ import annotations

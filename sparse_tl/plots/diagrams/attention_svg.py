@@ -1,9 +1,9 @@
 """Attention patterns as a static SVG: a map per head that attends to anything, and a colour bar.
 
 Queries from top to bottom, keys from left to right. Tokens label each row of maps at its left and
-each column below it, so that the nine heads of a layer fit on a screen; if there is no room, token
-positions do, and a note lists the tokens. Cells that the causal mask excludes are hatched, to
-distinguish them from a weight of 0.
+each column below it, so that the nine heads of a layer fit on a screen; if there is no room,
+the labels are positions, and a note lists the tokens. Cells that the causal mask excludes are
+hatched, to distinguish them from a weight of 0.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _in_rows(
 def _heat_map(
     weights: Tensor, name: str, x: float, y: float, cell: float, is_causal: bool
 ) -> Iterator[str]:
-    """One path for all cells of a grade, in units of cells."""
+    """A head's name and map, with one path per grade, in units of cells."""
     n = len(weights)
     room = n * cell
     yield (
@@ -191,7 +191,7 @@ def _colour(grade: int) -> str:
 
 
 def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
-    """The labels of an axis, each after the middle of its cell, relative to the axis start."""
+    """The labels of an axis, each with the middle of its cell, relative to the axis start."""
     for i, text in enumerate(layout.texts):
         if text:
             clipped = clip_text(text, TICK_SIZE, _LONGEST_LABEL)

@@ -43,8 +43,8 @@ _WIDTHS: dict[EdgeKind, tuple[float, float]] = {
 
 
 def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float, str]]:
-    """Kind, colour, width and dashes of all lines, in drawing order: light kinds first, and in each
-    kind weak grades first, both in blue and in orange. Stronger lines are darker and thicker.
+    """Kind, colour, width and dashes of all lines, in drawing order: light kinds first, within
+    a kind weak grades first, each in blue and in orange. Stronger lines are darker and thicker.
 
     Args:
         scale: thickness relative to a figure with wide columns; dark lines shrink less.

@@ -56,7 +56,7 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
         view: view with the defaults of fields that the state lacks.
 
     Raises:
-        ValueError: it is no such state, or a field has the wrong type.
+        ValueError: it is not such a state, or a field has the wrong type.
     """
     if state is None:
         return view

@@ -12,7 +12,7 @@ from sparse_tl.plots.page.token_text import running_text, visible_text
 Neurons = NeuronEffects | Sequence[NeuronEffects]
 
 _BEFORE, _TOKEN, _AFTER = 80, 40, 40
-"""Maximum number of characters shown before, of and after a token."""
+"""Maximum number of characters shown before, in and after a token."""
 
 
 def neuron_lists(
@@ -25,7 +25,7 @@ def neuron_lists(
         panels: circuits by panel name.
 
     Raises:
-        ValueError: there is no such panel, or no panel has the MLP.
+        ValueError: a named panel does not exist, or no panel has the MLP.
     """
     by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
     drawn = {str(node.component) for graph in panels.values() for node in graph.nodes}

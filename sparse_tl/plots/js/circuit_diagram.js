@@ -143,7 +143,7 @@ function start(root, data, live) {
       },
     });
     addControl(root, "Threshold", slider, output);
-    // The threshold stays at or above that down to which all edges were sent.
+    // The threshold is at least the lowest for which all edges were sent.
     function limit() {
       const floor = data.floors[state.weight];
       state.limit = Math.max(floor, state.limit);
@@ -221,7 +221,7 @@ function start(root, data, live) {
 
   // ---- pointer -------------------------------------------------------------------------------
 
-  // The drawn or else the removed line nearest to the pointer, in the layer there.
+  // The line nearest to the pointer in its layer: drawn, or else removed.
   function lineAt(panel, event) {
     const point = pointIn(svg, event);
     const layer = panel.levels.findLastIndex((level) => level >= point.y);

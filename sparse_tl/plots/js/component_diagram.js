@@ -31,7 +31,7 @@ function start(root, data) {
     zoomTo(box);
     tip.hidden = true;
     listenToNodes();
-    // A text that the reader is typing on the card stays.
+    // Keeps text that the reader is typing on the card.
     if (!node) card.hidden = true;
     else if (!keepsCard) showCard(node);
     syncControls();
@@ -102,7 +102,7 @@ function start(root, data) {
       },
       close: () => focusOn(null),
     });
-    // Beside the node's height, on the opposite side of the figure.
+    // At the node's height, on the opposite side of the figure.
     const outer = root.getBoundingClientRect(), shown = svg.getBoundingClientRect();
     const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 }, scale = shown.width / size[0];
     const x = at.x + drawn.panels[index].shift;

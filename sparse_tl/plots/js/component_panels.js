@@ -1,4 +1,4 @@
-// Positions of the panels of a component diagram: side by side if all are legible like that, otherwise
+// Positions of the panels of a component diagram: side by side if all are then legible, otherwise
 // one above the other. All have the same layout.
 
 const LEFT = 8, TOP = 8, TITLE = 34, GAP = 18, HEADING = 54, LINE = 16, COLUMN_HEADING = 22;

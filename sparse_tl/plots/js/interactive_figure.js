@@ -25,7 +25,7 @@ function makePath(attributes) {
   return path;
 }
 
-// The panels of a figure, each with its SVG group, the parts of that by role, and a path over its lines
+// The panels of a figure, each with its SVG group, its parts by role, and a path over its lines
 // that marks the line under the pointer.
 function findPanels(svg, data, pointed) {
   return data.panels.map((panel, index) => {

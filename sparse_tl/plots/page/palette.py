@@ -179,7 +179,7 @@ def blend(start: Colour, end: Colour, share: float) -> Colour:
 
 
 def dots(width: float) -> str:
-    """Dashes of a dotted line of some width, with round ends."""
+    """Dashes of a dotted line of a given width, with round ends."""
     return f"{width:.3g} {2.5 * width + 1:.3g}"
 
 

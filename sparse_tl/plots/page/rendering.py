@@ -153,7 +153,7 @@ class SelfContainedFigure(Figure, RenderedHTML):
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
         return self._with_theme(self.light_html)
 
-    # circuitsvis's names for the same, instead of its choice of a source.
+    # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_
 
 

@@ -94,7 +94,7 @@ def _tooltips(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[st
 def _labels(
     figure: Any, position: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """The labels of a panel's cells; those that do not fit lose plus or minus, or are left out."""
+    """The labels of a panel's cells; those that do not fit lose their sign, or are left out."""
     axes, layout, grid = figure.get_subplot(*position), figure.layout, behaviour.grid
     inner_width = layout.width - layout.margin.l - layout.margin.r
     inner_height = layout.height - layout.margin.t - layout.margin.b

@@ -10,7 +10,7 @@ from sparse_tl.plots.page.token_text import clip_text, visible_text
 from sparse_tl.plots.panels.plotly_panels import plain_text, ticks
 
 BAR_TOP, BAR_ROOM = 50, 50
-"""Distance of a bar from cells with an axis title between, and the room that it needs below."""
+"""Distance of a bar from cells with an axis title in between, and the room needed below it."""
 BAR_BELOW = 52
 """Distance from the top of a bar to the edge of the figure."""
 CELLS: dict[str, Any] = {"xgap": 1, "ygap": 1, "hoverinfo": "text", "hoverongaps": False}

@@ -240,7 +240,7 @@ def _add_curve(
     parts: Parts,
     least: float,
 ) -> None:
-    """A curve with its interval; or the curves of all seeds with their median on top."""
+    """Add a curve with its interval, or the curves of all seeds with their median on top."""
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
         style = {"low": one.low, "high": one.high, "name": one.name}
@@ -265,7 +265,7 @@ def _add_line(
     interval: str,
     **style: Any,
 ) -> None:
-    """One line with the tooltips of its points."""
+    """Add one line with the tooltips of its points."""
     what = parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [

@@ -1,4 +1,4 @@
-"""The horizontal axis of curves of explained effect: linear or logarithmic numbers of parts."""
+"""The horizontal axis of explained-effect curves: numbers of parts, linear or logarithmic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
-    """The ends of an axis, without margin. A logarithmic axis starts at the power of ten up to the
-    smallest size above 0 or, if 0 was measured, at a position for 0 below that."""
+    """The ends of an axis, without margin. A logarithmic axis starts at the largest power of ten up
+    to the smallest size above 0 or, if 0 was measured, at a position for 0 below that power."""
     measured = sorted({size for seeds in curves for curve in seeds.curves for size in curve.sizes})
     if not log:
         return 0.0, max(float(measured[-1]), 1.0)

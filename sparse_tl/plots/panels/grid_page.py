@@ -16,7 +16,7 @@ _REACH = 12.0
 """Distance in pixels from a point of a line within which its tooltip is shown."""
 
 Target = tuple[float, float, float, float, list[str]]
-"""Centre of a hover target, its reach across and upwards, in pixels, and its tooltip's lines."""
+"""Centre and half the width and height of a hover target, in pixels; lines of its tooltip."""
 
 
 def page_html(drawn: Any, svg: str) -> str:
@@ -72,5 +72,5 @@ def _pixels(layout: Any, name: str, values: Iterable[float]) -> list[float]:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a tooltip of `panels.hover_text`."""
+    """The lines of a tooltip from `plotly_panels.hover_text`."""
     return [unescape(line) for line in text.removeprefix("<b>").replace("</b>", "").split("<br>")]

@@ -107,7 +107,7 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
 
 
 def _room(drawn: Mapping[str, _Cells]) -> float:
-    """Width of a panel for a figure of the width of a printed page."""
+    """Width of a panel in a figure as wide as a printed page."""
     return fitting_width(len(drawn), gap=_GAP, most=math.inf)
 
 
@@ -151,7 +151,7 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> flo
     texts = [
         (column, x, -0.5, row[x])
         for column, row in labels.items()
-        for x in range(len(row) - 1, -1, -every)  # the last column has a label
+        for x in range(len(row) - 1, -1, -every)  # always label the last column
     ]
     below = {"yanchor": "top", "yshift": -6, "textangle": -90 if rotated else 0}
     _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
@@ -170,7 +170,7 @@ def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
 
 
 def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **style: Any) -> None:
-    """Add texts, each at a panel, x and y; at once, since plotly validates all at each addition."""
+    """Add all texts (panel, x, y, text) at once, since plotly validates all at each addition."""
     more = [
         {"text": plain_text(text), "x": x, "y": y, "xanchor": "center"}
         | {"xref": f"x{column}", "yref": f"y{column}"}

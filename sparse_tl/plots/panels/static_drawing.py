@@ -1,8 +1,8 @@
 """A plotly figure of panels as static SVG, drawn by matplotlib without browser or script, and with
 text as outlines, so that it looks the same on every machine.
 
-Supports what `panels`, `head_panels` and `legends` produce: lines, points, areas and heat maps with
-colour bars, axes with given ranges and ticks, annotations and legends.
+Supports what `plotly_panels`, `head_panels` and `legends` produce: lines, points, areas and heat
+maps with colour bars, axes with given ranges and ticks, annotations and legends.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
         drawn.set_tick_params(color=AXIS, labelcolor=MUTED, labelsize=TICK_SIZE)
         drawn.set_label_text(axis.title.text or "", size=LABEL_SIZE, color=INK)
         drawn.labelpad = 6
-    # At the same position in all rows, whatever the ticks.
+    # The title has the same position in all rows, whatever the ticks.
     axes.yaxis.set_label_coords(-_TITLE_ASIDE / axes.bbox.width, 0.5)
     axes.tick_params("y", length=0)
     axes.tick_params("x", length=4)
@@ -125,7 +125,7 @@ def _add_colour_bar(page: Figure, layout: Any, trace: Any, drawn: Any) -> None:
     step = (trace.zmax - trace.zmin) / _BAR_STEPS
     ends = [trace.zmin + i * step for i in range(_BAR_STEPS + 1)]
     style = {"cmap": drawn.cmap, "norm": drawn.norm, "edgecolors": "face", "linewidth": 0.4}
-    # As shapes, which a dark figure can invert; matplotlib's own colour bar is an image.
+    # Drawn as shapes, which a dark figure can invert; matplotlib's own colour bar is an image.
     axes.pcolormesh(ends, (0, 1), [[end + step / 2 for end in ends[:-1]]], **style)
     axes.set(xlim=(trace.zmin, trace.zmax), yticks=[])
     axes.xaxis.set_ticks([], minor=True)
