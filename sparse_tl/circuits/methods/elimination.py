@@ -292,11 +292,7 @@ def _sweeps(grid: Grid) -> list[list[Group]]:
     sweeps: list[list[Group]] = [
         [(slice(0, 1), every), *((group.rows, every) for group in grid.groups)],
         [*((every, group.columns) for group in grid.groups), (every, slice(last, None))],
-        [(row, every) for group in heads for row in range(group.rows.start, group.rows.stop)],
-        [
-            (every, column)
-            for group in heads
-            for column in range(group.columns.start, group.columns.stop)
-        ],
+        [(at, every) for group in heads for at in range(group.rows.start, group.rows.stop)],
+        [(every, at) for group in heads for at in range(group.columns.start, group.columns.stop)],
     ]
     return [sweep[::-1] for sweep in sweeps]

@@ -131,8 +131,7 @@ class Adapter(ABC):
         """The hook points of a circuit graph's sources; for heads, before ``W_O``."""
         names = [EMBEDDED]
         for layer in range(self.n_layers):
-            names.append(self.heads_point(layer))
-            names += [f"blocks.{layer}.hook_mlp_out"] * self.has_mlps
+            names += [self.heads_point(layer), *[f"blocks.{layer}.hook_mlp_out"] * self.has_mlps]
         return names
 
     def destination_points(self, layer: int) -> list[str]:
@@ -187,16 +186,13 @@ class Adapter(ABC):
     def only_at(
         self, read: Bool[Tensor, "batch pos"]
     ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
-        """Inside the block, passes over prompts of this shape compute only what `read` needs.
+        """Inside the block, passes over prompts of this shape compute only the logits at `read`.
 
         Only the last MLP and the unembedding are restricted. Parts with hooks on them are computed
         in full, so hooks see the same as in a plain pass.
 
         Yields:
             Function from the model's output to the logits at these positions, in row-major order.
-
-        Args:
-            read: positions whose logits are read.
         """
         with self._last_mlp_at(read), self._fused(), logits_only_at(self.model.unembed, read) as at:
             yield at
@@ -284,8 +280,7 @@ class Adapter(ABC):
         if heads is not None and len(heads) < len(weight):
             weight, z = weight[list(heads)], z[:, :, list(heads)]
         flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
-        if out is not None:
-            out = out.view(len(weight), flat.shape[1], -1)
+        out = None if out is None else out.view(len(weight), flat.shape[1], -1)
         return torch.bmm(flat, weight, out=out).view(len(weight), *z.shape[:2], -1)
 
     # ---- as a whole ------------------------------------------------------------------------------
