@@ -70,8 +70,9 @@ class TrainingState:
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
 
-        ``over`` is the largest excess of a group's gap at the last evaluation over this step's
-        limit; ``best`` is the number of active edges per token at the best evaluation.
+        ``over`` is how far the worst group's gap at the last evaluation exceeds this step's limit,
+        negative if it is within; ``best`` is the number of active edges per token at the best
+        evaluation.
         """
         row = self.history[-1]
         shown = {label: row[name] for name, label in _SHOWN.items() if name in row}

@@ -89,7 +89,7 @@ class Selection:
     Args:
         evaluate: returns the current model's validation metrics.
         better: whether the first metrics beat the second.
-        finished: whether these metrics leave nothing to gain.
+        finished: whether training can stop early, given the best metrics.
     """
 
     evaluate: Callable[[], Metrics]

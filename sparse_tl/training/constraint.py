@@ -3,17 +3,18 @@
     min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
-logarithm of lambda by the relative violation at the last validation evaluation,
+logarithm of lambda by the relative excess at the last validation evaluation,
 
-    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1),
+    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1).
 
-where the gap is the loss above the dense model's or, under a divergence target, the divergence from
-it, and the limit falls over the run to the loss budget, which is what the target leaves:
+The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
+from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts above
+it and falls to it during the run. Then
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
-integral term finds lambda; the proportional term responds to a violation at once and vanishes with
+integral term finds lambda; the proportional term responds to an excess at once and vanishes with
 it, which keeps lambda from oscillating. The target applies to validation rows under deterministic
 gates. The loss of a training batch says little about it: sampled gates raise the loss where
 deterministic ones do not, and the batch's noise can be many times a small target.
@@ -39,7 +40,7 @@ Measured = Literal["loss", "increase", "divergence"]
 START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
-"""Gains of the controller: the integral one accumulates from one evaluation to the next."""
+"""Gains of the controller; the integral gain is the total over the steps between evaluations."""
 BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda. A group that has long met its target keeps some weight in case it
 misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
@@ -106,12 +107,12 @@ _WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+
 class LossConstraint:
     """The lambda of every group, and the controller that moves it.
 
-    Limits, gaps and violations are those of `SparsityObjective`.
+    `SparsityObjective` computes gaps and limits.
 
     Args:
         n_groups: number of groups of rows, each with a loss of its own.
         start: lambda before the first step.
-        integral: integral gain, over the updates between two evaluations.
+        integral: integral gain, in total over the updates between two evaluations.
         proportional: proportional gain.
         evaluated_every: updates between two evaluations.
         bounds: smallest and largest lambda.
@@ -147,13 +148,13 @@ class LossConstraint:
         """The lambda of every group."""
         return self._log_lambda.detach().exp()
 
-    def update(self, violation: Float[Tensor, " group"]) -> None:
+    def update(self, excess: Float[Tensor, " group"]) -> None:
         """Move lambda by one step.
 
         Args:
-            violation: every group's excess over its limit, relative to the limit.
+            excess: of every group's gap over its limit, relative to the limit.
         """
-        self._log_lambda.grad = violation.clamp(-1, 1).to(self._log_lambda)
+        self._log_lambda.grad = excess.clamp(-1, 1).to(self._log_lambda)
         self._controller.step()
         with autograd(False):
             self._log_lambda.clamp_(*self._bounds)

@@ -25,12 +25,12 @@ times as much as deterministic ones, and training repairs damage that the noise 
 NO_NOISE = 0.7
 """Share of the run after which the gates have no noise."""
 MARGIN = 0.05
-"""Nats by which the initial loss limit exceeds the final one. It is not relative to the target: a
-language model under a target of 0.1 nats does not win back several times that."""
+"""Nats by which the initial loss limit exceeds the final one, whatever the target: at a target of
+0.1 nats, a language model does not recover from an excess of several times that."""
 DISTILLED = 0.5
-"""Share of the dense model's prediction in the training target; the rest is the label's."""
+"""Weight of the dense model's prediction in the minimised cross-entropy; the label has the rest."""
 PRESSURE = 0.2
-"""Gradient of the expected size w.r.t. the logit of an open gate, where the sigmoid's vanishes."""
+"""Gradient of the expected size w.r.t. the logit of an open gate; the sigmoid's own vanishes."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which 63 percent of a head's cost is charged."""
 
@@ -120,10 +120,10 @@ class SparsityObjective(Objective):
     is the same for all micro-batches of a step, whatever groups they hold; the size is each
     micro-batch's own.
 
-    The constraint applies to validation rows, whose gaps `record_gaps` records after every
-    evaluation. Their limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Fast-moving
-    weights and noise raise the loss, which recovers later; both fall to 0 over the run, and so
-    does the margin.
+    The constraint is checked on validation rows: after every evaluation, `record_gaps` stores each
+    group's gap. Its limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Early on, large
+    updates and the gates' noise raise the loss, which recovers later; learning rate and noise decay
+    to 0 during the run, and the margin decays with the noise.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size))``, with the size of the
     previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is then
@@ -139,8 +139,7 @@ class SparsityObjective(Objective):
         edge_cost: cost of an attention edge, broadcastable to ``[layer, head, query, key]``,
             relative to an MLP output, which costs 1.
         head_cost: cost of a head in use, likewise.
-        distilled: share of the dense model's prediction in the training target, if `dense` is
-            given.
+        distilled: weight of the dense model's prediction in the cross-entropy, if `dense` is given.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class SparsityObjective(Objective):
         self.loss_budget, self.constraint = loss_budget, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = NOISE
-        self._gap = self.limit(NOISE)  # no violation before the first evaluation
+        self._gap = self.limit(NOISE)  # no excess before the first evaluation
         self._size = math.inf
         self._shares = torch.ones(1)
 

@@ -13,7 +13,7 @@ from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut
 
 UNUSED = 0.5
-"""Used share of a loss budget below which the constraint did not bind."""
+"""A group that uses less than this share of its loss budget was not limited by the constraint."""
 STILL_FALLING = 0.95
 """Active edges at the end, as a share of those after nine tenths of the run; below this, more steps
 would close more edges."""
@@ -61,7 +61,7 @@ class PostTraining(Result):
     """The result of a post-training run.
 
     Args:
-        feasible: whether any validation evaluation after the first step met the target.
+        feasible: whether any validation evaluation met the target, except that before training.
         target: the target that every group had to meet.
         dense: validation measurements of the dense model.
         sparse: validation measurements of the selected weights.
@@ -92,7 +92,7 @@ class PostTraining(Result):
 
     @property
     def reported(self) -> dict[str, DenseAndSparse]:
-        """Measurements by name, of every group and text: on held-out rows if there are any."""
+        """Measurements of every group and held-out text; of groups on held-out rows, if any."""
         return {**self.groups, **self.held_out}
 
     @property
@@ -126,7 +126,7 @@ class PostTraining(Result):
 
     @property
     def _loose(self) -> str:
-        """A sentence on why a longer run would close more edges; empty if it would not."""
+        """Advice for a longer run; empty if there is none."""
         if "validation_active_attention_edges" not in self.history:
             return ""
         edges = self.history.set_index("step")["validation_active_attention_edges"].dropna()

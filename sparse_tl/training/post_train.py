@@ -40,7 +40,7 @@ LEARNING_RATE = 7e-4
 GATE_LEARNING_RATE = 3e-3
 """Peak learning rate of gates: they have few parameters, which move further than weights do."""
 LEAST_BUDGET = 1e-4
-"""Lower bound, in nats, on the loss budget that moves lambda; an absolute target may leave less."""
+"""Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 
 
 @checked
@@ -77,13 +77,13 @@ def post_train(
             without adapters. Weights in bfloat16 are trained through float32 copies.
         stream: training batches, in which any positions may carry the loss; or one stream for each
             group, by name, which become a `MixedStream`.
-        validation: examples for the loss constraint and model selection, or those of each group,
-            in the same order as the stream's; report results on other examples.
+        validation: rows for the loss constraint and model selection, or those of each group, by
+            name, in the same order as the streams. Report results on other rows.
         target_loss: in nats per label: the loss (``0.01``), its increase over the frozen dense
             model's on the same rows (``"+0.05"``), or the divergence ``KL(dense || sparse)``
             (``"kl+0.05"``), which fitting the training text does not lower.
-        held_out: rows used neither for training nor for selection, by name, which are measured
-            before and after: other rows of a group, under its name, or rows of other texts.
+        held_out: rows used neither for training nor for selection, by name, measured before and
+            after training: further rows of a group, under its name, or rows of another text.
         steps: number of optimizer steps.
         learning_rate: peak learning rate of all weights, or of the adapters; or rates by
             parameter, which freeze all other parameters but the gates: ``"qk"`` (weights of queries
@@ -99,7 +99,7 @@ def post_train(
             edge; above 0, rarely used heads close permanently.
         seed: random seed for gate noise.
         precision: "bf16" runs all forward passes under autocast, including those of evaluations,
-            and keeps the copy of the dense model, if a relative target needs one, in bfloat16.
+            and keeps the copy of the dense model in bfloat16, if the target needs one.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 

@@ -71,7 +71,7 @@ class Validation:
 
     @property
     def loss_budget(self) -> Float[Tensor, " group"]:
-        """Every group's largest gap that meets the target, in nats."""
+        """The largest gap that the target allows each group, in nats."""
         losses = self.dense.group_losses
         return _by_group({group: self.target.budget(loss) for group, loss in losses.items()})
 
