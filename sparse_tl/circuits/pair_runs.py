@@ -105,8 +105,8 @@ class PatchedPairs(PairBatches):
             others = pairs.clean[_other_rows(pairs.positions.cpu())]
             self.others = others.to(self.adapter.device).split(self.batch_size)
 
-    def values(self, index: int) -> PatchValues:
-        """The patch values for a batch."""
+    def record_patch(self, index: int) -> PatchValues:
+        """Run the prompts that a batch is patched with, if any, and record their values."""
         batch, other = self.batches[index], self.others[index] if self.others else None
         read, held = read_mask(batch), None
         if other is not None:
@@ -172,7 +172,7 @@ class PairRuns(PatchedPairs):
         batch = self.batches[index]
         site: Any = self.site
         site = replace(site, spans=batch.spans) if self._by_span else site
-        run = GatedRun(self.model, site, batch.clean, read_mask(batch), self.values(index))
+        run = GatedRun(self.model, site, batch.clean, read_mask(batch), self.record_patch(index))
         if index < self._n_kept:
             self._runs[index] = run
         return run

@@ -43,9 +43,9 @@ def figure(result: Any, **style: Any) -> Figure:
     """Draw a result with the default figure of its type.
 
     Args:
-        result: a circuit of circuit edges, with or without positions, optionally with ``scores``
-            (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
-            of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
+        result: a circuit of circuit edges (component diagram; its edges are equally wide without
+            ``scores``); scores of circuit edges (component diagram of the 60 strongest, or of the
+            ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
             evaluation, curve or found circuit (explained effect); checked scores, or effects of
             neurons (scatter plot); activation patching, logit lens or logit attribution (layer
             map); head behaviour (head map); an attention graph (circuit diagram); an ablation

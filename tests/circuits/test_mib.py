@@ -289,7 +289,7 @@ def test_resampled_prompts_are_others(build_tiny: Build) -> None:
 
 def test_patch_values_have_their_own_reference(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
-    values = PairRuns(model, Heads(), pairs, "corrupted", 5).values(0)
+    values = PairRuns(model, Heads(), pairs, "corrupted", 5).record_patch(0)
     read = torch.ones_like(pairs.clean, dtype=torch.bool)
     with pytest.raises(ValueError, match="expected no reference and no seed with PatchValues"):
         GatedRun(model, Heads(), pairs.clean, read, values, reference=pairs.corrupted)

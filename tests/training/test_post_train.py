@@ -55,7 +55,9 @@ class Untouchable:
 def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo())
     before = {name: p.clone() for name, p in sparse.named_parameters()}
-    with pytest.raises(ValueError, match=r'validation loss is 0\.0.*the target of 0\.0001.*"\+0\.01"'):
+    with pytest.raises(
+        ValueError, match=r'validation loss is 0\.0.*the target of 0\.0001.*"\+0\.01"'
+    ):
         _post_train(sparse, echo_rows, target_loss=1e-4, stream=Untouchable())
     assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
 

@@ -95,7 +95,7 @@ def attribute_circuit_edges(
             ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "eap-ig-activations":
             interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
             relevance propagation for norms and MLPs in place of their gradients.
-        steps: number of interpolation steps.
+        steps: number of interpolation steps of the methods that interpolate.
         patch: patch of an edge, as in `PatchedPairs`; also the far end of the interpolation.
         by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
             extra passes: the gradient of the metric's sum over pairs separates by row.
@@ -130,7 +130,7 @@ def attribute_circuit_edges(
     tracking = tracked("scoring circuit edges", plan.count, progress)
     with tracking as step, frozen(adapter.core):
         for index in patched.own:
-            for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
+            for sources, passes in groupby(plan.passes(index), key=plan.sources_of):
                 # Phases 2 and 3.
                 back, change, matters = ReadGradients(adapter), {}, torch.tensor(True)
                 for one in passes:
@@ -139,8 +139,8 @@ def attribute_circuit_edges(
                     for _ in range(one.copies):
                         step()
                 # Phase 4.
-                changed = _changed(change, plan.sources) & matters
-                contract(scores, back, change, grouped[index].where(changed, -1), rows)
+                changed = _changed(change, plan.source_points) & matters
+                contract(scores, back, change, grouped[index].where(changed, -1), sources)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(grid.exists.shape)
     scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)

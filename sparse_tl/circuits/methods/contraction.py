@@ -31,19 +31,19 @@ def contract(
     back: ReadGradients,
     change: Mapping[str, Tensor],
     groups: Int[Tensor, "batch pos"],
-    rows: slice,
+    sources: slice,
 ) -> None:
     """Add the contraction of some sources with all destinations to the scores.
 
-    A few places are contracted at a time, since what every source writes in d_model dimensions is
-    by far the largest tensor.
+    Entries without an edge are filled as well; the caller clears them. A few places are contracted
+    at a time, since what every source writes in d_model dimensions is by far the largest tensor.
 
     Args:
         scores: scores of each group of places, on the CPU in float64.
         back: gradients with respect to the destinations' inputs.
         change: patch minus clean activation of every source.
         groups: group that each prompt position is summed into; -1 to leave it out.
-        rows: sources to score.
+        sources: sources to score.
     """
     graph, flat = back.adapter.graph, groups.flatten()
     most = WRITES_AT_ONCE.on(flat.device)
@@ -52,7 +52,7 @@ def contract(
     for places in in_order.split(at_once) if len(in_order) else ():
         own = {name: at_places(change[name], places)[None] for name in back.adapter.source_points()}
         difference = source_outputs(back.adapter, own)[:, 0]
-        _contract_few(scores, back, difference, places, flat[places], rows)
+        _contract_few(scores, back, difference, places, flat[places], sources)
 
 
 def _contract_few(
@@ -61,13 +61,13 @@ def _contract_few(
     difference: Float[Tensor, "source place d_model"],
     places: Places,
     groups: Int[Tensor, " place"],
-    rows: slice,
+    sources: slice,
 ) -> None:
     """Add the contributions of a few places, sorted by group, to the scores."""
     graph, n_layers = back.adapter.graph, back.adapter.n_layers
     found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
     written = [part.flatten(1) for part in difference.split(counts, dim=1)]
-    first, end, _ = rows.indices(len(graph.sources))
+    first, end, _ = sources.indices(len(graph.sources))
     most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
     together = max(1, READS_AT_ONCE // most)
     buffer = difference.new_empty(together * most, *difference.shape[1:])
@@ -85,4 +85,4 @@ def _contract_few(
     for group, flat, read in zip(
         found, written, at_places(back.final, places).split(counts), strict=True
     ):
-        scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()
+        scores[group, sources, -1] += (flat[sources] @ read.flatten()).cpu().double()

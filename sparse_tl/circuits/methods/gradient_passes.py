@@ -45,7 +45,7 @@ class AttributionPlan:
         metric: metric function with one value per pair.
         method: attribution method, as in `attribute_circuit_edges`.
         steps: number of interpolation steps.
-        pairs: prompt pairs, with the patch of what sources write.
+        patched: prompt pairs, with the patch of what sources write.
         also: hook points to record in addition to those of sources and destinations.
         heads_only: leave out hook points that do not concern heads; heads then write at ``hook_z``.
     """
@@ -55,44 +55,43 @@ class AttributionPlan:
         metric: Metric,
         method: Method,
         steps: int,
-        pairs: PatchedPairs,
+        patched: PatchedPairs,
         also: Sequence[str] = (),
         heads_only: bool = False,
     ) -> None:
-        self.metric, self.method, self.steps, self.pairs = metric, method, steps, pairs
-        self.adapter, self.also = pairs.adapter, also
+        self.metric, self.method, self.steps, self.patched = metric, method, steps, patched
+        self.adapter, self.also = patched.adapter, also
         layers = range(self.adapter.n_layers)
         heads = [self.adapter.heads_point(layer) for layer in layers]
-        self.sources = self.adapter.source_points()
+        self.source_points = self.adapter.source_points()
         if heads_only:
             heads = Heads().points(self.adapter)
-            self.sources = [EMBEDDED, *heads]
-        self.names = [*self.sources, *also]
+            self.source_points = [EMBEDDED, *heads]
+        self.names = [*self.source_points, *also]
         # Recorded where gates act: what heads read, or what heads write at hook_z.
-        self.first = self.sources if heads_only else []
+        self.first = self.source_points if heads_only else []
         for layer in () if heads_only else layers:
             self.first += self.adapter.destination_points(layer)[:3]
             self.names += self.adapter.residual_points(layer)
         self.names += self.first
-        self.rows: dict[str, slice] = {}
+        self.written_at: dict[str, slice] = {}
         """The sources that write at each hook point."""
-        row = 0
-        for name in self.sources:
-            n_sources = self.adapter.n_heads if name in heads else 1
-            self.rows[name] = slice(row, row + n_sources)
-            row += n_sources
+        first = 0
+        for name in self.source_points:
+            end = first + (self.adapter.n_heads if name in heads else 1)
+            self.written_at[name], first = slice(first, end), end
         self._changed = False
         self._interpolated: list[str] = []
         """The hook points whose values the passes interpolate between clean and patched."""
         if method == "eap-ig":
             self._interpolated = [EMBEDDED]
         elif method == "eap-ig-activations":
-            self._interpolated = heads if heads_only else self.sources
+            self._interpolated = heads if heads_only else self.source_points
 
     @property
     def count(self) -> int:
         """Number of interpolation steps over the batches of this rank."""
-        return len(self.pairs) * (self.steps * len(self._interpolated) or 1)
+        return len(self.patched) * (self.steps * len(self._interpolated) or 1)
 
     def measured(
         self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
@@ -112,7 +111,9 @@ class AttributionPlan:
         """
         if other is not None:
             return is_changed(one.values, self.measured(other, one.batch))
-        return any(is_changed(clean[name], clean[name] + one.change[name]) for name in self.sources)
+        return any(
+            is_changed(clean[name], clean[name] + one.change[name]) for name in self.source_points
+        )
 
     def check_effect(self) -> None:
         """Check, after the passes of all batches, that there was an effect to attribute.
@@ -122,18 +123,18 @@ class AttributionPlan:
         """
         check_changed(bool(ranks.summed(torch.tensor(float(self._changed)))))
 
-    def rows_of(self, one: GradientPass) -> slice:
+    def sources_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""
-        return slice(None) if one.only is None else self.rows[one.only]
+        return slice(None) if one.only is None else self.written_at[one.only]
 
     def passes(self, index: int, patches: PatchValues | None = None) -> Iterator[GradientPass]:
         """The passes of one batch; `patches` holds those of the hook points in `also`."""
-        batch, patch = self.pairs.batches[index], self.pairs.values(index)
+        batch, patch = self.patched.batches[index], self.patched.record_patch(index)
         single, ig = self.method == "eap-ig-activations", self.method.startswith("eap-ig")
         share = 1 / self.steps if ig else 1.0
         one = GradientPass(self, batch, share, held=patch.held)
-        clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
-        change = {name: patch.change(name, clean[name]) for name in self.sources}
+        clean = {name: one.kept[name].detach() for name in (*self.source_points, *self.also)}
+        change = {name: patch.change(name, clean[name]) for name in self.source_points}
         if patches is not None:
             change |= {name: patches.change(name, clean[name]) for name in self.also}
         one.change = change
