@@ -69,12 +69,13 @@ class PatchedPairs(PairBatches):
             at random with a fixed seed; "zero", zeros; or tensors by hook point.
         batch_size: prompt pairs per forward pass.
         order: whether values are recorded before or after other hooks run.
+        positions: positions, as in `attribute_circuit_edges`, that are the spans of each batch.
         shared: as in `PairBatches`.
 
     Raises:
         ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
-            differ in length, no other prompt has a prompt's length to resample from, or ranks were
-            given different pairs.
+            differ in length, the pairs lack the positions, no other prompt has a prompt's length to
+            resample from, or ranks were given different pairs.
     """
 
     def __init__(
@@ -86,12 +87,15 @@ class PatchedPairs(PairBatches):
         batch_size: int,
         *,
         order: Order = Order.LAST,
+        positions: Positions | None = None,
         shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
+        if positions is not None:
+            pairs = replace(pairs, spans=pairs.spans_of(positions))
         super().__init__(model, pairs, batch_size, shared=shared)
         self.patch: Patch = patch
-        self._points, self._order = points, order
+        self.points, self._order = points, order
         # A mean is shared by all batches; other prompts are split into batches.
         self._patch: Patch = "corrupted" if needed else patch
         if patch == "mean":
@@ -112,7 +116,7 @@ class PatchedPairs(PairBatches):
         if other is not None:
             held = held_between(self.adapter, batch.clean, other, read)
         options: dict[str, Any] = {"order": self._order, "read": read, "held": held}
-        return PatchValues(self.adapter, self._points, self._patch, other, **options)
+        return PatchValues(self.adapter, self.points, self._patch, other, **options)
 
 
 class PairRuns(PatchedPairs):
@@ -132,7 +136,7 @@ class PairRuns(PatchedPairs):
         shared: as in `PairBatches`.
 
     Raises:
-        ValueError: the pairs lack the positions, or as in `PatchedPairs`.
+        ValueError: as in `PatchedPairs`.
     """
 
     def __init__(
@@ -147,10 +151,17 @@ class PairRuns(PatchedPairs):
         positions: Positions | None = None,
         shared: bool = False,
     ) -> None:
-        if positions is not None:
-            pairs = replace(pairs, spans=pairs.spans_of(positions))
         points = site.points(adapt(model))
-        super().__init__(model, points, pairs, patch, batch_size, order=site.order, shared=shared)
+        super().__init__(
+            model,
+            points,
+            pairs,
+            patch,
+            batch_size,
+            order=site.order,
+            positions=positions,
+            shared=shared,
+        )
         self.site = site
         self._by_span = positions is not None
         self._runs: dict[int, GatedRun] = {}

@@ -91,7 +91,7 @@ class TargetLoss:
         return self.nats - dense_loss if self.of == "loss" else self.nats
 
     def __str__(self) -> str:
-        return f"{_WRITTEN[self.of]}{self.nats:g}"
+        return f"{_WRITTEN[self.of]}{self.nats:.15g}"
 
     @property
     def in_words(self) -> str:

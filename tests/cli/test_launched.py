@@ -39,7 +39,7 @@ def test_post_train_on_two_ranks(
     assert written == ["history.csv", "metrics.json", "run.json", "sparse", "texts.csv"]
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     said = " ".join(outcome.stdout.split())
-    assert said.count(metrics["verdict"]) == 1 and said.count("dense → sparse") == 1
+    assert said.count(metrics["verdict"]) == 1 and said.count("on held-out rows") == 1
     assert outcome.stderr.count("post-training · 4 of 4") <= 1
     alone = run_command(*run, "--quiet", "--out", tmp_path / "alone")
     assert alone.code == 0, alone.err

@@ -43,7 +43,6 @@ from sparse_tl.lens import (
     EMBEDDED,
     AttentionMask,
     HookedModel,
-    Order,
     adapt,
     attached,
     check_sums_under_hooks,
@@ -167,8 +166,8 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    points, first = [EMBEDDED, *names], Order.FIRST
-    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=first, shared=True)
+    points, order = [EMBEDDED, *names], Heads.order
+    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=order, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = AttributionPlan(metric, method, steps, patched, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):

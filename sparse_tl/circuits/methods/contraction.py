@@ -22,7 +22,7 @@ WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
 """Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
 CPU this is 32 MB in float32: C libraries return larger blocks to the system, and allocating these
 again takes longer than computing their contents."""
-READS_AT_ONCE = 128
+DESTINATIONS_AT_ONCE = 128
 """Maximum number of destinations in one matrix product, if they belong to several layers."""
 
 
@@ -69,7 +69,7 @@ def _contract_few(
     written = [part.flatten(1) for part in difference.split(counts, dim=1)]
     first, end, _ = sources.indices(len(graph.sources))
     most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
-    together = max(1, READS_AT_ONCE // most)
+    together = max(1, DESTINATIONS_AT_ONCE // most)
     buffer = difference.new_empty(together * most, *difference.shape[1:])
     for layer in range(0, n_layers, together):
         layers = range(layer, min(layer + together, n_layers))

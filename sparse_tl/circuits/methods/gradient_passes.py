@@ -45,7 +45,7 @@ class AttributionPlan:
         metric: metric function with one value per pair.
         method: attribution method, as in `attribute_circuit_edges`.
         steps: number of interpolation steps.
-        patched: prompt pairs, with the patch of what sources write.
+        patched: prompt pairs, with the patch at the hook points of sources.
         also: hook points to record in addition to those of sources and destinations.
         heads_only: leave out hook points that do not concern heads; heads then write at ``hook_z``.
     """
@@ -63,10 +63,9 @@ class AttributionPlan:
         self.adapter, self.also = patched.adapter, also
         layers = range(self.adapter.n_layers)
         heads = [self.adapter.heads_point(layer) for layer in layers]
-        self.source_points = self.adapter.source_points()
         if heads_only:
             heads = Heads().points(self.adapter)
-            self.source_points = [EMBEDDED, *heads]
+        self.source_points = list(patched.points)
         self.names = [*self.source_points, *also]
         # Recorded where gates act: what heads read, or what heads write at hook_z.
         self.first = self.source_points if heads_only else []

@@ -16,7 +16,7 @@ The output of a neuron is its activation times its output direction
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -91,9 +91,8 @@ def neuron_effects(
     """
     adapter = adapt(model)
     source = _source(adapter, mlp, readers, pairs)
-    if source.positions is not None:
-        pairs = replace(pairs, spans=pairs.spans_of(source.positions))
-    patched = PatchedPairs(model, adapter.source_points(), pairs, "corrupted", batch_size)
+    points, at = adapter.source_points(), source.positions
+    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size, positions=at)
     score, peaks = _rank(source, patched, metric, progress)
     chosen = score.abs().argsort(descending=True, stable=True)[:n]
     effect = torch.full_like(score, torch.nan)
