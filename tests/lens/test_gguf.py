@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import tracemalloc
 from importlib import metadata
@@ -272,3 +273,37 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     file.write_bytes(bytes(content))
     with pytest.raises(ValueError, match="weights are damaged"):
         load_model(file, device="cpu")
+
+
+SPLITS = {
+    "gpt-2": ["ByteLevel"],
+    "smollm": ["Digits", "ByteLevel"],
+    "starcoder": ["Digits", "ByteLevel"],
+    "llama-bpe": ["Split", "ByteLevel"],
+    "qwen2": ["Split", "ByteLevel"],
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", SPLITS)
+def test_texts_are_split_as_the_file_says(tmp_path: Path, name: str) -> None:
+    write_llama(tmp_path / "model.gguf", fields={"tokenizer.ggml.pre": name})
+    found = load_model(tmp_path / "model.gguf", device="cpu")
+    save_model(found, tmp_path / "saved")
+    for model in (found, load_model(tmp_path / "saved", device="cpu")):
+        parts = json.loads(model.tokenizer.backend_tokenizer.to_str())
+        split = parts["pre_tokenizer"]
+        kinds = [part["type"] for part in split.get("pretokenizers", [split])]
+        assert kinds == SPLITS[name]
+        assert parts["model"]["ignore_merges"] == (name == "llama-bpe")
+        assert (parts["normalizer"] or {}).get("type") == ("NFC" if name == "qwen2" else None)
+
+
+@pytest.mark.parametrize("name", ["no-such-rule", "default", "bloom"])
+def test_an_unknown_split_is_refused(tmp_path: Path, name: str) -> None:
+    write_llama(tmp_path / "model.gguf", fields={"tokenizer.ggml.pre": name})
+    with pytest.raises(ValueError, match=f"'{name}'.*tokenizer=") as refused:
+        load_model(tmp_path / "model.gguf", device="cpu")
+    assert "\n" not in str(refused.value)
+    own = tokenizer()
+    assert load_model(tmp_path / "model.gguf", tokenizer=own, device="cpu").tokenizer is own

@@ -5,12 +5,14 @@ How its sparse version is shipped and read is tested with a tiny model of the sa
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from sparse_tl import SparseTransformer, load_language_model, load_language_models
@@ -40,6 +42,34 @@ def test_the_bridge_equals_transformers(smollm2: Path) -> None:
     assert found[0, -1].softmax(-1).max().item() == pytest.approx(0.923, abs=0.001)
     assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False), continued)
     assert model.tokenizer.tokenize("1732") == ["1", "7", "3", "2"]
+
+
+@pytest.mark.long
+def test_texts_get_the_tokens_of_the_published_rule(smollm2: Path, shared_data: Path) -> None:
+    model = load_language_model(device="cpu")
+    tokenizer = model.tokenizer
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    published = Tokenizer(models.BPE(parts["vocab"], [tuple(pair) for pair in parts["merges"]]))
+    published.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    files = [
+        shared_data / "text" / f"{name}.txt" for name in ("wikitext2_valid", "tinyshakespeare")
+    ]
+    texts = [line for file in files for line in file.read_text().split("\n")[:900]]
+    texts += Path(__file__).read_text().split("\n\n")
+    texts += [f"|  {n} |\n|---|\n\n{n}. one\n\n    {n}: two\t\t{n}" for n in range(200)]
+    assert len(texts) > 2000
+    for text in texts:
+        assert tokenizer(text).input_ids == published.encode(text).ids, text
+    assert tokenizer.tokenize("Steps:\n\n1. Mix") == ["Steps", ":", "ĊĊ", "1", ".", "ĠMix"]
+    with torch.no_grad():
+        written = model.generate(
+            model.to_tokens("Steps:\n\n1. Mix"), max_new_tokens=40, do_sample=False
+        )[0]
+    text = tokenizer.decode(written)
+    assert "\n\n2." in text
+    assert tokenizer(text).input_ids == written.tolist()
 
 
 @pytest.fixture
@@ -93,7 +123,7 @@ def test_other_weights_than_those_of_its_base(
 @pytest.mark.slow
 def test_the_shipped_models_do_what_they_claim(smollm2: Path) -> None:
     claimed = read_json(language.SHIPPED / "smollm2" / "claims.json")
-    models = zip(("dense", "sparse"), load_language_models(device="cpu"), strict=True)
-    for side, model in models:
+    pair = zip(("dense", "sparse"), load_language_models(device="cpu"), strict=True)
+    for side, model in pair:
         measured = shipping.measure_language_model(model)
         assert measured == pytest.approx(claimed[side], abs=0.02)

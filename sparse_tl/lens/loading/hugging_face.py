@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from sparse_tl.lens.loading.gguf_file import (
     read_header,
     without_bar,
 )
+from sparse_tl.lens.loading.gguf_tokenizer import follow_file
 from sparse_tl.storage.files import write_json
 
 OWN_FIELDS = "sparse_tl"
@@ -64,12 +65,17 @@ def quietly() -> Iterator[None]:
 
 
 def read_model(
-    source: Path, *, dtype: torch.dtype | None, device_map: str | dict[str, Any]
+    source: Path,
+    tokenizer: Any = None,
+    *,
+    dtype: torch.dtype | None,
+    device_map: str | dict[str, Any],
 ) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
     """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields.
 
     Args:
         source: Hugging Face folder, or GGUF file, whose weights are dequantised.
+        tokenizer: tokenizer in place of the one in the folder or file, which is not read then.
         dtype: dtype of the weights; by default float32, or as saved by this package.
         device_map: where the weights go, as `transformers` understands it.
 
@@ -81,6 +87,8 @@ def read_model(
     with _checked(source) as seen:
         if dtype is None:
             dtype = dtype_named(seen.dtype)
+        if tokenizer is None and seen.has_tokenizer:
+            tokenizer = _tokenizer_in(seen.data, source, fields=seen.fields)
         with _said_of(source, "model"), nullcontext() if seen.size > _LARGE else quietly():
             loaded: Any = _class_of(seen.config).from_pretrained(
                 str(seen.data),
@@ -97,7 +105,6 @@ def read_model(
             _check_fit({kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS})
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
-        tokenizer = _tokenizer_in(seen.data, source) if seen.has_tokenizer else None
     return model, tokenizer, seen.own
 
 
@@ -115,6 +122,8 @@ class _Seen(NamedTuple):
     size: int
     """Number of weights."""
     has_tokenizer: bool
+    fields: Mapping[str, Any]
+    """Metadata of a GGUF file."""
 
 
 @scope
@@ -137,7 +146,7 @@ def _checked_folder(folder: Path, data: Path) -> _Seen:
         made = _config_in(data)
         _check_plan(made, size, others)
     dtype = config.get("dtype") if own else "float32"
-    return _Seen(data, made, {}, own, dtype, size, has_tokenizer(folder))
+    return _Seen(data, made, {}, own, dtype, size, has_tokenizer(folder), {})
 
 
 def _checked_gguf(file: Path, data: Path) -> _Seen:
@@ -151,7 +160,8 @@ def _checked_gguf(file: Path, data: Path) -> _Seen:
     size = sum(header.sizes.values())
     with _said_of(file, "model"):
         check_taken(header, config, _check_plan(config, size, set()))
-    return _Seen(data, config, gguf_options(config), {}, "float32", size, header.has_tokenizer)
+    options, fields = gguf_options(config), header.fields
+    return _Seen(data, config, options, {}, "float32", size, header.has_tokenizer, fields)
 
 
 def check_files(source: Path) -> None:
@@ -264,7 +274,9 @@ def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
+def _tokenizer_in(
+    data: Path, folder: Path, *, adds_bos: bool = False, fields: Mapping[str, Any] | None = None
+) -> Any:
     said = data / "tokenizer_config.json"
     named = json_object(said).get("tokenizer_class") if said.is_file() else None
     # AutoTokenizer would pick the class of the model family, with its own vocabulary.
@@ -276,6 +288,8 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
             # If the template cannot hold this BOS token, TransformerLens prepends it.
             with suppress(ValueError):
                 tokenizer = reader.from_pretrained(str(data), add_bos_token=True, **_LOCAL)
+        if fields:
+            follow_file(tokenizer, fields)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"its tokenizer_class makes a {type(tokenizer).__name__}")
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)

@@ -238,11 +238,9 @@ def _of_hugging_face(
     dtype: torch.dtype | None,
     device_map: str | dict[str, Any],
 ) -> Model:
-    model, found, own = read_model(source, dtype=dtype, device_map=device_map)
+    model, tokenizer, own = read_model(source, tokenizer, dtype=dtype, device_map=device_map)
     try:
-        bridge = boot(
-            model, found if tokenizer is None else tokenizer, name=own.get("model_name", name)
-        )
+        bridge = boot(model, tokenizer, name=own.get("model_name", name))
     except ValueError as error:
         raise ValueError(f"cannot load {source}: {error}") from error
     placed: Any = getattr(model, "hf_device_map", {})
