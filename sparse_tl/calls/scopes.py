@@ -98,7 +98,16 @@ def interruptible(function: Wrapped) -> Wrapped:
 
 @scope
 def autograd(on: bool) -> Iterator[None]:
-    """Switch torch's autograd on or off within the block or the decorated function."""
+    """Switch torch's autograd on or off within the block or the decorated function.
+
+    Raises:
+        RuntimeError: it cannot be switched on, under `torch.inference_mode`.
+    """
+    if on and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "this needs gradients, which torch.inference_mode() rules out; leave it, or use "
+            "torch.no_grad() instead"
+        )
     with torch.set_grad_enabled(on):
         yield
 

@@ -53,6 +53,7 @@ from sparse_tl.lens.core.modes import (
     evaluation_mode as evaluation_mode,
     frozen as frozen,
     in_evaluation_mode as in_evaluation_mode,
+    in_use as in_use,
 )
 from sparse_tl.lens.core.norms import Norm as Norm
 from sparse_tl.lens.core.points import (

@@ -26,7 +26,7 @@ from torch import nn
 
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import read_parameters
+from sparse_tl.lens import in_use, read_parameters
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.storage.locks import held
@@ -113,6 +113,8 @@ def train(
         run = Run(objective, stream, selection, config, masters, optimizer, state)
         with (
             lost_rank_noted(folder),
+            in_use(model),
+            autograd(True),  # notebooks often switch gradients off
             _only_trained(model, weights),
             masters.taking_gradients(),
             _repeatable(),

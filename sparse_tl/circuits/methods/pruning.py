@@ -112,7 +112,7 @@ def prune_circuit_edges(
     order = _order(len(runs), steps, seed)
     first_share = expected_size(GATE, logits).item() / graph.n_edges
     rows = []
-    with tracked("pruning edges", steps, progress) as step:
+    with autograd(True), tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
             share = _expected_share(first_share, size / graph.n_edges, done / steps)
             expected = share * graph.n_edges

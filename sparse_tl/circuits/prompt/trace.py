@@ -240,12 +240,13 @@ def _run(
     allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in layers])
     possible = allowed[:, None].expand_as(attention)
     read_at = [column for _, column in targets]
-    read, estimates = logits[read_at], None
-    pairs = quantity.pairs(model, tokens, read_at, read)
-    if attribution:
-        read = read.to(torch.promote_types(read.dtype, torch.float32))
-        outputs = measure(quantity.metric, read, pairs.to(read.device))
-        estimates = (-attention * _gradients(outputs, nudges)).cpu()
+    with autograd(attribution):
+        read, estimates = logits[read_at], None
+        pairs = quantity.pairs(model, tokens, read_at, read)
+        if attribution:
+            read = read.to(torch.promote_types(read.dtype, torch.float32))
+            outputs = measure(quantity.metric, read, pairs.to(read.device))
+            estimates = (-attention * _gradients(outputs, nudges)).cpu()
     logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
     gates = possible if gates is None else gates.cpu()  # in a dense model, all are open
     return attention.cpu(), shares, possible, gates, mlps, logits, pairs, estimates

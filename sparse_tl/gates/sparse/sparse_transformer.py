@@ -21,8 +21,15 @@ from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, counted_by_batc
 from sparse_tl.gates.sparse.kinds import attention_gates
 from sparse_tl.gates.sparse.mlps import MLPGates
 from sparse_tl.gates.sparse.saving import load_sparse, save_sparse
-from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores
-from sparse_tl.lens.core.modes import in_evaluation_mode
+from sparse_tl.lens import (
+    AttachedHooks,
+    Model,
+    adapt,
+    check_named,
+    defer_scores,
+    in_evaluation_mode,
+    in_use,
+)
 
 
 @checked
@@ -102,15 +109,18 @@ class SparseTransformer(nn.Module):
         model = self.model_under_gates()
         args, kwargs = as_rows(args, kwargs)
         adapt(model).check_mask(kwargs.get("attention_mask"))
-        return model(*args, **kwargs)
+        with in_use(model):
+            return model(*args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `run_with_cache`; the cache holds gated patterns."""
-        return self.model_under_gates().run_with_cache(*args, **kwargs)
+        with in_use(self.model):
+            return self.model_under_gates().run_with_cache(*args, **kwargs)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `run_with_hooks`; hooks see gated patterns."""
-        return self.model_under_gates().run_with_hooks(*args, **kwargs)
+        with in_use(self.model):
+            return self.model_under_gates().run_with_hooks(*args, **kwargs)
 
     def run_with_counts(
         self,
@@ -132,14 +142,15 @@ class SparseTransformer(nn.Module):
         args, kwargs = as_rows(args, kwargs)
         layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
-        with using(self._all_gates(), counts=layers, real=kwargs.get("attention_mask"), **settings):
+        with self._set(counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.of_pass(layers)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`, under the gates; a single prompt may have one dimension."""
         args, kwargs = as_rows(args, kwargs)
-        return self.model_under_gates().generate(*args, **kwargs)
+        with in_use(self.model):
+            return self.model_under_gates().generate(*args, **kwargs)
 
     def sampled(
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
@@ -150,11 +161,17 @@ class SparseTransformer(nn.Module):
             generator: random generator for the samples.
             noise: scale of the gate noise.
         """
-        return using(self._all_gates(), mode=GateMode.SAMPLED, generator=generator, noise=noise)
+        return self._set(mode=GateMode.SAMPLED, generator=generator, noise=noise)
 
     def opened(self) -> Scope[None]:
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
-        return using(self._all_gates(), mode=GateMode.OPEN)
+        return self._set(mode=GateMode.OPEN)
+
+    @scope
+    def _set(self, **settings: Any) -> Iterator[None]:
+        """Inside the block, override settings of all gates."""
+        with in_use(self.model), using(self._all_gates(), **settings):
+            yield
 
     @in_evaluation_mode
     @autograd(False)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from sparse_tl.calls.scopes import scope, uninterruptible
+from sparse_tl.lens.core import modes
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.places import HookFunction, Viewed
 from sparse_tl.lens.core.points import HookedModel
@@ -169,11 +170,12 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 @scope
 def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, and remove them even if it raises."""
-    handles = AttachedHooks(adapter, hooks)
-    try:
-        yield handles
-    finally:
-        handles.remove()
+    with modes.in_use(adapter.model):
+        handles = AttachedHooks(adapter, hooks)
+        try:
+            yield handles
+        finally:
+            handles.remove()
 
 
 @scope
@@ -200,7 +202,7 @@ def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
         if id(module) not in seen:
             seen.add(id(module))
             for hooks in filter(None, (module._forward_hooks, module._forward_pre_hooks)):
-                found.update(key for key, hook in hooks.items() if not _of_transformers(hook))
+                found.update(key for key, hook in hooks.items() if not _observes(hook))
             left += filter(None, module._modules.values())
     for block in adapter.model.blocks:
         found.difference_update(handle.id for handle in getattr(block, "_capture_hook_handles", ()))
@@ -213,8 +215,8 @@ def gate_hooks(adapter: Adapter) -> Set[int]:
     return getattr(core, "_sparse_tl_wrapped", frozenset())
 
 
-def _of_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")
+def _observes(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith(("transformers.", modes.__name__))
 
 
 @scope

@@ -1,10 +1,19 @@
-"""Run models in evaluation mode for analyses: dropout would be mistaken for an effect."""
+"""Use of a model by an analysis: by one thread at a time, and in evaluation mode.
+
+Hooks, modes and gates sit on the model itself, so the passes of two threads would take part in one
+another. A model that another thread uses is refused. Waiting would be no better: two threads gain
+nothing on one model, and a thread that waits for a pool of others inside a block would wait for
+ever. In evaluation mode, since dropout would be mistaken for an effect.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
+from threading import RLock, get_ident
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -13,33 +22,99 @@ from sparse_tl.calls.scopes import scope
 P = ParamSpec("P")
 Value = TypeVar("Value")
 
-_held: list[nn.Module] = []
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_used: list[nn.Module] = []
+"""Models that a thread uses until a block ends."""
+_evaluated: list[nn.Module] = []
 """Models that are in evaluation mode until a block ends."""
+
+
+def _core(model: Any) -> nn.Module:
+    """The module that all wrappers around the same model share."""
+    inner = model.model if hasattr(model, "model_under_gates") else model
+    return getattr(inner, "original_model", inner)
+
+
+@scope
+def in_use(model: Any) -> Iterator[None]:
+    """Inside the block, only this thread can use a model, even without this package.
+
+    Args:
+        model: a TransformerLens model, or a SparseTransformer around one.
+
+    Raises:
+        RuntimeError: another thread uses the model; in that thread, when it calls the model.
+    """
+    core, here = _core(model), get_ident()
+    lock = _locks.setdefault(core, RLock())
+    if not lock.acquire(blocking=False):
+        raise _in_other_thread()
+    try:
+        if any(core is used for used in _used):
+            yield
+            return
+
+        def refuse_others(module: nn.Module, _args: Any) -> None:
+            if module is core and get_ident() != here:  # a copy of the model is free
+                raise _in_other_thread()
+
+        with core.register_forward_pre_hook(refuse_others, prepend=True):
+            if _called_elsewhere(core, model):
+                raise _in_other_thread()
+            _used.append(core)
+            try:
+                yield
+            finally:
+                _used.remove(core)
+    finally:
+        lock.release()
+
+
+def _called_elsewhere(*modules: Any) -> bool:
+    """Whether another thread is inside a call of one of these modules."""
+    for thread, frame in sys._current_frames().items():
+        while thread != get_ident() and frame is not None:
+            named = frame.f_code.co_varnames[:1] == ("self",)
+            if named and any(frame.f_locals.get("self") is module for module in modules):
+                return True
+            frame = frame.f_back
+    return False
+
+
+def _in_other_thread() -> RuntimeError:
+    return RuntimeError(
+        "another thread is using this model, whose hooks would act in both. Call it from one "
+        "thread at a time, or load it once for each thread"
+    )
 
 
 @scope
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Run the block with a model in evaluation mode, then restore the mode of each of its modules.
+    """Use a model in evaluation mode inside the block; then restore each of its modules' mode.
 
     Args:
         model: a TransformerLens model, or a SparseTransformer around one.
+
+    Raises:
+        RuntimeError: another thread uses the model.
     """
-    core = getattr(model, "original_model", model)
-    if any(core is held for held in _held):
-        yield
-        return
-    # A bridge does not list all modules of the model that it wraps, such as GPT-2's first dropout;
-    # that model lists all modules of the bridge but the bridge itself.
-    training = [module for module in (model, *core.modules()) if module.training]
-    _held.append(core)
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        _held.remove(core)
+    core = _core(model)
+    with in_use(model):
+        if any(core is held for held in _evaluated):
+            yield
+            return
+        # A bridge does not list all modules of the model that it wraps, such as GPT-2's first
+        # dropout; that model lists all modules of the bridge but the bridge itself.
+        training = [module for module in (model, *core.modules()) if module.training]
+        _evaluated.append(core)
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            _evaluated.remove(core)
 
 
 def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
