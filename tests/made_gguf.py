@@ -1,4 +1,4 @@
-"""Small GGUF files, made on the spot: a Llama with known weights, and headers of any content."""
+"""Small GGUF files, made on the spot: models with known weights, and headers of any content."""
 
 from __future__ import annotations
 
@@ -11,24 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from made_tokenizers import byte_level
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 N_HEADS, N_KEY_VALUE_HEADS = 4, 2
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
-_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+ONE_MORE = "gemma2", "gemma3", "nemotron"
+"""Architectures whose norms multiply by one more than transformers' weights; GGUF has the sum."""
 
 
 def tokenizer() -> Any:
@@ -52,12 +40,10 @@ def write_llama(
         kind: type of the matrices; norms are float32.
         tied: whether the unembedding is the embedding.
         vocabulary: whether the file has a tokenizer.
-        fields: metadata to add or change.
+        fields: metadata to add or change; None leaves a field out.
         without: tensors to leave out.
         extra: tensors to add, of 32 numbers each.
     """
-    import gguf
-
     words = tokenizer()
     config = LlamaConfig(
         vocab_size=len(words),
@@ -72,9 +58,6 @@ def write_llama(
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    writer = gguf.GGUFWriter(file, "llama")
     metadata = {
         "llama.context_length": 64,
         "llama.embedding_length": 64,
@@ -86,23 +69,46 @@ def write_llama(
         "llama.attention.layer_norm_rms_epsilon": 1e-6,
         "llama.rope.dimension_count": 16,
         "llama.vocab_size": len(words),
-        **({} if not vocabulary else _vocabulary(words)),
+        **({} if not vocabulary else vocabulary_fields()),
         **(fields or {}),
     }
+    return write_model(file, "llama", config, metadata, kind, without, extra)
+
+
+def write_model(
+    file: Path,
+    architecture: str,
+    config: Any,
+    metadata: dict[str, Any],
+    kind: str = "F32",
+    without: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> Any:
+    """Write a model of transformers with random weights; arguments and result as above."""
+    import gguf
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, architecture)
     for name, value in metadata.items():
-        _add(writer, name, value)
-    quantised = gguf.GGMLQuantizationType[kind]
+        if value is not None:
+            _add(writer, name, value)
+    quantised, plain = gguf.GGMLQuantizationType[kind], gguf.GGMLQuantizationType.F32
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
-            drawn = centre + 0.2 * torch.randn(parameter.shape, generator=generator)
-            values, used = drawn.numpy(), quantised
-            if "norm" in name:
-                used = gguf.GGMLQuantizationType.F32
-            blocks = gguf.quants.quantize(values, used)
-            parameter.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, used).copy()))
-            if (theirs := _named(name)) not in without:
-                writer.add_tensor(theirs, _permuted(blocks, name), raw_dtype=used)
+            used = plain if "norm" in name else quantised
+            drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
+            blocks = gguf.quants.quantize((drawn + float("norm" in name)).numpy(), used)
+            values = torch.from_numpy(gguf.quants.dequantize(blocks, used).copy())
+            less = architecture in ONE_MORE and name.endswith("norm.weight")
+            parameter.copy_(values - 1 if less else values)
+            theirs = names.get_name(name, (".weight", ".bias"))
+            assert theirs is not None, name
+            if theirs not in without:
+                stored = _permuted(blocks, name) if architecture == "llama" else blocks
+                writer.add_tensor(theirs, stored, raw_dtype=used)
     for name in extra:
         writer.add_tensor(name, np.ones(32, np.float32))
     writer.write_header_to_file()
@@ -110,15 +116,6 @@ def write_llama(
     writer.write_tensors_to_file()
     writer.close()
     return model
-
-
-def _named(name: str) -> str:
-    """The name of a weight in GGUF."""
-    inner, _, suffix = name.removeprefix("model.").rpartition(".")
-    if inner.startswith("layers."):
-        _, layer, inner = inner.split(".", 2)
-        return f"blk.{layer}.{_NAMES[inner]}.{suffix}"
-    return f"{_NAMES[inner]}.{suffix}"
 
 
 def _permuted(rows: np.ndarray, name: str) -> np.ndarray:
@@ -139,7 +136,8 @@ def _permuted(rows: np.ndarray, name: str) -> np.ndarray:
     return np.ascontiguousarray(rows[order])
 
 
-def _vocabulary(words: Any) -> dict[str, Any]:
+def vocabulary_fields() -> dict[str, Any]:
+    words = tokenizer()
     inner = json.loads(words.backend_tokenizer.to_str())["model"]
     tokens = sorted(inner["vocab"], key=inner["vocab"].get)
     return {

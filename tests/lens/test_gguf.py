@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from made_gguf import LLAMA, TEMPLATE, field, header, tensor, text, tokenizer, write_llama
+from made_gguf import (
+    LLAMA,
+    TEMPLATE,
+    field,
+    header,
+    tensor,
+    text,
+    tokenizer,
+    write_llama,
+)
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
@@ -227,8 +236,6 @@ def test_wherever_a_file_is_cut_off_it_is_refused(tmp_path: Path) -> None:
         ({"fields": {"llama.vocab_size": 2**31}}, "its configuration makes a model of"),
         ({"fields": {"llama.feed_forward_length": 64}}, "takes .* of its .* weights"),
         ({"fields": {"llama.attention.head_count": 0}}, "expected a GGUF model in"),
-        ({"fields": {"llama.rope.scaling.factor": 8.0}}, "ignores its llama.rope.scaling.factor"),
-        ({"fields": {"llama.rope.scaling.type": "yarn"}}, "scaling.type = 'yarn', so that it"),
         ({"extra": ["rope_freqs.weight"]}, "takes .* of its .* weights, so that it would be"),
         ({"extra": ["blk.0.attn_q.bias"]}, "takes .* of its .* weights"),
         ({"without": ["blk.1.ffn_up.weight"]}, "its configuration makes a model of"),
@@ -243,13 +250,6 @@ def test_a_file_that_is_no_whole_model(tmp_path: Path, change: dict[str, Any], w
     write_llama(tmp_path / "model.gguf", **change)
     with pytest.raises(ValueError, match=why):
         load_model(tmp_path / "model.gguf", device="cpu")
-
-
-def test_rotary_positions_that_are_not_scaled(tmp_path: Path) -> None:
-    said = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0}
-    expected = write_llama(tmp_path / "model.gguf", fields=said)
-    model = load_model(tmp_path / "model.gguf", device="cpu")
-    assert (_logits(model) - _logits(expected)).abs().max() < 1e-5
 
 
 def test_an_architecture_that_transformers_does_not_read(tmp_path: Path) -> None:

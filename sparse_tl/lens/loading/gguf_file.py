@@ -8,8 +8,7 @@ is code, but readers trust its counts and sizes. So the header is checked first:
 2. Every count and length fits in the rest of the file, and is at most what real models need.
 3. Every tensor lies within the file, and none overlaps another.
 
-What transformers would silently ignore is refused: scaled rotary positions that its reader of the
-architecture does not know, and tensors that the model does not use.
+Tensors that the model does not use, which transformers would silently ignore, are refused too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -47,7 +46,7 @@ class Header(NamedTuple):
     """The header of a GGUF file.
 
     Args:
-        fields: metadata by name: numbers and texts, and the lengths of arrays.
+        fields: metadata by name. Arrays are tuples; those of texts are left empty.
         sizes: number of weights in each tensor.
     """
 
@@ -133,7 +132,7 @@ class _Bytes:
         return self.take(length).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A metadata value; for an array, its length."""
+        """A metadata value; for an array of texts, which would be large, an empty one."""
         if kind == _TEXT:
             return self.text()
         if kind == _ARRAY:
@@ -144,9 +143,8 @@ class _Bytes:
             if inner == _TEXT:
                 for _ in range(length):
                     self.text()
-            else:
-                self.numbers(f"{length}{_number(inner)}")
-            return length
+                return ()
+            return self.numbers(f"{length}{_number(inner)}")
         return self.numbers(_number(kind))[0]
 
 
@@ -252,37 +250,14 @@ def gguf_options(config: Any) -> dict[str, Any]:
     return {"gguf_file": NAME, "config": config, "quantization_config": whole}
 
 
-def check_taken(header: Header, config: Any, needed: int) -> None:
-    """Check that the model uses everything in the file.
-
-    Args:
-        header: header of the file.
-        config: configuration that transformers made from it.
-        needed: number of weights of a model with this configuration.
+def check_taken(header: Header, kind: str, needed: int) -> None:
+    """Check that a model of some kind, which needs so many weights, uses the whole file.
 
     Raises:
-        ValueError: tensors or scaled rotary positions would be ignored.
+        ValueError: it would leave out tensors.
     """
-    held = sum(header.sizes.values())
-    if needed != held:
+    if needed != (held := sum(header.sizes.values())):
         raise ValueError(
-            f"transformers' {config.model_type} takes {needed:,} of its {held:,} weights, so that "
-            f"it would be a different model from the file's"
+            f"transformers' {kind} takes {needed:,} of its {held:,} weights, so that it would be a "
+            "different model from the file's"
         )
-    for name, value in header.fields.items():
-        asked = name.endswith((".rope.scaling.type", ".rope.scaling.factor"))
-        if asked and value not in ("none", 0, 1) and not _scales(config.to_dict()):
-            raise ValueError(
-                f"transformers ignores its {name} = {value!r}, so that it would be a different "
-                "model from the file's"
-            )
-
-
-def _scales(config: Mapping[Any, Any]) -> bool:
-    """Whether rotary positions are scaled, anywhere in a configuration."""
-    return any(
-        _scales(value)
-        if isinstance(value, dict)
-        else name == "rope_type" and value not in ("default", None)
-        for name, value in config.items()
-    )

@@ -31,6 +31,7 @@ from sparse_tl.lens.core.data_files import (
     link,
     link_weights,
 )
+from sparse_tl.lens.loading.gguf_fields import take_fields
 from sparse_tl.lens.loading.gguf_file import (
     NAME,
     check_taken,
@@ -159,7 +160,8 @@ def _checked_gguf(file: Path, data: Path) -> _Seen:
         check_depth(layers, len(header.sizes), f"{file} as {name}")
     size = sum(header.sizes.values())
     with _said_of(file, "model"):
-        check_taken(header, config, _check_plan(config, size, set()))
+        take_fields(header.fields, config)
+        check_taken(header, config.model_type, _check_plan(config, size, set()))
     options, fields = gguf_options(config), header.fields
     return _Seen(data, config, options, {}, "float32", size, header.has_tokenizer, fields)
 
