@@ -50,7 +50,6 @@ from .gates import (
     GatedRun as GatedRun,
     Heads as Heads,
     HookPoints as HookPoints,
-    LearnedGates as LearnedGates,
     SparseTransformer as SparseTransformer,
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,

@@ -133,7 +133,6 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
 UNAFFECTED = {
-    "LearnedGates",  # they read sizes alone
     "SparseTransformer",  # called like the model, in the mode that the user sets; see below
     "add_lora",
     "checkpointed_activations",

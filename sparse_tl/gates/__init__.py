@@ -18,7 +18,7 @@ from sparse_tl.gates.distributions import (
     SigmoidGate as SigmoidGate,
     expected_size as expected_size,
 )
-from sparse_tl.gates.learned import LearnedGates as LearnedGates, hook_points as hook_points
+from sparse_tl.gates.hook_points import hook_points as hook_points
 from sparse_tl.gates.neurons import (
     EdgesOfNeurons as EdgesOfNeurons,
     NeuronPatch as NeuronPatch,

@@ -308,7 +308,6 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "InductionTask": stl.InductionTask,
     "IOITask": stl.IOITask,
     **{name: getattr(stl, name) for name in MORE_TASKS},
-    "LearnedGates": lambda: stl.LearnedGates(model(), stl.Heads()),
     "PromptPairs": pairs,
     "Scores": _head_scores,
     "Scores.at": by_position,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl import GatedRun, LearnedGates, gated
+from sparse_tl import GatedRun, gated
 from sparse_tl.gates import PatchValues, Site
 from sparse_tl.gates.sites import GatedPass
 from sparse_tl.lens import Adapter, Hook, Model, Order
@@ -89,10 +89,10 @@ def test_gates_at_a_site_of_the_users_own(build_tiny: Build, patch: Any) -> None
 def test_gates_at_a_site_of_the_users_own_can_be_trained(build_tiny: Build) -> None:
     model = build_tiny(n_layers=3)
     tokens = torch.arange(6).repeat(2, 1)
-    learned = LearnedGates(model, MLPs(), initial_logit=0.5)
-    with gated(model, MLPs(), learned()):
+    logits = torch.full((3,), 0.5, requires_grad=True)
+    with gated(model, MLPs(), logits.sigmoid()):
         model(tokens)[:, -1].logsumexp(-1).sum().backward()
-    found = learned.logits.grad
+    found = logits.grad
 
     def value(logits: Tensor) -> Tensor:
         return by_hand(model, tokens, logits.sigmoid(), None)[:, -1].logsumexp(-1).sum()

@@ -1,73 +1,17 @@
-"""Trainable gates at any site: one logit per gate, and a distribution that maps it to a gate."""
+"""A site at any hook points and axes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Int
+from torch import Tensor
 
-from sparse_tl.calls.arguments import Logit, NotNegative, checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.gates.distributions import (
-    GateDistribution,
-    GateMode,
-    SigmoidGate,
-    expected_size,
-    gate_values,
-)
-from sparse_tl.gates.sites import HookPoints, Site
+from sparse_tl.gates.sites import HookPoints
 from sparse_tl.lens import HookedModel, Order, adapt, attached
-
-
-@checked
-class LearnedGates(nn.Module):
-    """Trainable gates at a site; apply them to a model with `gated`.
-
-    Args:
-        model: model that sets the size, device and precision of the gates; left unchanged.
-        site: `Heads`, `CircuitEdges` or `HookPoints`.
-        distribution: how gates are sampled and evaluated; a plain sigmoid by default.
-        initial_logit: initial value of all logits.
-
-    Raises:
-        ValueError: the number of gates at the site depends on the prompt.
-    """
-
-    def __init__(
-        self,
-        model: HookedModel,
-        site: Site,
-        *,
-        distribution: GateDistribution | None = None,
-        initial_logit: Logit = 4.0,
-    ) -> None:
-        super().__init__()
-        adapter = adapt(model)
-        shape = site.shape(adapter)
-        if -1 in shape:
-            raise ValueError(
-                f"expected a site with the same gates for all prompts; those of {site} depend on "
-                "the prompt. SparseTransformer has gates on attention edges"
-            )
-        self.site, self.distribution = site, distribution or SigmoidGate()
-        self.logits = nn.Parameter(
-            torch.full(shape, float(initial_logit), device=adapter.device, dtype=adapter.gate_dtype)
-        )
-
-    def forward(
-        self,
-        mode: GateMode = GateMode.DETERMINISTIC,
-        generator: torch.Generator | None = None,
-        noise: NotNegative = 1.0,
-    ) -> Float[Tensor, "*gate"]:
-        """The gates in [0, 1], deterministic or sampled; differentiable in the logits."""
-        return gate_values(self.distribution, self.logits, mode, generator, noise)
-
-    def expected_size(self) -> Float[Tensor, ""]:
-        """The expected number of open gates; differentiable, for use as a sparsity penalty."""
-        return expected_size(self.distribution, self.logits)
 
 
 @checked

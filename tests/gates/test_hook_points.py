@@ -1,10 +1,9 @@
-"""Learned gates at any site: the formula, the oracle of zeroing by hand, and gradients."""
+"""Gates at any site: the formula, the oracle of zeroing by hand, and gradients."""
 
 import pytest
 import torch
 
-from sparse_tl import Heads, LearnedGates, SparseTransformer, gated, hook_points
-from sparse_tl.gates import AttentionEdges, BernoulliGate, GateMode
+from sparse_tl import Heads, SparseTransformer, gated, hook_points
 
 
 @pytest.fixture
@@ -15,17 +14,16 @@ def tokens():
 def test_head_gates_of_one_keep_and_of_zero_silence(build_tiny, tokens):
     model = build_tiny("plain")
     clean = model(tokens)
-    gates = LearnedGates(model, Heads(), distribution=BernoulliGate())
-    assert gates().shape == (model.cfg.n_layers, model.cfg.n_heads)
-    with gated(model, Heads(), gates()):
+    gates = torch.ones(model.cfg.n_layers, model.cfg.n_heads)
+    with gated(model, Heads(), gates):
         assert torch.equal(model(tokens), clean)
-    gates.logits.data[1, 0] = -1.0
+    gates[1, 0] = 0
 
     def silence(z, hook):
         z[:, :, 0] = 0
         return z
 
-    with gated(model, Heads(), gates()):
+    with gated(model, Heads(), gates):
         found = model(tokens)
     oracle = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", silence)])
     assert torch.equal(found, oracle)
@@ -37,13 +35,13 @@ def test_a_gate_interpolates_between_clean_and_patch(build_tiny, tokens):
     _, corrupted = model.run_with_cache(tokens.flip(1))
     name = "blocks.0.mlp.hook_post"
     site = hook_points(model, name, axes=-1)
-    gates = LearnedGates(model, site, initial_logit=0.4)
+    gate = torch.tensor(0.4).sigmoid()
+    gates = gate.expand(1, model.cfg.d_mlp)
     seen = {}
     clean = model.run_with_cache(tokens)[1][name]
     for patch in ({"patch": corrupted}, {"patch": "corrupted", "reference": tokens.flip(1)}):
-        with gated(model, site, gates(), **patch):
+        with gated(model, site, gates, **patch):
             model.run_with_hooks(tokens, fwd_hooks=[(name, lambda a, hook: seen.update(a=a))])
-        gate = torch.sigmoid(torch.tensor(0.4))
         torch.testing.assert_close(seen["a"], gate * clean + (1 - gate) * corrupted[name])
 
 
@@ -64,10 +62,10 @@ def test_positions_and_residual_dimensions_can_be_gated(build_tiny, tokens):
 
 def test_head_gates_have_the_gradient_of_finite_differences(build_tiny, tokens):
     model = build_tiny("float64")
-    gates = LearnedGates(model, Heads(), initial_logit=0.2)
+    logits = torch.full((2, 2), 0.2, dtype=torch.float64, requires_grad=True)
 
     def loss() -> torch.Tensor:
-        with gated(model, Heads(), gates()):
+        with gated(model, Heads(), logits.sigmoid()):
             return model(tokens, return_type="loss")
 
     loss().backward()
@@ -75,24 +73,11 @@ def test_head_gates_have_the_gradient_of_finite_differences(build_tiny, tokens):
         ends = []
         for step in (1e-5, -1e-5):
             with torch.no_grad():
-                gates.logits[index] += step
+                logits[index] += step
                 ends.append(loss().item())
-                gates.logits[index] -= step
+                logits[index] -= step
         slope = (ends[0] - ends[1]) / 2e-5
-        assert gates.logits.grad[index].item() == pytest.approx(slope, rel=1e-5)
-
-
-def test_gates_learn(build_tiny):
-    model = build_tiny("plain").requires_grad_(False)
-    gates = LearnedGates(model, Heads(), distribution=BernoulliGate(), initial_logit=1.0)
-    optimizer = torch.optim.Adam(gates.parameters(), lr=0.2)
-    for _ in range(30):
-        optimizer.zero_grad()
-        gates.expected_size().backward()
-        optimizer.step()
-    assert gates().sum() == 0
-    sampled = gates(GateMode.SAMPLED, torch.Generator().manual_seed(0))
-    assert set(sampled.unique().tolist()) <= {0.0, 1.0}
+        assert logits.grad[index].item() == pytest.approx(slope, rel=1e-5)
 
 
 def test_gates_work_on_a_sparse_model_and_leave_it(build_tiny, tokens):
@@ -118,8 +103,6 @@ def test_bad_sites_are_refused_before_any_work(build_tiny, tokens):
         hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.attn.hook_z"], axes=-1)
     with pytest.raises(ValueError, match="same sizes"):
         hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.hook_mlp_out"], axes=-1)
-    with pytest.raises(ValueError, match="the same gates for all prompts"):
-        LearnedGates(model, AttentionEdges())
     site = hook_points(model, "blocks.0.mlp.hook_post", axes=-1)
     with (
         pytest.raises(ValueError, match="patch for every hook point"),
