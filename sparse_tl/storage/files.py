@@ -72,7 +72,7 @@ def read_json(path: str | Path) -> Any:
     """
     _check_plain(path, "valid JSON", _LARGEST_JSON)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError, OSError) as error:  # syntax, encoding, numbers; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
