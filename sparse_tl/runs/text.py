@@ -238,11 +238,12 @@ def run_post_training(
             if not shard:
                 sparse.save_pretrained(folder / "sparse")
             write_json(folder / "metrics.json", measured)
-            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
         if shard:
             sparse.save_pretrained(folder / "sparse")
         ranks.on_first(write)
+    # Also one that a job killed at its end left.
+    ranks.on_first(lambda: shutil.rmtree(folder / "checkpoint", ignore_errors=True))
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     if prompt is not None and ranks.is_first():
         dense = load_named_model(model, load_model, device=device, dtype=dtype)
