@@ -189,7 +189,11 @@ class _Files(Documents):
 def _text_of(row: Any, column: str, name: str) -> str | None:
     """The text of a row; ``None`` if it is blank."""
     if not isinstance(row, dict) or column not in row:
-        has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
+        has = (
+            f"it has {sorted(row)!s:.200}"
+            if isinstance(row, dict)
+            else f"got a {type(row).__name__}"
+        )
         raise ValueError(f"expected a column {column!r} in {name}; {has}")
     text = row[column]
     if not (text is None or isinstance(text, str)):

@@ -139,7 +139,7 @@ class TargetDataset:
         for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
             if not target.strip():
                 raise ValueError(
-                    f"expected a target in every row; the target of row {row} is {target!r}"
+                    f"expected a target in every row; the target of row {row} is {target!r:.200}"
                 )
             before, tokens = together(encode, text, target, what=f"the target of row {row}")
             rows.append([*start, *before, *tokens])
@@ -174,7 +174,7 @@ class TargetDataset:
                 if not isinstance(record.get(key), str):
                     raise ValueError(
                         f"expected a text as {key!r} in every record; record {row} has "
-                        f"{record.get(key)!r} and the keys {sorted(record)}"
+                        f"{record.get(key)!r:.200} and the keys {sorted(record)!s:.200}"
                     )
                 column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)

@@ -182,8 +182,8 @@ class RunFolder:
         earlier = self._record["pinned"].setdefault(name, value)
         if earlier != value:
             raise ValueError(
-                f"{self.path} holds results of another {name} ({earlier!s:.200} there, {value} here). "
-                "Choose another --out, or start over with --restart."
+                f"{self.path} holds results of another {name} ({earlier!s:.200} there, {value} "
+                "here). Choose another --out, or start over with --restart."
             )
         self._write()
 

@@ -126,7 +126,7 @@ class _File:
         if stored != self.identity:
             raise ValueError(
                 f"expected sampled windows of {self.identity} in {self.path}; it holds those of "
-                f"{stored}. Choose another file, remove this one, or use the model and the "
+                f"{stored:.200}. Choose another file, remove this one, or use the model and the "
                 "arguments that it was made with."
             )
         tokens = read_tensors(self.path).get("tokens", torch.empty(0))
