@@ -40,6 +40,8 @@ from sparse_tl.training import TargetLoss, post_train
 from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
+RANK = 16
+"""Default rank of adapters."""
 Trained = Literal["lora", "all", "qk", "gates"]
 """What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
 
@@ -61,7 +63,7 @@ def run_post_training(
     learning_rate: Positive = LEARNING_RATE,
     gate_learning_rate: Positive = GATE_LEARNING_RATE,
     trained: Trained | None = None,
-    lora: AtLeastOne = 16,
+    lora: AtLeastOne = RANK,
     head_cost: NotNegative = 0.0,
     mlps: bool = False,
     gates: GateKind = "share",
@@ -179,6 +181,15 @@ def run_post_training(
             )
         if trained is None:
             trained = "lora" if takes_lora(model_) else "all"
+        unused = {
+            "lora": trained != "lora" and lora != RANK,
+            "learning_rate": trained == "gates" and learning_rate != LEARNING_RATE,
+        }
+        if ignored := [name for name, is_unused in unused.items() if is_unused]:
+            raise ValueError(
+                f"expected no {' and no '.join(ignored)} with trained={trained!r}, which would "
+                "ignore it; leave it out"
+            )
         if trained == "lora":
             add_lora(model_, lora)
         if shard:

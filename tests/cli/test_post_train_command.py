@@ -240,6 +240,11 @@ def test_what_is_refused_before_anything_loads(
         (("--initial-bias", "2"), "initial_threshold with gates='share'; got initial_bias"),
         (("--gates", "score", "--initial-threshold", "0.1"), "got initial_threshold"),
         (("--trained", "lora", "--lora", "4000"), "expected a rank of at most"),
+        (("--lora", "4"), "expected no lora with trained='all'"),
+        (
+            ("--trained", "gates", "--lora", "4", "--learning-rate", "0.1"),
+            "expected no lora and no learning_rate with trained='gates'",
+        ),
     ],
 )
 def test_what_is_refused_before_text_is_sampled(

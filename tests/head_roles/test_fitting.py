@@ -336,6 +336,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
         ({"updates": 0}, "from 1 to .* for updates; got 0"),
         ({"seeds": 0}, "1 to 10,000 seeds"),
         ({"seeds": [1, 1]}, "all different"),
+        ({"seeds": [-1]}, "from 0"),
         ({"held_out": 1.0}, "share between 0 and 1"),
     ],
 )
