@@ -276,9 +276,7 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"expected columns with a dtype and values; got {columns!r:.200}"
-        ) from error
+        raise ValueError(f"expected columns of a dtype and values; got {columns!r:.99}") from error
 
 
 def _under(name: str, key: object) -> str:

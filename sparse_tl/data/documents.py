@@ -189,12 +189,8 @@ class _Files(Documents):
 def _text_of(row: Any, column: str, name: str) -> str | None:
     """The text of a row; ``None`` if it is blank."""
     if not isinstance(row, dict) or column not in row:
-        has = (
-            f"it has {sorted(row)!s:.200}"
-            if isinstance(row, dict)
-            else f"got a {type(row).__name__}"
-        )
-        raise ValueError(f"expected a column {column!r} in {name}; {has}")
+        has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
+        raise ValueError(f"expected a column {column!r} in {name}; {has:.200}")
     text = row[column]
     if not (text is None or isinstance(text, str)):
         raise ValueError(
@@ -204,10 +200,7 @@ def _text_of(row: Any, column: str, name: str) -> str | None:
 
 
 def json_rows(path: Path, byte: int = 0) -> Iterator[tuple[int, str, Any]]:
-    """The values in a .jsonl file from a byte on; empty lines are skipped.
-
-    Yields:
-        The byte at which a line begins, the line in words, for messages, and its value.
+    """The value on each line of a .jsonl file, after the line's first byte and its place in words.
 
     Raises:
         ValueError: a line is not JSON, or not UTF-8 text.

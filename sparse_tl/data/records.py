@@ -76,8 +76,7 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
     several = (value,) if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(text, str) for text in several):
         raise ValueError(
-            f"expected a text as {name} in every row, or a list of texts; row {row} has "
-            f"{value!r:.200}"
+            f"expected a text as {name} in every row, or a list; row {row} has {value!r:.99}"
         )
     return tuple(several)
 

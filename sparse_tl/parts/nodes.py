@@ -77,9 +77,7 @@ class Destination(_Named):
         """Parse the name of a destination."""
         match = _DESTINATION.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r:.200}'
-            )
+            raise ValueError(f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r:.99}')
         return Destination(Node.parse(match["node"]), match["slot"])  # type: ignore[arg-type]
 
 

@@ -233,9 +233,8 @@ class RunFolder:
 
     def _read(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
-            record = read_json(self.path / RUN_FILE)
             try:
-                return asdict(from_fields(_Record, record))
+                return asdict(from_fields(_Record, read_json(self.path / RUN_FILE)))
             except ValueError as error:
                 raise ValueError(
                     f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "

@@ -40,8 +40,7 @@ from sparse_tl.training import TargetLoss, post_train
 from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
-RANK = 16
-"""Default rank of adapters."""
+RANK = 16  # of adapters, by default
 Trained = Literal["lora", "all", "qk", "gates"]
 """What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
 
@@ -181,15 +180,10 @@ def run_post_training(
             )
         if trained is None:
             trained = "lora" if takes_lora(model_) else "all"
-        unused = {
-            "lora": trained != "lora" and lora != RANK,
-            "learning_rate": trained == "gates" and learning_rate != LEARNING_RATE,
-        }
-        if ignored := [name for name, is_unused in unused.items() if is_unused]:
-            raise ValueError(
-                f"expected no {' and no '.join(ignored)} with trained={trained!r}, which would "
-                "ignore it; leave it out"
-            )
+        no_rate = trained == "gates" and learning_rate != LEARNING_RATE
+        if no_rate or (trained != "lora" and lora != RANK):
+            unused = "learning_rate" if no_rate else "lora"
+            raise ValueError(f"expected no {unused} with trained={trained!r}, which ignores it")
         if trained == "lora":
             add_lora(model_, lora)
         if shard:

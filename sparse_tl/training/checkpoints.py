@@ -263,15 +263,13 @@ def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, An
     if stored == expected:
         return
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
-        what = ", ".join(
-            f"{k:.80}: {there.get(k)!r:.200} there, {here.get(k)!r:.200} here" for k in changed[:5]
-        )
+        what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
     elif stored["shapes"] != expected["shapes"]:
         what = "its parameters have different names or shapes"
     else:
         what = "it started from different weights; load the model again before resuming"
     raise ValueError(
-        f"the checkpoint in {folder} belongs to another run ({what}). Start over in another "
+        f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
         "folder, remove this one, or use the settings that it was made with."
     )
 

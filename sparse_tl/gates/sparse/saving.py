@@ -213,8 +213,7 @@ def _read_distribution(file: Path) -> GateDistribution:
     name, parameters = fields.get("distribution"), fields.get("parameters", {})
     if not isinstance(name, str) or name not in DISTRIBUTIONS:
         raise ValueError(
-            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got "
-            f"{name!r:.200}"
+            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got {name!r:.99}"
         )
     numbers = isinstance(parameters, dict) and all(
         type(value) in (int, float) for value in parameters.values()
