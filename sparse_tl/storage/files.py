@@ -142,7 +142,7 @@ def tensor_file(path: str | Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         # RuntimeError: torch opens the file a second time, when it may have been removed.
-        raise ValueError(f"expected a safetensors file at {path}; {error}") from error
+        raise ValueError(f"expected a safetensors file at {path}; {error!s:.200}") from error
 
 
 def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None:

@@ -66,7 +66,7 @@ def build_model(
             made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
             return HookedTransformer(made, tokenizer=tokenizer)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
+        raise ValueError(f"expected fields of HookedTransformerConfig; {error!s:.200}") from error
 
 
 def save_hooked(model: HookedTransformer, folder: Path) -> None:
