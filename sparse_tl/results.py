@@ -154,12 +154,12 @@ def _content(folder: Path, kind: type) -> dict[str, Any]:
     saved = content.get("kind") if isinstance(content, dict) else None
     if saved != kind.__name__:
         raise ValueError(
-            f"expected a saved {kind.__name__} in {folder}; it holds {saved or 'no result'}"
+            f"expected a saved {kind.__name__} in {folder}; it holds {saved or 'no result'!s:.200}"
         )
     if content.get("schema") != SCHEMA:
         raise ValueError(
             f"expected a {kind.__name__} saved with schema {SCHEMA} in {folder}; got schema "
-            f"{content.get('schema')!r}: it was saved by another version of this package"
+            f"{content.get('schema')!r:.200}: it was saved by another version of this package"
         )
     return content
 
@@ -215,11 +215,11 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
     if declared is float and isinstance(value, int | str) and not isinstance(value, bool):
         return float(value)
     if not isinstance(declared, type) or is_dataclass(declared):
-        raise ValueError(f"expected {declared} as {name or 'its content'}; got {value!r}")
+        raise ValueError(f"expected {declared} as {name or 'its content':.200}; got {shown(value)}")
     if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
         value = tensors.get(value, value)
     if not isinstance(value, declared) or (declared is int and isinstance(value, bool)):
-        raise ValueError(f"expected {declared.__name__} as {name}; got {shown(value)}")
+        raise ValueError(f"expected {declared.__name__} as {name:.200}; got {shown(value)}")
     return value
 
 
@@ -244,7 +244,7 @@ def _dataclass(
     lacking = known - content.keys() - {"prompt_start"}  # earlier versions did not save it
     unknown = content.keys() - known
     if lacking or unknown:
-        raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)}")
+        raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)!s:.200}")
     with jaxtyped("context"):  # axes with the same name have the same size
         restored = {
             key: _restored(declared[key], value, _under(name, key), tensors)
@@ -276,7 +276,7 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected columns with a dtype and values; got {columns!r}") from error
+        raise ValueError(f"expected columns of a dtype and values; got {columns!r:.99}") from error
 
 
 def _under(name: str, key: object) -> str:

@@ -80,7 +80,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
                 assert (place / f"{name}.html").stat().st_size > 1000
     for suffix in ("html", "svg", "png"):
         assert (out / f"ablation_grid.{suffix}").stat().st_size > 1000
-    assert not list((out / "checkpoints").rglob("*.safetensors"))
+    assert not (out / "checkpoints").exists()
 
 
 def test_what_is_finished_is_not_fitted_again(
@@ -94,7 +94,9 @@ def test_what_is_finished_is_not_fitted_again(
     monkeypatch.setattr(head_roles, "fit_head_gates", None)
     monkeypatch.setattr(cells, "load_addition_models", None)
     monkeypatch.setattr(cells, "load_task_models", None)
+    (out / "checkpoints" / "ioi").mkdir(parents=True)  # left by a job that was killed at its end
     run_head_roles(out, tasks=["addition", "ioi"], **FEW)
+    assert not (out / "checkpoints").exists()
     with pytest.raises(ValueError, match="seeds 2 there, 3 here"):
         run_head_roles(out, tasks=["addition", "ioi"], **{**FEW, "seeds": 3})
 

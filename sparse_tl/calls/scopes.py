@@ -48,6 +48,9 @@ class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value
     def __init__(self, make: Callable[[], AbstractContextManager[Value]]) -> None:
         self._make = make
 
+    def __repr__(self) -> str:  # a notebook shows it after a call whose `with` was forgotten
+        return "A block, with effect only inside `with ...:`"
+
     def _recreate_cm(self) -> Scope[Value]:
         return Scope(self._make)  # as a decorator, it is entered in every call
 

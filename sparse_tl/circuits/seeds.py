@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from sparse_tl.calls.arguments import Share, checked
+from sparse_tl.calls.arguments import Seed, Share, checked
 from sparse_tl.circuits.effect import EffectCurve, multiplier
 from sparse_tl.results import Result
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked
 @dataclass(frozen=True)
 class SeedCurves(Result):
     """The explained effect of one model on one task, for several training seeds.
@@ -35,11 +36,11 @@ class SeedCurves(Result):
             curves differ in name, or their ranges of sizes do not overlap.
     """
 
-    seeds: Sequence[int]
+    seeds: Sequence[Seed]
     curves: Sequence[EffectCurve]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seeds", tuple(int(seed) for seed in self.seeds))
+        object.__setattr__(self, "seeds", tuple(self.seeds))
         object.__setattr__(self, "curves", tuple(self.curves))
         names = [curve.name for curve in self.curves]
         if not 1 <= len(set(self.seeds)) == len(self.seeds) == len(names) or len(set(names)) > 1:

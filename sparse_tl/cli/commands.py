@@ -176,7 +176,7 @@ def circuits(
         Path | None,
         subject("FOLDER", "The sparse model made from it; smollm2: the one in the package."),
     ] = None,
-    tasks: CircuitTasks = "",
+    tasks: CircuitTasks = None,
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
     method: Annotated[str, setting("NAME", "eap, eap-ig, eap-ig-activations, relp.")] = "eap-ig",
     patch: Annotated[str, setting("NAME", "corrupted, mean, resample or zero.")] = "corrupted",
@@ -222,7 +222,7 @@ def circuits(
 )
 def head_roles(
     model: Models = None,
-    tasks: RoleTasks = "",
+    tasks: RoleTasks = None,
     prompts: Annotated[int, setting("N", "Prompts per task; a quarter is held out.")] = 128,
     seeds: Annotated[
         int, setting("N", "Number of gate matrices, fitted together; 10 in the paper.")

@@ -43,7 +43,7 @@ def main() -> None:
         code = stop.exit_code
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            errors.print(traceback.format_exc(), markup=False, highlight=False, soft_wrap=True)
         code = _explain(error, debug)
     if code == 130 and not rank:
         errors.print("Stopped. Progress is saved; run the same command again to resume.")

@@ -43,9 +43,16 @@ def checked_device(device: str | None) -> str | None:
     return device
 
 
-def split_names(names: str) -> list[str]:
-    """Split a comma-separated list of names."""
-    return [name.strip() for name in names.split(",") if name.strip()]
+def split_names(names: str | None) -> list[str]:
+    """Split a comma-separated list of names; without a list, there are none.
+
+    Raises:
+        typer.BadParameter: the list is empty.
+    """
+    parts = [name.strip() for name in (names or "").split(",") if name.strip()]
+    if names is not None and not parts:
+        raise typer.BadParameter(f"expected a list, separated by commas; got {names!r}")
+    return parts
 
 
 def split_seeds(seeds: str) -> tuple[int, ...]:
@@ -55,7 +62,7 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
         typer.BadParameter: the list is empty or has an entry other than a whole number from 0.
     """
     parts = split_names(seeds)
-    if not parts or not all(seed.isascii() and seed.isdigit() for seed in parts):
+    if not all(seed.isascii() and seed.isdigit() for seed in parts):
         raise typer.BadParameter(f"expected --seeds as whole numbers, such as 0,1,2; got {seeds!r}")
     return tuple(map(int, parts))
 
@@ -85,14 +92,14 @@ Tasks = Annotated[
     subject("NAME", f"Task to preserve: {TASK_NAMES}. Repeatable."),
 ]
 CircuitTasks = Annotated[
-    str,
+    str | None,
     subject(
         "NAMES",
         f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
     ),
 ]
 RoleTasks = Annotated[
-    str,
+    str | None,
     subject(
         "NAMES",
         "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "

@@ -190,7 +190,7 @@ def _text_of(row: Any, column: str, name: str) -> str | None:
     """The text of a row; ``None`` if it is blank."""
     if not isinstance(row, dict) or column not in row:
         has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
-        raise ValueError(f"expected a column {column!r} in {name}; {has}")
+        raise ValueError(f"expected a column {column!r} in {name}; {has:.200}")
     text = row[column]
     if not (text is None or isinstance(text, str)):
         raise ValueError(
@@ -199,22 +199,33 @@ def _text_of(row: Any, column: str, name: str) -> str | None:
     return text if text and not text.isspace() else None
 
 
-def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
-    """The documents of a .jsonl file from a byte on, with the byte at which each begins."""
+def json_rows(path: Path, byte: int = 0) -> Iterator[tuple[int, str, Any]]:
+    """The value on each line of a .jsonl file, after the line's first byte and its place in words.
+
+    Raises:
+        ValueError: a line is not JSON, or not UTF-8 text.
+    """
     with path.open("rb") as file:
         file.seek(byte)
         for line in file:
             name = f"the line at byte {byte:,} of {path}"
+            end = byte + len(line)
             try:
-                row = json.loads(line.decode()) if line.strip() else None
+                if text := line.decode("utf-8-sig").strip():
+                    yield byte, name, json.loads(text)
             except UnicodeDecodeError as error:
-                raise _not_text(path, byte + error.start, error) from error
-            except ValueError as error:
+                raise _not_text(path, end, error) from error
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"expected JSON in {name}; {error}") from error
-            text = None if row is None else _text_of(row, column, name)
-            if text is not None:
-                yield byte, text
-            byte += len(line)
+            byte = end
+
+
+def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
+    """The documents of a .jsonl file from a byte on, with the byte at which each begins."""
+    for begin, name, row in json_rows(path, byte):
+        text = None if row is None else _text_of(row, column, name)
+        if text is not None:
+            yield begin, text
 
 
 def _separated(path: Path, byte: int, separator: str) -> Iterator[tuple[int, str]]:
@@ -242,8 +253,9 @@ class _Document:
 
     def __init__(self, path: Path, byte: int) -> None:
         self.path, self.begin, self.end = path, byte, byte
+        encoding = "utf-8" if byte else "utf-8-sig"  # a file may begin with a byte-order mark
         self._decoder = io.IncrementalNewlineDecoder(
-            codecs.getincrementaldecoder("utf-8")(), translate=True
+            codecs.getincrementaldecoder(encoding)(), translate=True
         )
         self._begun, self._space = False, ""
 
@@ -252,8 +264,7 @@ class _Document:
         try:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
-            byte = self.end - len(error.object) + error.start
-            raise _not_text(self.path, byte, error) from error
+            raise _not_text(self.path, self.end, error) from error
         text = self._space + text if self._begun else text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
@@ -262,5 +273,7 @@ class _Document:
             yield self.begin, kept
 
 
-def _not_text(path: Path, byte: int, error: UnicodeDecodeError) -> ValueError:
+def _not_text(path: Path, end: int, error: UnicodeDecodeError) -> ValueError:
+    """The error for bytes of a file, of which those that were decoded end at a byte."""
+    byte = end - len(error.object) + error.start
     return ValueError(f"expected UTF-8 text in {path}; at byte {byte:,}: {error.reason}")

@@ -24,14 +24,14 @@ def check_known(tokenizer: Any, text: str, where: str = "") -> None:
         unknown = _unknown_part(tokenizer, text)
     except Exception as error:  # tokenizers without an unknown token raise a bare Exception
         raise ValueError(
-            f"{where}expected a text that the tokenizer can encode; got {text!r}: {error}"
+            f"{where}expected a text that the tokenizer can encode; got {text!r:.200}: {error}"
         ) from error
     if unknown is not None:
         known = sorted(tokenizer.get_vocab())
         listed = f"; it knows {' '.join(known)}" if len(known) <= 40 else ""
         raise ValueError(
             f"{where}expected a text that the tokenizer can encode; it has no token for "
-            f"{unknown!r}{listed}"
+            f"{unknown!r:.200}{listed}"
         )
 
 

@@ -49,7 +49,7 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         if not isinstance(record, Mapping):
             raise ValueError(
                 f"expected rows with {', '.join(COLUMNS)}, as dictionaries or a data frame; row "
-                f"{row} is {record!r}"
+                f"{row} is {record!r:.200}"
             )
         missing = [name for name in COLUMNS[:3] if name not in record]
         unknown = [name for name in record if name not in COLUMNS]
@@ -64,7 +64,7 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         for name in COLUMNS[:2]:
             if len(texts[name]) != 1:
                 raise ValueError(
-                    f"expected one text as {name} in every row; row {row} has {record[name]!r}"
+                    f"expected one text as {name} in every row; row {row} has {record[name]!r:.200}"
                 )
         answers, wrong = texts["answer"], texts["wrong"]
         pairs.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
@@ -76,7 +76,7 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
     several = (value,) if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(text, str) for text in several):
         raise ValueError(
-            f"expected a text as {name} in every row, or a list of texts; row {row} has {value!r}"
+            f"expected a text as {name} in every row, or a list; row {row} has {value!r:.99}"
         )
     return tuple(several)
 
@@ -96,7 +96,7 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
             if prepend_bos and text.startswith(tokenizer.bos_token):
                 raise ValueError(
                     f"row {row}: expected a {name} prompt without {tokenizer.bos_token!r}, which "
-                    f"this model prepends itself; got {text!r}"
+                    f"this model prepends itself; got {text!r:.200}"
                 )
             check_known(tokenizer, text, f"row {row}, {name}: ")
         for text in (*pair.answers, *pair.wrong):
@@ -149,7 +149,7 @@ def tokens_of_pairs(
             raise ValueError(
                 f"{where}expected clean and corrupted prompts of equal token length, which are "
                 f"compared position by position; got {len(one)} and {len(other)} tokens, where "
-                f"{first} is compared with {second}: {pair.clean!r} / {pair.corrupted!r}"
+                f"{first} is compared with {second}: {pair.clean!r:.200} / {pair.corrupted!r:.200}"
             )
         yield one, other, answers, wrong
 
@@ -174,14 +174,14 @@ def _joined(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int]
             before, token = continued(encode, prompt, text, where)
             if prompts.setdefault(name, before) != before:
                 raise ValueError(
-                    f"{where}expected a {name} prompt that all answers continue; {prompt!r} ends "
-                    f"in a space that belongs to {text!r}, but not to others. Move the space to "
-                    "the start of the answers"
+                    f"{where}expected a {name} prompt that all answers continue; {prompt!r:.200} "
+                    f"ends in a space that belongs to {text!r}, but not to others. Move the space "
+                    "to the start of the answers"
                 )
             if by_text.setdefault(text, token) != token:
                 raise ValueError(
                     f"{where}expected an answer that is one token after both prompts; {text!r} is "
-                    f"a different one after {prompt!r}"
+                    f"a different one after {prompt!r:.200}"
                 )
         prompts.setdefault(name, encode(prompt))
     sides = ([by_text[text] for text in texts] for texts in (pair.answers, pair.wrong))

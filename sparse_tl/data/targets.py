@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, Seed, checked
+from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together
 
@@ -138,7 +139,7 @@ class TargetDataset:
         for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
             if not target.strip():
                 raise ValueError(
-                    f"expected a target in every row; the target of row {row} is {target!r}"
+                    f"expected a target in every row; the target of row {row} is {target!r:.200}"
                 )
             before, tokens = together(encode, text, target, what=f"the target of row {row}")
             rows.append([*start, *before, *tokens])
@@ -173,7 +174,7 @@ class TargetDataset:
                 if not isinstance(record.get(key), str):
                     raise ValueError(
                         f"expected a text as {key!r} in every record; record {row} has "
-                        f"{record.get(key)!r} and the keys {sorted(record)}"
+                        f"{record.get(key)!r:.200} and the keys {sorted(record)!s:.200}"
                     )
                 column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
@@ -260,20 +261,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file with one JSON object per line; empty lines are skipped.
 
     Raises:
-        ValueError: the file does not exist, or a line is not a JSON object.
+        ValueError: the file does not exist, or a line is not a JSON object in UTF-8.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"expected a file with one JSON object per line; there is no {path}")
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"expected JSON in line {number} of {path}; {error}") from error
+    for _, line, record in json_rows(path):
         if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object in line {number} of {path}; got {record!r}")
+            raise ValueError(f"expected a JSON object in {line}; got {shown(record)}")
         records.append(record)
     return records

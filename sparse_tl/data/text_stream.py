@@ -135,8 +135,8 @@ class TextStream:
         for name, here in self._settings().items():
             if state.get(name) != here:
                 raise ValueError(
-                    f"expected a stream with the {name} of the saved one ({state.get(name)}); "
-                    f"got {here}"
+                    f"expected a stream with the {name} of the saved one "
+                    f"({state.get(name)!s:.200}); got {here}"
                 )
         if state["text"] != self._identity:
             raise ValueError(

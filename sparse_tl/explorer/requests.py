@@ -51,7 +51,7 @@ def read_request(request: Any, titles: Sequence[str]) -> tuple[str, dict[str, An
     if "panel" in fields:
         panel = fields.pop("panel")
         if type(panel) is not int or not 0 <= panel < len(titles):
-            raise ValueError(f"expected a panel in 0..{len(titles) - 1}; got {shown(panel)}")
+            raise ValueError(f"expected one of {len(titles)} panels; got {shown(panel)}")
         fields["title"] = titles[panel]
     if "edges" in fields:
         fields["edges"] = attention_edges(fields["edges"])

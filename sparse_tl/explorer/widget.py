@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from inspect import signature
@@ -224,7 +223,7 @@ class CircuitExplorer(SavedWidget):
         figure = self._diagram(self._name)
         return figure.dark() if self._theme == "dark" else figure
 
-    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
+    def save(self, path: str | Path, **options: Any) -> Path:
         """Write `figure()` to a path ending in ``.html``, ``.svg`` or ``.png``."""
         return self.figure().save(path, **options)
 

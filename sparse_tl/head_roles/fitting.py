@@ -214,15 +214,15 @@ def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
     """The seeds, given as such or by their number.
 
     Raises:
-        ValueError: there is no seed, a seed appears twice, or there are too many.
+        ValueError: there is no seed, a seed is negative or appears twice, or there are too many.
     """
     try:
         listed: Iterable[SupportsIndex] = range(index(seeds))  # type: ignore[arg-type]
     except TypeError:
         listed = iter(seeds)  # type: ignore[arg-type]
     chosen = tuple(map(index, islice(listed, MOST_SEEDS + 1)))
-    if not chosen or len(set(chosen)) < len(chosen) or len(chosen) > MOST_SEEDS:
-        raise ValueError(f"expected 1 to {MOST_SEEDS:,} seeds, all different; got {shown(seeds)}")
+    if not 1 <= len(set(chosen)) == len(chosen) <= MOST_SEEDS or min(chosen) < 0:
+        raise ValueError(f"expected 1 to {MOST_SEEDS:,} different seeds from 0; got {shown(seeds)}")
     return chosen
 
 

@@ -71,7 +71,6 @@ def build_pair(
         _write_history(folder, history.assign(phase="dense"))
         with atomic_folder(folder / "dense") as temporary:
             save_model(model, temporary)
-        shutil.rmtree(checkpoint)
     if not recover_folder(folder / "sparse"):
         checkpoint = folder / "checkpoint-sparse"
         dense = load_model(folder / "dense", device=device)
@@ -80,7 +79,7 @@ def build_pair(
         verdict = {"verdict": outcome.verdict, "feasible": outcome.feasible}
         write_json(folder / "verdict.json", verdict)
         sparse.save_pretrained(folder / "sparse")
-        shutil.rmtree(checkpoint)
+    _remove_checkpoints(folder)
 
 
 def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
@@ -149,6 +148,7 @@ def build_cached(
     made_by = {"version": __version__, **recipe.settings(seed)}
     complete = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
     if complete and _made_by(folder) == made_by:
+        _remove_checkpoints(folder)
         return folder
     if ranks.count() > 1:
         raise ValueError(
@@ -175,6 +175,12 @@ def build_cached(
     finally:
         lock.release()
     return folder
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a complete pair, also those that a killed build left."""
+    for side in ("dense", "sparse"):
+        shutil.rmtree(folder / f"checkpoint-{side}", ignore_errors=True)
 
 
 def _made_by(folder: Path) -> Any:

@@ -51,7 +51,7 @@ class Node(_Named):
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(
-                f'expected a node such as "input", "a3.h2", "a3.kv1" or "m3"; got {name!r}'
+                f'expected a node such as "input", "a3.h2", "a3.kv1" or "m3"; got {name!r:.200}'
             )
         if match["plain"]:
             return Node(match["plain"])  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ class Destination(_Named):
         """Parse the name of a destination."""
         match = _DESTINATION.fullmatch(name)
         if match is None:
-            raise ValueError(f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r}')
+            raise ValueError(f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r:.99}')
         return Destination(Node.parse(match["node"]), match["slot"])  # type: ignore[arg-type]
 
 
@@ -100,5 +100,5 @@ class CircuitEdge(_Named):
         """
         source, arrow, destination = name.partition("->")
         if not arrow:
-            raise ValueError(f'expected an edge such as "a0.h1->a3.h2<q>"; got {name!r}')
+            raise ValueError(f'expected an edge such as "a0.h1->a3.h2<q>"; got {name!r:.200}')
         return CircuitEdge(Node.parse(source), Destination.parse(destination))

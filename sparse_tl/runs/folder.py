@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ Saved = TypeVar("Saved", bound=Result)
 
 SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
-_FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -113,6 +112,20 @@ def _held_out(numbers: dict[str, Any]) -> HeldOut:
     return from_fields(HeldOut, {**absent, **numbers})
 
 
+@dataclass(frozen=True)
+class _Record(Result):
+    """The content of ``run.json``."""
+
+    settings: dict[str, object]
+    seconds: dict[str, float]
+    pinned: dict[str, object]
+    wrote: list[str]
+
+    def __post_init__(self) -> None:
+        if not all(map(str.isprintable, self.wrote)):
+            raise ValueError("it lists a file with control characters in its name")
+
+
 class RunFolder:
     """An output folder that a command can resume.
 
@@ -141,7 +154,7 @@ class RunFolder:
         self._record = earlier or empty
         recorded = self._record["settings"]
         different = [
-            f"{name} {recorded.get(name)!r} there, {settings.get(name)!r} here"
+            f"{name} {recorded.get(name)!r:.200} there, {settings.get(name)!r:.200} here"
             for name in {**recorded, **settings}
             if recorded.get(name) != settings.get(name)
         ]
@@ -169,8 +182,8 @@ class RunFolder:
         earlier = self._record["pinned"].setdefault(name, value)
         if earlier != value:
             raise ValueError(
-                f"{self.path} holds results of another {name} ({earlier} there, {value} here). "
-                "Choose another --out, or start over with --restart."
+                f"{self.path} holds results of another {name} ({earlier!s:.200} there, {value} "
+                "here). Choose another --out, or start over with --restart."
             )
         self._write()
 
@@ -220,15 +233,13 @@ class RunFolder:
 
     def _read(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
-            record = read_json(self.path / RUN_FILE)
-            if isinstance(record, dict) and all(
-                type(record.get(name)) is kind for name, kind in _FIELDS.items()
-            ):
-                return record
-            raise ValueError(
-                f"expected the {RUN_FILE} in {self.path} to be from this version. Remove the "
-                "folder yourself, or choose another --out."
-            )
+            try:
+                return asdict(from_fields(_Record, read_json(self.path / RUN_FILE)))
+            except ValueError as error:
+                raise ValueError(
+                    f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
+                    "Remove the folder yourself, or choose another --out."
+                ) from error
         if all(map(is_temporary, self.path.iterdir())):
             return None
         raise ValueError(
@@ -242,7 +253,7 @@ class RunFolder:
         Raises:
             ValueError: folders that the run made hold other files.
         """
-        files = {self.path / str(name) for name in record["wrote"]}
+        files = {self.path / name for name in record["wrote"]}
         parents = {folder for file in files for folder in file.parents}
         folders = {folder for folder in parents if self.path in folder.parents}
         inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]

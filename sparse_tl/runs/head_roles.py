@@ -161,6 +161,7 @@ def run_head_roles(
             title = f"{cell.row}, {cell.column} ({number} of {len(cells)})"
             _measure(loaded, dataset, folder, name, title, **options)
             del loaded  # free its memory for the next model
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return _report(folder, cells)
 
 
@@ -202,7 +203,6 @@ def _measure(
     save_figure(roles.figure(), cell, "heads")
     save_figure(gate_trajectories(roles), cell, "gates")
     write_json(cell / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
-    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:

@@ -40,6 +40,7 @@ from sparse_tl.training import TargetLoss, post_train
 from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
+RANK = 16  # of adapters, by default
 Trained = Literal["lora", "all", "qk", "gates"]
 """What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
 
@@ -61,7 +62,7 @@ def run_post_training(
     learning_rate: Positive = LEARNING_RATE,
     gate_learning_rate: Positive = GATE_LEARNING_RATE,
     trained: Trained | None = None,
-    lora: AtLeastOne = 16,
+    lora: AtLeastOne = RANK,
     head_cost: NotNegative = 0.0,
     mlps: bool = False,
     gates: GateKind = "share",
@@ -179,6 +180,10 @@ def run_post_training(
             )
         if trained is None:
             trained = "lora" if takes_lora(model_) else "all"
+        no_rate = trained == "gates" and learning_rate != LEARNING_RATE
+        if no_rate or (trained != "lora" and lora != RANK):
+            unused = "learning_rate" if no_rate else "lora"
+            raise ValueError(f"expected no {unused} with trained={trained!r}, which ignores it")
         if trained == "lora":
             add_lora(model_, lora)
         if shard:
@@ -238,11 +243,12 @@ def run_post_training(
             if not shard:
                 sparse.save_pretrained(folder / "sparse")
             write_json(folder / "metrics.json", measured)
-            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
         if shard:
             sparse.save_pretrained(folder / "sparse")
         ranks.on_first(write)
+    # Also one that a job killed at its end left.
+    ranks.on_first(lambda: shutil.rmtree(folder / "checkpoint", ignore_errors=True))
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     if prompt is not None and ranks.is_first():
         dense = load_named_model(model, load_model, device=device, dtype=dtype)

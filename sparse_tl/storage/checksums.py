@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^/\\\0]{1,255})")  # no file has a longer name
 
 
 def write_sums(folder: Path, known: Mapping[str, str] | None = None) -> None:
@@ -40,7 +41,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     content = file.read_text(encoding="utf-8", errors="replace")
-    lines = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in content.splitlines()]
+    lines = [_LINE.fullmatch(line) for line in content.split("\n") if line]
     if not all(lines):
         raise ValueError(f"expected a list of checksums, as sha256sum writes it, in {file}; {_ASK}")
     return {line[2]: line[1] for line in lines if line}

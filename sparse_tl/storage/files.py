@@ -72,7 +72,7 @@ def read_json(path: str | Path) -> Any:
     """
     _check_plain(path, "valid JSON", _LARGEST_JSON)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError, OSError) as error:  # syntax, encoding, numbers; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
@@ -142,7 +142,7 @@ def tensor_file(path: str | Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         # RuntimeError: torch opens the file a second time, when it may have been removed.
-        raise ValueError(f"expected a safetensors file at {path}; {error}") from error
+        raise ValueError(f"expected a safetensors file at {path}; {error!s:.200}") from error
 
 
 def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None:

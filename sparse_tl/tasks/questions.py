@@ -76,7 +76,7 @@ class QuestionSet:
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(
                 f"expected rows of {self.title} like those of {self.source}; "
-                f"{source or self.source} has the fields {sorted(rows[0])}: {error!r}"
+                f"{source or self.source} has the fields {sorted(rows[0])!s:.200}: {error!r:.200}"
             ) from error
 
 

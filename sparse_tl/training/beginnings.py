@@ -13,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.data import TokenBatch
+from sparse_tl.data.known_text import check_known
 from sparse_tl.data.text import separator
 from sparse_tl.data.windows import check_window
 from sparse_tl.lens import Adapter, check_tokens
@@ -58,6 +59,8 @@ class Starts:
                 "has neither. Set one (tokenizer.bos_token = ...), or give beginnings."
             )
         alone = [] if first is None else [first]
+        for text in texts or ():
+            check_known(tokenizer, text, "beginnings: ")
         texts = json.loads(_BEGINNINGS.read_text("utf-8")) if texts is None else texts
         longest = int(GIVEN * window)
         how = {"add_special_tokens": False, "verbose": False}

@@ -269,7 +269,7 @@ def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, An
     else:
         what = "it started from different weights; load the model again before resuming"
     raise ValueError(
-        f"the checkpoint in {folder} belongs to another run ({what}). Start over in another "
+        f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
         "folder, remove this one, or use the settings that it was made with."
     )
 

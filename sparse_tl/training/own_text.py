@@ -80,10 +80,10 @@ def sampled_windows(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the tokenizer has neither BOS nor EOS, and no beginnings are given; the window
-            is longer than the context; the model is not causal, predicts tokens other than those it
-            reads, or predicts differently with a key-value cache; or the file is damaged or holds
-            the windows of another run.
+        ValueError: the tokenizer has neither BOS nor EOS, and no beginnings are given, or lacks a
+            part of one; the window is longer than the context; the model is not causal, predicts
+            tokens other than those it reads, or predicts differently with a key-value cache; or the
+            file is damaged or holds the windows of another run.
     """
     adapter = adapt(model)
     starts = Starts.of(adapter, window, beginnings, seed)
@@ -126,7 +126,7 @@ class _File:
         if stored != self.identity:
             raise ValueError(
                 f"expected sampled windows of {self.identity} in {self.path}; it holds those of "
-                f"{stored}. Choose another file, remove this one, or use the model and the "
+                f"{stored:.200}. Choose another file, remove this one, or use the model and the "
                 "arguments that it was made with."
             )
         tokens = read_tensors(self.path).get("tokens", torch.empty(0))

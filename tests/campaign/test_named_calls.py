@@ -153,7 +153,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too many seeds": (
         lambda: stl.fit_head_gates(tiny_model(), targets(), seeds=10**9, **QUIET),
-        "expected 1 to 10,000 seeds, all different; got 1000000000",
+        "expected 1 to 10,000 different seeds from 0; got 1000000000",
     ),
     "too many steps": (
         lambda: _post_train(steps=10**20),

@@ -22,7 +22,7 @@ from sparse_tl.lens import load_model, save_model
 from sparse_tl.lens.loading.booting import boot
 from sparse_tl.runs.folder import RUN_FILE, RunFolder
 from sparse_tl.storage.checksums import SUMS_FILE, check_sums, read_sums, write_sums
-from sparse_tl.storage.files import atomic_file, read_json, write_tensors
+from sparse_tl.storage.files import atomic_file, read_json, write_json, write_tensors
 from sparse_tl.storage.locks import Hold
 
 
@@ -150,6 +150,15 @@ def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="notes.txt"):
         RunFolder(tmp_path / "run", {"seed": 2}, restart=True)
     assert (again / "cells" / "one" / "result.json").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"wrote": ["a\0"]}, {"wrote": [3]}, {"seconds": {"a": None}}])
+def test_a_damaged_record_of_a_run_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    RunFolder(tmp_path, {})
+    write_json(tmp_path / RUN_FILE, read_json(tmp_path / RUN_FILE) | wrong)
+    for restart in (False, True):
+        with pytest.raises(ValueError, match=r"expected the run\.json in"):
+            RunFolder(tmp_path, {}, restart=restart)
 
 
 def test_a_run_lists_the_files_of_a_model(tmp_path: Path) -> None:

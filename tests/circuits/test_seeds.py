@@ -119,6 +119,7 @@ def test_results_are_saved_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "curves", "message"),
     [
+        ((-1,), (), "whole numbers from 0"),
         ((), (), "expected one curve for each seed, all different"),
         ((1, 1), (SHORT, SHORT), "got seeds [1, 1]"),
         ((1, 2), (SHORT,), "and curves of ['m']"),

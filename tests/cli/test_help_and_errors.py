@@ -142,6 +142,18 @@ def test_out_of_memory_says_what_to_make_smaller(
     assert "bug" not in outcome.err
 
 
+def test_commands_to_the_terminal_are_shown_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(*_: Any, **__: Any) -> None:
+        warnings.warn("a\x1b[2J\x9b2J\u202eb.txt", stacklevel=1)
+        raise ValueError("a\x1b[2J\x9b2J\u202eb.txt")
+
+    monkeypatch.setattr("sparse_tl.runs.run_circuits", warn)
+    for words in ([], ["--debug"]):
+        outcome = run_command("circuits", *words)
+        assert outcome.err.count(r"a\x1b[2J\x9b2J\u202eb.txt") >= 2
+        assert outcome.err.isprintable()
+
+
 def test_warnings_are_lines_without_source(monkeypatch: pytest.MonkeyPatch) -> None:
     def warn(*_: Any, **__: Any) -> None:
         warnings.warn("the model[0] misses its target", stacklevel=1)

@@ -50,9 +50,11 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         "sparse",
         "texts.csv",
     ]
+    (out / "checkpoint").mkdir()  # left by a job that was killed at its end
     with no_training():
         again = _text_run(tiny, story, out, "--prompt", "the cat sat")
     assert (again.code, again.out) == (0, outcome.out)
+    assert not (out / "checkpoint").exists()
     drawn = (out / "circuit_diagram.svg").read_text()
     assert all(drawn.count(word) >= 2 for word in ("the", "cat", "sat"))  # in both panels
     assert {".html", ".png"} <= {path.suffix for path in out.glob("circuit_diagram.*")}
@@ -238,6 +240,9 @@ def test_what_is_refused_before_anything_loads(
         (("--initial-bias", "2"), "initial_threshold with gates='share'; got initial_bias"),
         (("--gates", "score", "--initial-threshold", "0.1"), "got initial_threshold"),
         (("--trained", "lora", "--lora", "4000"), "expected a rank of at most"),
+        (("--lora", "4"), "expected no lora with trained='all'"),
+        (("--trained", "gates", "--lora", "4"), "expected no lora with trained='gates'"),
+        (("--trained", "gates", "--learning-rate", "1"), "expected no learning_rate with"),
     ],
 )
 def test_what_is_refused_before_text_is_sampled(

@@ -24,7 +24,9 @@ REFUSED = {
         ["circuits", "--seeds", "0,-1"],
         "expected --seeds as whole numbers, such as 0,1,2; got '0,-1'",
     ),
-    "no seeds": (["circuits", "--seeds", ","], "expected --seeds as whole numbers"),
+    "no seeds": (["circuits", "--seeds", ","], "expected a list, separated by commas; got ','"),
+    "no tasks": (["circuits", "--tasks", ""], "expected a list, separated by commas; got ''"),
+    "no roles": (["head-roles", "--tasks", " ,"], "expected a list, separated by commas"),
     "device": (
         ["circuits", "--device", "abacus"],
         "a device that PyTorch can use here, .* got 'abacus' .*See `sparse-tl circuits --help`",

@@ -97,11 +97,12 @@ def test_texts_and_targets(tokenizer: Any) -> None:
 
 def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
     records = [
-        {"text": text, "target": target}
+        {"text": text, "target": target, "note": "not the end of a line: \u2028, \x85"}
         for text, target in zip(TEXTS, [" 45", " (self,"], strict=True)
     ]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    file.write_text("\n".join(lines) + "\n\n", encoding="utf-8-sig")
     from datasets import Dataset
 
     sources = [
@@ -137,9 +138,16 @@ def test_records_without_a_target_are_refused(
         TargetDataset.from_records(tokenizer, records)
 
 
-@pytest.mark.parametrize(("line", "message"), [("{", "JSON in line 1"), ("[1]", "object in line")])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "JSON in the line at byte 0"),
+        ("[1]", "object in the line"),
+        ('{"text": "d\xeda"}', r"UTF-8 text in .*rows\.jsonl; at byte 11"),
+    ],
+)
 def test_broken_files_are_refused(tokenizer: Any, tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(line, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(line, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         TargetDataset.from_jsonl(tokenizer, tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="there is no"):

@@ -69,6 +69,17 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("block", [1, 2**20])
+def test_a_byte_order_mark_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK", block)
+    (tmp_path / "a.txt").write_text("One<|endoftext|>\ufeffTwo", encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text('{"text": "Three\u2028\x85"}', encoding="utf-8-sig")
+    found = list(read_documents([tmp_path / "a.txt", tmp_path / "b.jsonl"]))
+    assert found == ["One", "\ufeffTwo", "Three\u2028\x85"]
+
+
 @pytest.mark.parametrize("block", [1, 7, 2**20])
 def test_separators_between_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int

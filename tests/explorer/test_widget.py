@@ -292,7 +292,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"action": "prompt", "prompt": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
     ({"action": "prompt", "prompt": "36x28="}, "it has no token for 'x'"),
     ({"action": "head", "panel": 0, "layer": 0, "head": 9}, "of 2 layers of 2 heads; got (0, 9)"),
-    ({"action": "head", "panel": 5, "layer": 0, "head": 0}, "a panel in 0..1; got 5"),
+    ({"action": "head", "panel": 5, "layer": 0, "head": 0}, "one of 2 panels; got 5"),
     ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "it has no (0, 0, 3, 4)"),
     ({"action": "edges", "panel": 0, "edges": [[0]]}, "it has no (0,)"),
     ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
@@ -300,7 +300,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"action": ["head"]}, "expected an action of"),
     ({}, "expected an action of"),
     ({"action": "prompt", "prompt": 7}, "expected text or"),
-    ({"action": "head", "panel": True, "layer": 0, "head": 0}, "a panel in 0..1; got True"),
+    ({"action": "head", "panel": True, "layer": 0, "head": 0}, "one of 2 panels; got True"),
     ({"action": "head", "panel": 0, "layer": 0, "head": 0.5}, "a whole number for head; got 0.5"),
     ({"action": "head", "panel": 0}, "missing a required argument: 'layer'"),
     ({"action": "restore", "models": 1}, "got an unexpected keyword argument 'models'"),
@@ -387,7 +387,8 @@ def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_sm
     explorer = explore({"m": hookless}, PROMPT)
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
     assert repr(explorer).startswith("CircuitExplorer(nothing to show: ")
-    explorer._message = None
+    ask(explorer, action="head", panel=0, layer=0, head=0)
+    assert "one of 0 panels; got 0" in explorer._message["text"]
     ask(explorer, action="prompt", prompt="1+1=")
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
 

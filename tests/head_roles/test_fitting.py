@@ -334,8 +334,9 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
         ({"lambda_": 0.0}, "lambda_ other than 0"),
         ({"lambda_": math.nan}, "a finite number for lambda_; got nan"),
         ({"updates": 0}, "from 1 to .* for updates; got 0"),
-        ({"seeds": 0}, "1 to 10,000 seeds"),
-        ({"seeds": [1, 1]}, "all different"),
+        ({"seeds": 0}, "1 to 10,000 different seeds"),
+        ({"seeds": [1, 1]}, "different seeds"),
+        ({"seeds": [-1]}, "from 0"),
         ({"held_out": 1.0}, "share between 0 and 1"),
     ],
 )

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
 from sparse_tl.lens.loading import hub
+from sparse_tl.storage.checksums import check_sums
 from sparse_tl.storage.files import read_json, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
@@ -333,6 +334,8 @@ def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: st
     ("said", "message"),
     [
         ({"distribution": ["BernoulliGate"]}, "expected one of .* as `distribution`"),
+        ({"distribution": "B" * 10**6}, "expected one of .* as `distribution`"),
+        ({"schema": "1" * 10**6}, "expected gates of schema"),
         ({"parameters": [1.0]}, "parameters of a BernoulliGate"),
         ({"parameters": {"temperature": "hot"}}, "parameters of a BernoulliGate"),
         ({"parameters": {"heat": 1.0}}, "parameters of a BernoulliGate.*heat"),
@@ -341,8 +344,16 @@ def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: st
 def test_damaged_gates_are_named(tmp_path: Path, said: dict[str, Any], message: str) -> None:
     folder = _own_sparse(tmp_path / "sparse")
     _change(folder / "gates.json", **said)
-    with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}"):
+    with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}") as refused:
         SparseTransformer.from_pretrained(folder, device="cpu")
+    assert len(str(refused.value)) < 1000
+
+
+def test_names_in_a_list_of_checksums_are_those_of_files(tmp_path: Path) -> None:
+    for name in ("a" * 10**6, "a\0"):
+        (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
+        with pytest.raises(ValueError, match="expected a list of checksums"):
+            check_sums(tmp_path)
 
 
 @FORMS

@@ -76,7 +76,9 @@ def test_a_built_pair_is_read_and_not_built_again(
     assert history.groupby("phase")["step"].max().to_dict() == {"dense": 3, "sparse": 3}
     monkeypatch.setattr(Recipe, "train", refuse)
     monkeypatch.setattr(Recipe, "sparsify", refuse)
+    (built / "checkpoint-sparse").mkdir()  # left by a build that was killed at its end
     build_pair(recipe, built, **QUIET)
+    assert not (built / "checkpoint-sparse").exists()
 
 
 def test_what_was_trained_is_what_is_read(
@@ -126,7 +128,9 @@ def test_the_cache_keeps_a_pair_until_its_recipe_changes(
     assert_same(folder, built)
     with monkeypatch.context() as patch:
         patch.setattr(Recipe, "train", refuse)
+        (folder / "checkpoint-sparse").mkdir()
         load_built_in(recipe, 0, cache=tmp_path, **QUIET)
+        assert not (folder / "checkpoint-sparse").exists()
         with pytest.raises(AssertionError, match="built again"):  # another seed
             load_built_in(recipe, 1, cache=tmp_path, **QUIET)
     other = recipe.changed(dense={"steps": 2}, sparse={"steps": 1})

@@ -182,7 +182,11 @@ class TestDark:
         rules = {theme: page.partition("</head>")[0] for theme, page in pages.items()}
         assert ["filter" in head for head in rules.values()] == [True, False, True]
 
-    def test_refuses_other_themes(self, tmp_path: Path, unchecked_types: None) -> None:
-        with pytest.raises(ValueError, match=r"expected a theme of .*; got 'blue'"):
-            effects().save(tmp_path / "a.svg", theme="blue")  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        "wrong", [{"theme": "blue"}, {"scale": "2"}, {"scale": 1e5}, {"scale": 0}, {"path": None}]
+    )
+    def test_refuses_what_cannot_be_saved(self, tmp_path: Path, wrong: Any) -> None:
+        name = next(iter(wrong))
+        with pytest.raises((TypeError, ValueError), match=f"expected .* for {name}; got"):
+            effects().save(**{"path": tmp_path / "a.png", **wrong})
         assert not list(tmp_path.iterdir())

@@ -188,6 +188,8 @@ def test_windows_without_a_separator_continue_beginnings(tmp_path: Path) -> None
             sampled_windows(model, 4, 12, beginnings=beginnings, **QUIET)
     with pytest.raises(ValueError, match="at least one token.*neither BOS nor EOS; got ''"):
         sampled_windows(model, 4, 12, beginnings=["a", ""], **QUIET)
+    with pytest.raises(ValueError, match="no token for 'zebra'"):
+        sampled_windows(model, 4, 12, beginnings=["a", "a zebra"], **QUIET)
 
 
 # ---- seeds ---------------------------------------------------------------------------------------

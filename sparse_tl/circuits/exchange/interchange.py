@@ -89,9 +89,9 @@ def from_eap_ig(
         if name not in numbers:
             ungrouped.index(name)  # raises, and says why
         if not isinstance(edge, Mapping) or type(edge.get("in_graph")) is not bool:
-            raise ValueError(f"expected true or false as in_graph of {name}; got {edge!r}")
+            raise ValueError(f"expected true or false as in_graph of {name}; got {edge!r:.200}")
         if type(edge.get("score", 0.0)) not in (int, float):
-            raise ValueError(f"expected a number as score of {name}; got {edge!r}")
+            raise ValueError(f"expected a number as score of {name}; got {edge!r:.200}")
         listed.append(numbers[name])
         values.append(edge.get("score", 0.0))
         kept.append(edge["in_graph"])

@@ -59,15 +59,16 @@ def put_adapters(model: Model, folder: Path, described: Any) -> Model:
     rank, name, weights = (fields.get(key) for key in ("rank", "base", "base_weights"))
     if type(rank) is not int or not isinstance(weights, str):
         raise ValueError(
-            f"expected the rank of adapters and the hash of their base in {folder}; got {described}"
+            f"expected the rank of adapters and the hash of their base in {folder}; got "
+            f"{described!s:.200}"
         )
     adapters, base = _adapters_and_base(model)
     if adapters:
         raise ValueError("expected a base model without adapters; it has some already")
     if (found := digest(base)) != weights:
         raise ValueError(
-            f"expected the base model {name!r} with weights of hash {weights}, on which the "
-            f"adapters in {folder} were trained; got {model.cfg.model_name!r} with {found}. "
+            f"expected the base model {name!r:.80} with weights of hash {weights:.80}, on which "
+            f"the adapters in {folder} were trained; got {model.cfg.model_name!r} with {found}. "
             "Weights have to be identical to the last bit, and of the same dtype"
         )
     file = folder / ADAPTERS_WEIGHTS

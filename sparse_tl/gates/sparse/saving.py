@@ -129,8 +129,8 @@ def _load(
     known = {name for name, _ in gates.named_parameters()}
     if unknown := sorted(name for name in tensors.keys() - known if not name.startswith(_MLPS)):
         raise ValueError(
-            f"expected {gates.kind} gates in {file}, which hold {sorted(known)}; got {unknown} "
-            "too. Are these gates of another kind?"
+            f"expected {gates.kind} gates in {file}, which hold {sorted(known)}; got "
+            f"{unknown!s:.200} too. Are these gates of another kind?"
         )
     for name, parameter in gates.named_parameters():
         whose = f"for {n_layers} layers of {n_heads} heads"
@@ -157,7 +157,7 @@ def _load_model(folder: Path, device: str | None, base: str | Path | Model | Non
     if base is None:
         name = described.get("base") if isinstance(described, dict) else None
         raise ValueError(
-            f"expected the model that the adapters in {folder} were trained on, {name!r}: "
+            f"expected the model that the adapters in {folder} were trained on, {name!r:.200}: "
             "SparseTransformer.from_pretrained(folder, base=...)"
         )
     if isinstance(base, (str, Path)):
@@ -185,7 +185,7 @@ def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
     """The kind of gates that a folder holds; score gates if it names none, as in old versions."""
     kind = read_json(file).get("gates", "score")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r}")
+        raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r:.200}")
     return KINDS[kind]
 
 
@@ -196,7 +196,7 @@ def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
     if not isinstance(said, bool) or (stored and not said):
         raise ValueError(
             f"expected `mlps` in {file} to be true if {GATES_WEIGHTS} holds gates on MLPs, and "
-            f"false or absent if not; got {said!r} beside {stored}"
+            f"false or absent if not; got {said!r:.200} beside {stored!s:.200}"
         )
     return said
 
@@ -207,13 +207,13 @@ def _read_distribution(file: Path) -> GateDistribution:
     fields = config if isinstance(config, dict) else {}
     if fields.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(
-            f"expected gates of schema {SCHEMA} in {file}; got {fields['schema']!r}: they were "
-            "saved by another version of this package"
+            f"expected gates of schema {SCHEMA} in {file}; got {fields['schema']!r:.200}: they "
+            "were saved by another version of this package"
         )
     name, parameters = fields.get("distribution"), fields.get("parameters", {})
     if not isinstance(name, str) or name not in DISTRIBUTIONS:
         raise ValueError(
-            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got {name!r}"
+            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got {name!r:.99}"
         )
     numbers = isinstance(parameters, dict) and all(
         type(value) in (int, float) for value in parameters.values()

@@ -84,7 +84,7 @@ def dtype_named(name: Any) -> torch.dtype:
     """
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain not in DTYPES:
-        raise ValueError(f"expected the name of a torch dtype, one of {DTYPES}; got {name!r}")
+        raise ValueError(f"expected the name of a torch dtype, one of {DTYPES}; got {name!r:.200}")
     return getattr(torch, plain)
 
 
@@ -114,7 +114,7 @@ def read_architecture(file: Path) -> dict[str, Any]:
         fits, kind = _FIELDS.get(name, (None, ""))
         if fits is None or not fits(value):
             said = f"{kind} as {name}" if fits else "only fields that describe the architecture"
-            raise ValueError(f"expected {said} in {file}; got {name} = {str(value)[:60]!r}")
+            raise ValueError(f"expected {said} in {file}; got {name:.60} = {str(value)[:60]!r}")
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ValueError(f"expected all fields of an architecture in {file}; it lacks {missing}")

@@ -158,7 +158,7 @@ def check_depth(layers: Any, weights: int, said: str) -> None:
     if type(layers) is not int or not 0 < layers <= weights:
         raise ValueError(
             f"expected a number of layers that the {weights} weights can fill in {said}; "
-            f"got {layers!r}"
+            f"got {layers!r:.200}"
         )
 
 

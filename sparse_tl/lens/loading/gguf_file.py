@@ -169,14 +169,15 @@ def _header(data: _Bytes) -> Header:
     parts = fields.get("split.count", 1)
     if parts not in (0, 1):
         raise ValueError(
-            f"it is one of {parts} parts. Join them first: llama-gguf-split --merge FIRST_PART OUT"
+            f"it is one of {parts!s:.80} parts. Join them first: "
+            "llama-gguf-split --merge FIRST_PART OUT"
         )
     if not isinstance(fields.get("general.architecture"), str):
         raise ValueError("its metadata does not name an architecture")
     alignment = fields.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(
-            f"its tensors would be aligned to {alignment!r} bytes, which is not a power of two"
+            f"its tensors would be aligned to {alignment!r:.80} bytes, which is not a power of two"
         )
     table = dict(_unique(_tensors(data, n_tensors), "tensor"))
     end = start = -(-data.file.tell() // alignment) * alignment

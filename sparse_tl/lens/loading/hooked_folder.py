@@ -66,7 +66,7 @@ def build_model(
             made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
             return HookedTransformer(made, tokenizer=tokenizer)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
+        raise ValueError(f"expected fields of HookedTransformerConfig; {error!s:.200}") from error
 
 
 def save_hooked(model: HookedTransformer, folder: Path) -> None:
@@ -138,7 +138,7 @@ def _check_floats(weights: dict[str, torch.Tensor], file: Path) -> None:
         if not tensor.is_floating_point() and name.rsplit(".", 1)[-1] not in _BUFFERS
     ]
     if wrong:
-        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]} are not")
+        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]!s:.200} are not")
 
 
 def _as_bridge(
@@ -177,11 +177,11 @@ def _load_weights(model: HookedTransformer, weights: dict[str, torch.Tensor], or
         outcome = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise ValueError(
-            f"expected the weights in {origin} to fit their {CONFIG_FILE}; {error}"
+            f"expected the weights in {origin} to fit their {CONFIG_FILE}; {error!s:.1000}"
         ) from error
     missing = [name for name in outcome.missing_keys if name.rsplit(".", 1)[-1] not in _BUFFERS]
     if missing or outcome.unexpected_keys:
         raise ValueError(
             f"expected the weights in {origin} to fit their {CONFIG_FILE}; missing "
-            f"{missing[:5]}, unexpected {outcome.unexpected_keys[:5]}"
+            f"{missing[:5]}, unexpected {outcome.unexpected_keys[:5]!s:.200}"
         )

@@ -228,7 +228,7 @@ def _check_plan(config: Any, held: int, others: set[str]) -> int:
         )
     wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
     if wrong:
-        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are not")
+        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]!s:.200} are not")
     return needed
 
 
@@ -259,7 +259,7 @@ def _class_of(config: Any) -> Any:
 def _check_fit(outcome: dict[str, list[Any]]) -> None:
     """Refuse weights that transformers initialised or dropped with only a warning."""
     if any(outcome.values()):
-        said = ", ".join(f"{kind} {found[:5]}" for kind, found in outcome.items())
+        said = ", ".join(f"{kind} {found[:5]!s:.200}" for kind, found in outcome.items())
         raise ValueError(f"the weights do not fit their config.json; {said}")
 
 

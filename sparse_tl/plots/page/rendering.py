@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from copy import copy
 from html import escape
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
+from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
 
+from sparse_tl.calls.arguments import checked
 from sparse_tl.plots.page.palette import BACKGROUND, DARK_FILTER, dark_svg
 from sparse_tl.storage.files import atomic_file
 
 Theme = Literal["auto", "light", "dark"]
 """Theme of a figure. ``"auto"``: in notebooks, the notebook's theme; in saved pages, that of the
 reader's system; saved images are light."""
+Scale = Annotated[float, Ge(0.1), Le(20)]  # beyond, an image may not fit into memory
 
 AUTO = "sparse-tl-auto"
 """Class of HTML that is drawn for light pages and inverted in dark notebooks."""
@@ -84,9 +86,8 @@ class Figure:
             return html
         return f'<div class="{AUTO}">\n{notebook_style()}\n{html}\n</div>'
 
-    def save(
-        self, path: str | os.PathLike[str], *, scale: float = 2.0, theme: Theme = "auto"
-    ) -> Path:
+    @checked
+    def save(self, path: str | Path, *, scale: Scale = 2.0, theme: Theme = "auto") -> Path:
         """Write the figure to a file, completely or not at all.
 
         Args:
@@ -99,10 +100,8 @@ class Figure:
             The path of the file.
 
         Raises:
-            ValueError: the suffix or the theme is unknown.
+            ValueError: the suffix is unknown.
         """
-        if theme not in get_args(Theme):
-            raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
         drawn = self._themed(self.theme if theme == "auto" else theme)
         kinds = drawn.file_kinds(scale, drawn.theme)
         path = Path(path)
@@ -166,13 +165,7 @@ def notebook_style() -> str:
 
 
 def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
-    """Render an SVG document without a browser, with text even if no fonts are installed.
-
-    Raises:
-        ValueError: the scale is not positive.
-    """
-    if not scale > 0:
-        raise ValueError(f"expected a positive scale; got {scale}; 2 is sharp on most screens")
+    """Render an SVG document without a browser, with text even if no fonts are installed."""
     import matplotlib
     import resvg_py
 
