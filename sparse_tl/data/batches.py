@@ -245,9 +245,11 @@ class TokenBatch(Rows):
 
     def label_groups(self) -> Int[Tensor, " label"]:
         """The group of each label, in row-major order."""
-        if self.groups is None:
-            return self.tokens.new_zeros(int(self.loss_mask.sum()))
-        return self.groups[:, None].expand_as(self.loss_mask)[self.loss_mask]
+        return self.row_groups()[:, None].expand_as(self.loss_mask)[self.loss_mask]
+
+    def row_groups(self) -> Int[Tensor, " batch"]:
+        """The group of each row."""
+        return self.tokens.new_zeros(len(self)) if self.groups is None else self.groups
 
     @property
     def model_kwargs(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The loss constraint: the smallest size at which every group's validation loss meets its target.
 
-    min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)
+    min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
 logarithm of lambda by the relative excess at the last validation evaluation,

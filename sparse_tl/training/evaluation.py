@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 
 import torch
 from jaxtyping import Float
@@ -42,6 +44,8 @@ class HeldOut(Result):
         divergence: mean ``KL(dense || model)`` in nats over all loss positions; None if no dense
             model was given.
         group_divergences: the same by group number.
+        group_sizes: open attention edges, weighted by cost, plus open MLP outputs, per example, by
+            group number.
         active_mlps: open MLP outputs per example, one per layer and token. This field and the next
             two are None if MLPs have no gates, as in a dense model.
         possible_mlps: number of layers times tokens per example.
@@ -60,6 +64,12 @@ class HeldOut(Result):
     active_size: float | None = None
     divergence: float | None = None
     group_divergences: dict[int, float] = field(default_factory=dict)
+    group_sizes: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def log_size(self) -> float:
+        """The mean over groups of ``log(1 + size)``: what post-training minimises."""
+        return mean(map(math.log1p, self.group_sizes.values()))
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -161,13 +171,15 @@ def evaluate_held_out(
                 losses, divergences = losses_and_divergences(
                     logits, dense.logits(batch), batch.loss_labels()
                 )
-            values = losses.double(), batch.label_groups(), divergences.double(), right
+            of_labels, of_rows = batch.label_groups(), batch.row_groups()
+            values = losses.double(), of_labels, divergences.double(), right, of_rows
             edges = {name: x.cpu() for name, x in vars(counted).items() if x is not None}
             results.append((*(x.cpu() for x in values), AttentionEdgeCounts(**edges)))
     results = ranks.in_order(results[: len(share)])
     *by_label, counts = zip(*results, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
-    losses, of, divergences, right = map(torch.cat, by_label)
+    losses, of, divergences, right, of_rows = map(torch.cat, by_label)
+    sizes = edges.size_by_prompt()
     groups = of.unique().tolist()
     measured = dense is not None
     return HeldOut(
@@ -180,7 +192,8 @@ def evaluate_held_out(
         group_losses={g: losses[of == g].mean().item() for g in groups},
         active_mlps=edges.active_mlps_per_prompt,
         possible_mlps=edges.possible_mlps_per_prompt,
-        active_size=edges.active_size_per_prompt,
+        active_size=None if edges.active_mlps is None else sizes.mean().item(),
         divergence=divergences.mean().item() if measured else None,
         group_divergences={g: divergences[of == g].mean().item() for g in groups if measured},
+        group_sizes={g: sizes[of_rows == g].mean().item() for g in groups},
     )

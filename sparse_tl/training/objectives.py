@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -103,21 +104,23 @@ class _Labels(NamedTuple):
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(log(1 + size) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each group g of
-    the batch counts alike, however many labels it has. If the dense model is given, its prediction
-    replaces the label in a share `distilled` of the cross-entropy, which has the gradient of
+    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each
+    group g of the batch counts alike, however many labels and edges it has: short prompts have a
+    fiftieth of the edges of windows of text. If the dense model is given, its prediction replaces
+    the label in a share `distilled` of the cross-entropy, which has the gradient of
     ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
-    per example is
+    per example of a group is
 
-        size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
-               + head_cost * sum_h (1 - exp(-E_h / 0.1))
+        size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
+                 + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    where E_h is the expected number of edges of head h, and an MLP output is that of one layer at
-    one position; MLPs without gates do not count. Because of the logarithm, closing one percent of
-    the edges is worth the same at any density; the 1 keeps it finite when no edge is left. The
+    where E_h is the group's expected number of edges of head h, and an MLP output is that of one
+    layer at one position; MLPs without gates do not count. Because of the logarithm, closing one
+    percent of the edges is worth the same at any density; the 1 keeps it finite when no edge is
+    left. The
     division keeps the scale of the gradients while lambda moves over orders of magnitude, so that
     clipping means the same throughout; it does not move the optimum for a given lambda. The divisor
-    is the same for all micro-batches of a step, whatever groups they hold; the size is each
+    is the same for all micro-batches of a step, whatever groups they hold; the sizes are each
     micro-batch's own.
 
     The constraint is checked on validation rows: after every evaluation, `record_gaps` stores each
@@ -125,10 +128,10 @@ class SparsityObjective(Objective):
     updates and the gates' noise raise the loss, which recovers later; learning rate and noise decay
     to 0 during the run, and the margin decays with the noise.
 
-    Each group's lambda is raised to at least ``1 / (limit_g (1 + size))``, with the size of the
-    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is then
-    worth no more than the group's whole limit. Without this, the last necessary edges close before
-    lambda has risen; a closed gate has hardly any gradient.
+    Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
+    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
+    then worth no more than the group's whole limit. Without this, the last necessary edges close
+    before lambda has risen; a closed gate has hardly any gradient.
 
     Args:
         sparse: the gated model.
@@ -158,8 +161,9 @@ class SparsityObjective(Objective):
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = NOISE
         self._gap = self.limit(NOISE)  # no excess before the first evaluation
-        self._size = math.inf
+        self._sizes = torch.full((len(loss_budget),), math.inf, dtype=torch.float64)
         self._shares = torch.ones(1)
+        self._summed = self._rows = torch.zeros(len(loss_budget), dtype=torch.float64)
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: from `NOISE` at the start to 0."""
@@ -177,6 +181,7 @@ class SparsityObjective(Objective):
                 f"{batch.n_groups - 1} in the training batch"
             )
         self._shares = labels.bincount(minlength=batch.n_groups) / len(labels)
+        self._summed = self._rows = torch.zeros(n_groups, dtype=torch.float64)
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -187,21 +192,26 @@ class SparsityObjective(Objective):
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
         limit = self.limit(self._noise)
-        lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._size)))
-        parts = [self._run(part, generator) for part in _parts(batch, self.sparse)]
+        lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._sizes)))
+        rows = _parts(batch, self.sparse)
+        parts = [self._run(part, generator) for part in rows]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
+        groups = torch.cat([part.row_groups() for part in rows])
         lambdas = lambdas.to(labels.loss)
         # A label's weight makes the mean over all labels the mean over groups.
         by_group = lambdas[: len(self._shares)] / self._shares.to(lambdas)
         weights = by_group[labels.group] / int((self._shares > 0).sum())
         task = ranks.mean(weights * labels.minimised)
-        size = self.size(counts)
-        objective = (torch.log1p(size) + task) / (1 + lambdas.mean())
+        sizes, n_rows = self.sizes(counts, groups)
+        objective = (torch.log1p(sizes[n_rows > 0]).mean() + task) / (1 + lambdas.mean())
+        n_rows = n_rows.detach().cpu().double()
+        self._summed = self._summed + sizes.detach().cpu().double() * n_rows
+        self._rows = self._rows + n_rows
         measured = {
             "loss": ranks.mean(labels.loss).item(),
             "lambda": ranks.mean(weights).item(),
-            "size": size.item(),
+            "size": (sizes.detach().cpu() @ n_rows.to(sizes.dtype) / n_rows.sum()).item(),
             "expected_per_token": ranks.total(counts.expected.sum()).item()
             / ranks.total(counts.tokens.sum()).item(),
         }
@@ -229,14 +239,24 @@ class SparsityObjective(Objective):
             minimised, loss = distilled(logits, dense, labels, self.distilled)
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
-    def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
-        """The size per example; by default, an attention edge or MLP output counts 1."""
+    def sizes(
+        self, counts: AttentionEdgeCounts, groups: Int[Tensor, " prompt"]
+    ) -> tuple[Float[Tensor, " group"], Float[Tensor, " group"]]:
+        """Every group's size per example, and its number of examples; sizes of none are 0."""
         edges = counts.expected if counts.cost is None else counts.cost
-        in_use = 1 - torch.exp(-ranks.mean(counts.expected, dim=1) / HEAD_IN_USE)
-        size = ranks.mean(edges, dim=1).sum() + self.head_cost * in_use.sum()
+        per_row = edges.sum(dim=(0, 2))
         if counts.expected_mlps is not None:
-            size = size + ranks.mean(counts.expected_mlps, dim=1).sum()
-        return size
+            per_row = per_row + counts.expected_mlps.sum(dim=0)
+        member = one_hot(groups, len(self.loss_budget)).T.to(per_row)
+        n_rows = ranks.total(member.sum(dim=1))
+        per = n_rows.clamp(min=1)
+        sizes = ranks.total(member @ per_row) / per
+        if self.head_cost:
+            by_head = torch.einsum("gp,lph->glh", member, counts.expected)
+            by_head = ranks.total(by_head) / per[:, None, None]
+            in_use = 1 - torch.exp(-by_head / HEAD_IN_USE)
+            sizes = sizes + self.head_cost * in_use.sum(dim=(1, 2))
+        return sizes, n_rows
 
     def record_gaps(self, gap: Float[Tensor, " group"]) -> None:
         """Record every group's gap on validation rows; later updates use it.
@@ -251,16 +271,17 @@ class SparsityObjective(Objective):
         limit = self.limit(self._noise)
         measured["over_limit"] = (self._gap - limit).max().item()
         self.constraint.update((self._gap - limit) / limit)
-        self._size = measured["size"]
+        seen = self._rows > 0
+        self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
 
     def state(self) -> dict[str, Any]:
-        carried = {"gap": self._gap.tolist(), "size": self._size}
+        carried = {"gap": self._gap.tolist(), "sizes": self._sizes.tolist()}
         kept = {} if self._predictions is None else self._predictions.state()
         return {**self.constraint.state(), **carried, **kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
         self._gap = torch.tensor(state["gap"], dtype=torch.float64)
-        self._size = state["size"]
+        self._sizes = torch.tensor(state["sizes"], dtype=torch.float64)
         if self._predictions is not None:
             self._predictions.load_state(state)

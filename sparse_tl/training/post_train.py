@@ -63,13 +63,13 @@ def post_train(
 ) -> PostTraining:
     """Finetune weights and gates until as few attention edges as possible are open.
 
-    Solves ``min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)``, where the
-    size is the expected cost of the open edges per example. If MLPs have gates too, every MLP
-    output, of one layer at one position, adds the probability that it is open. Each group ``g`` of
-    rows, such as a kind of text or a task, must meet the target by itself. On return, `sparse`
-    holds the best feasible weights: among the validation evaluations that meet the target, those
-    with the fewest active edges, or, with gates on MLPs, with the smallest sum of the active edges'
-    costs and the number of active MLP outputs.
+    Solves ``min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)``,
+    where the size is the expected cost of the open edges per example. If MLPs have gates too, every
+    MLP output, of one layer at one position, adds the probability that it is open. Each group ``g``
+    of rows, such as a kind of text or a task, has a size of its own and must meet the target on its
+    own. On return, `sparse` holds the best feasible weights: among the validation evaluations that
+    meet the target, those with the smallest ``mean_g log(1 + size_g)`` of active edges and MLP
+    outputs.
 
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank

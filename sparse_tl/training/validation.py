@@ -102,15 +102,15 @@ class Validation:
             objective.record_gaps(gaps)
             by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
             violation = (gaps - self.loss_budget).max().item()
-            return {**measured.numbers, **by_group, "violation": violation}
+            found = {**measured.numbers, **by_group, "log_size": measured.log_size}
+            return {**found, "violation": violation}
 
         def better(new: Metrics, old: Metrics) -> bool:
             if old["step"] == 0:
                 return True  # never prefer step 0: it meets most targets but is not sparse
             if is_feasible(new) != is_feasible(old):
                 return is_feasible(new)
-            size = "active_size" if "active_size" in new else "active_attention_edges"
-            decisive = size if is_feasible(new) else "violation"
+            decisive = "log_size" if is_feasible(new) else "violation"
             return new[decisive] < old[decisive]
 
         return Selection(evaluate, better)

@@ -148,8 +148,9 @@ def test_a_head_that_is_shut_costs_nothing(build_echo: Build, echo_rows: Rows) -
     with torch.no_grad():
         sparse.gates.bias[1, 0] = 60.0
     _, counts = sparse.run_with_counts(echo_rows(16).tokens)
+    rows = torch.zeros(16, dtype=torch.long)
     without, with_it = (
-        _objective(sparse, head_cost=cost).size(counts).item() for cost in (0.0, 7.0)
+        _objective(sparse, head_cost=cost).sizes(counts, rows)[0].item() for cost in (0.0, 7.0)
     )
     assert without == pytest.approx(8 * 9 / 2, rel=1e-3)
     assert with_it - without == pytest.approx(7.0, rel=1e-4)
@@ -167,20 +168,32 @@ def test_gates_that_are_wide_open_are_pressed(build_echo: Build, echo_rows: Rows
 # Groups.
 
 
-def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows) -> None:
-    """And all alike, whatever their numbers of labels."""
+@pytest.mark.parametrize("head_cost", [0.0, 3.0])
+def test_every_group_counts_at_its_own_lambda_and_size(
+    build_echo: Build, echo_rows: Rows, head_cost: float
+) -> None:
+    """And all alike, whatever their numbers of labels and edges."""
     batch = _in_groups(echo_rows(12, seed=3), [0, 1, 1, 1] * 3)
+    shown = torch.ones(12, 8, dtype=torch.long)
+    shown[batch.row_groups() == 1, 3:] = 0  # the prompts of the second group are shorter
+    batch = replace(batch, attention_mask=shown, loss_mask=shown.bool())
     sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-    objective = _objective(sparse, "0.5", n_groups=2)
+    objective = _objective(sparse, "0.5", n_groups=2, head_cost=head_cost)
     state = objective.state()
     objective.load_state({**state, "log_lambda": [math.log(6.0), math.log(9.0)]})
     found, measured = _measured(objective, batch, SILENT)
     with torch.no_grad():
-        logits, counts = sparse.run_with_counts(batch.tokens)
+        logits, counts = sparse.run_with_counts(batch.tokens, attention_mask=shown)
         losses = token_losses(logits[batch.loss_mask], batch.loss_labels())
         first, second = (losses[batch.label_groups() == g].mean().item() for g in (0, 1))
-        size = counts.expected.sum().item() / 12
-    expected = (math.log1p(size) + 0.5 * 6.0 * first + 0.5 * 9.0 * second) / (1 + 7.5)
+        sizes = []
+        for g in (0, 1):
+            by_head = counts.expected[:, batch.row_groups() == g].mean(dim=1)
+            in_use = 1 - (-by_head / 0.1).exp()
+            sizes.append((by_head.sum() + head_cost * in_use.sum()).item())
+    assert sizes[0] > 2 * sizes[1]
+    size = sum(map(math.log1p, sizes)) / 2
+    expected = (size + 0.5 * 6.0 * first + 0.5 * 9.0 * second) / (1 + 7.5)
     assert found.item() == pytest.approx(expected, rel=1e-5)
     assert measured["lambda"] == pytest.approx(7.5)
 
@@ -191,17 +204,18 @@ def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     """lambda is at least ``1 / (allowed (1 + size))``, with the size of the step before."""
     batch, sparse = echo_rows(12, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
     objective = _objective(sparse, "0.001")
-    _, first = _measured(objective, batch, SILENT)
+    first = _measured(objective, batch, SILENT)[1]
     assert first["lambda"] == pytest.approx(START), "nothing is known of the size yet"
     objective.load_state({**objective.state(), "log_lambda": [math.log(6.0)], "last_error": [0.0]})
     again = json.loads(json.dumps(objective.state()))
     found, second = _measured(objective, batch, SILENT)
-    least = 1 / (0.001 * (1 + first["size"]))
+    (known,) = again["sizes"]
+    least = 1 / (0.001 * (1 + known))
     assert second["lambda"] == pytest.approx(least) and least > 6.0
     with torch.no_grad():
         logits, counts = sparse.run_with_counts(batch.tokens)
     size = counts.expected.sum().item() / 12
-    assert first["size"] == pytest.approx(size, rel=1e-5)
+    assert known == pytest.approx(size, rel=1e-5)
     expected = (math.log1p(size) + least * _nll(logits, batch)) / (1 + least)
     assert found.item() == pytest.approx(expected, rel=1e-5)
     resumed = _objective(sparse, "0.001")
@@ -210,7 +224,7 @@ def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     noisy = _objective(sparse, "0.001")
     noisy.load_state({**again, "log_lambda": [math.log(1e-6)]})
     lambda_ = _measured(noisy, batch, 0.0)[1]["lambda"]
-    assert lambda_ == pytest.approx(1 / ((0.001 + MARGIN) * (1 + first["size"])))
+    assert lambda_ == pytest.approx(1 / ((0.001 + MARGIN) * (1 + known)))
 
 
 def test_a_group_that_is_never_validated_is_refused(build_echo: Build, echo_rows: Rows) -> None:
@@ -283,7 +297,11 @@ def test_groups_weigh_the_same_however_the_batch_is_cut(
     build_echo: Build, echo_rows: Rows, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     """Without its size, the objective's gradient is exactly that of the whole batch."""
-    monkeypatch.setattr(SparsityObjective, "size", lambda self, counts: 0 * counts.expected.sum())
+
+    def none(self: Any, counts: Any, groups: Tensor) -> tuple[Tensor, Tensor]:
+        return 0 * counts.expected.sum() + torch.zeros(2), torch.ones(2)
+
+    monkeypatch.setattr(SparsityObjective, "sizes", none)
     plain = LossConstraint.lambda_.fget
     assert plain is not None
     skewed = torch.tensor([1.0, 50.0], dtype=torch.float64)

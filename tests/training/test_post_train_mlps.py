@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_an_open_mlp_output_counts_one(build_echo: Build, echo_rows: Rows, costl
             cache[f"{block}.hook_resid_pre"] + cache[f"{block}.hook_attn_out"]
         )
         by_hand += torch.sigmoid(gates.logits(layer, read)).sum().item()
-    size = objective.size(counts)
+    (size,), _ = objective.sizes(counts, batch.row_groups())
     assert size.item() == pytest.approx(by_hand / len(batch), rel=1e-5)
     size.backward()
     assert gates.weight.grad.abs().sum(dim=1).min() > 0 and (gates.bias.grad > 0).all()
@@ -210,6 +211,7 @@ def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
     size = (1.0 if edge_cost is None else edge_cost) * meets["validation_active_attention_edges"]
     size = size + meets["validation_active_mlps"]
     assert meets["validation_active_size"].to_numpy() == pytest.approx(size.to_numpy(), rel=1e-6)
+    assert meets["validation_log_size"].to_numpy() == pytest.approx(np.log1p(size.to_numpy()))
     assert outcome.best_step == meets.loc[size.idxmin(), "step"]
     assert evaluate_held_out(sparse, echo_rows(seed=1)).active_mlps == outcome.sparse.active_mlps
     assert "MLP outputs active" in outcome.verdict

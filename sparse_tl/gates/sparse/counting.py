@@ -82,16 +82,11 @@ class AttentionEdgeCounts(Result):
         """Number of layers times real tokens per prompt; mean over prompts."""
         return None if self.possible_mlps is None else _per_prompt(self.possible_mlps)
 
-    @property
-    def active_size_per_prompt(self) -> float | None:
-        """Active edges, weighted by cost, plus open MLP outputs, per prompt; mean over prompts.
-
-        None for models without MLP gates.
-        """
-        if self.active_mlps is None:
-            return None
+    def size_by_prompt(self) -> Float[Tensor, " prompt"]:
+        """Active edges of each prompt, weighted by cost, plus its open MLP outputs, if counted."""
         edges = self.active if self.active_cost is None else self.active_cost
-        return _per_prompt(edges) + _per_prompt(self.active_mlps)
+        size = edges.double().sum(dim=(0, 2))
+        return size if self.active_mlps is None else size + self.active_mlps.sum(dim=0)
 
     def by_head(self) -> Float[Tensor, "layer head"]:
         """Mean number of active edges per prompt, for each head."""
