@@ -50,6 +50,21 @@ class Encoder:
             self._known.update(zip(new, map(tuple, encoded), strict=True))
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Check that there is a tokenizer, and not a model in its place.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: a model is given.
+    """
+    if tokenizer is None:
+        raise ValueError("expected a model with a tokenizer to read text; this one has none")
+    if isinstance(tokenizer, ModelWithTokenizer):
+        raise TypeError(
+            f"expected a tokenizer; got a {type(tokenizer).__name__}: pass model.tokenizer"
+        )
+
+
 # ---- what a prompt begins with -------------------------------------------------------------------
 
 
@@ -99,6 +114,7 @@ def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     Raises:
         ValueError: the tokenizer lacks the requested BOS token.
     """
+    check_tokenizer(tokenizer)
     start, bos = _added_start(tokenizer), tokenizer.bos_token_id
     if prepend_bos and bos is None:
         raise _no_bos()
