@@ -43,10 +43,11 @@ def random_pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
     """Pairs without meaning, read at positions of their own."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
+    clean, corrupted, answers = draw(n, length), draw(n, length), draw(n, 1)
     return PromptPairs(
-        clean=draw(n, length),
-        corrupted=draw(n, length),
-        answers=draw(n, 1),
-        wrong=draw(n, 2),
+        clean=clean,
+        corrupted=corrupted,
+        answers=answers,
+        wrong=(answers + 1 + draw(n, 2) % 12) % 13,
         positions=torch.randint(2, length, (n,), generator=generator),
     )

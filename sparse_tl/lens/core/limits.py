@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +51,8 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     """Check that the model can read these tokens.
 
     Raises:
-        ValueError: there is no token, the tokens exceed the context, or are outside the vocabulary.
+        ValueError: there is no token, the tokens exceed the context, or are outside the vocabulary,
+            or an earlier, longer prompt still sets the model's rotary positions.
     """
     if not tokens.numel():
         raise ValueError(f"expected prompts of at least one token; got shape {[*tokens.shape]}")
@@ -59,9 +61,65 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
             f"expected a prompt of at most {adapter.n_ctx} tokens, the model's context; got "
             f"{tokens.shape[-1]}"
         )
+    # transformers goes back to the original scale only for prompts shorter than the context.
+    if tokens.shape[-1] == adapter.n_ctx and _rotary(adapter, "dynamic") and _grown(adapter):
+        raise ValueError(
+            f"expected a model whose rotary positions do not depend on earlier prompts; those of "
+            f"{adapter.name!r} are still scaled for a prompt of more than {adapter.n_ctx} tokens. "
+            "Run a shorter one first."
+        )
     outside = tokens[(tokens < 0) | (tokens >= adapter.d_vocab)]
     if len(outside):
         raise ValueError(f"expected tokens in 0..{adapter.d_vocab - 1}; got {int(outside[0])}")
+
+
+def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | None) -> None:
+    """Check that the model computes the same for a padded prompt as for the prompt alone.
+
+    With LongRoPE, a pass that is longer than the original context uses other rotary positions, for
+    all of its prompts.
+
+    Args:
+        adapter: adapter of the model.
+        attention_mask: 0 at padding; ``None`` if nothing is padded.
+
+    Raises:
+        ValueError: the model returns NaN for such padding, or the padding makes a prompt longer
+            than the original context of LongRoPE.
+    """
+    adapter.check_mask(attention_mask)
+    if attention_mask is None:
+        return
+    config = getattr(adapter.core, "config", None)
+    for rotary in _rotary(adapter, "longrope"):
+        given = getattr(config, "original_max_position_embeddings", adapter.n_ctx)
+        border = rotary.get("original_max_position_embeddings", given)
+        if int(attention_mask.sum(dim=1).min()) <= border < attention_mask.shape[1]:
+            raise ValueError(
+                f"expected prompts that all have at most {border} tokens with their padding, or "
+                f"all more without it: {adapter.name!r} uses other rotary positions for longer "
+                "passes. Run prompts of each length separately, such as pairs.by_length()"
+            )
+
+
+def _rotary(adapter: Adapter, kind: str) -> list[Mapping[str, Any]]:
+    """A model's settings of rotary positions of one kind; layers may differ."""
+    config = getattr(adapter.core, "config", None)
+    names = ("rope_parameters", "rope_scaling")  # the latter before transformers 5
+    found = next(filter(None, (getattr(config, name, None) for name in names)), {})
+    settings = [one for one in (found, *found.values()) if isinstance(one, Mapping)]
+    return [one for one in settings if kind in (one.get("rope_type"), one.get("type"))]
+
+
+def _grown(adapter: Adapter) -> bool:
+    """Whether rotary positions are scaled for a prompt that is longer than the context."""
+    return any(
+        value > module.original_max_seq_len
+        for module in adapter.core.modules()
+        if hasattr(module, "original_max_seq_len")
+        for name, value in vars(module).items()
+        if name.endswith("max_seq_len_cached")
+    )
 
 
 def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
@@ -83,9 +141,10 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
     """Check that the model can read these rows, and predict their labels.
 
     Raises:
-        ValueError: as in `check_tokens` and `check_labels`.
+        ValueError: as in `check_tokens`, `check_padding` and `check_labels`.
     """
     check_tokens(adapter, rows.tokens)
+    check_padding(adapter, rows.attention_mask)
     check_labels(adapter, rows.loss_labels())
 
 
@@ -97,10 +156,11 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     prompt counts as BOS.
 
     Raises:
-        ValueError: prompts begin with padding, or as in `check_tokens` and `check_labels`.
+        ValueError: prompts begin with padding, or as in `check_rows`.
     """
     both = torch.cat([pairs.clean, pairs.corrupted])
     check_tokens(adapter, both)
+    check_padding(adapter, pairs.attention_mask)
     begins = _paddings(adapter, both)
     if int(begins.max()) > 1 or int(begins.min()) != int(begins.max()):
         row, least = int(begins.argmax()), int(begins.min())
