@@ -3,8 +3,8 @@
 `checked` reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, int]]`` or
 ``tokens: Int[Tensor, "batch pos"]`` says what is accepted. A text is not a number, 2.0 is not a
 whole number, NaN is not a number, and a text is not a list of texts. Axes of the same name must
-have the same size in all arguments of a call. NumPy's numbers become Python's, and
-tensors of whole numbers int64; nothing else is converted.
+have the same size in all arguments of a call. NumPy's numbers become Python's, and tensors of whole
+numbers int64; nothing else is converted.
 """
 
 from __future__ import annotations

@@ -8,11 +8,7 @@ import torch
 
 
 def check_device(device: torch.device | str) -> None:
-    """Check that PyTorch can place tensors on a device.
-
-    Raises:
-        ValueError: PyTorch does not know the device, or cannot use it here.
-    """
+    """Raise a ValueError if PyTorch does not know a device, or cannot use it here."""
     try:
         torch.empty(1, device=device).tolist()  # some known devices, such as meta, hold no values
     except (RuntimeError, AssertionError) as error:

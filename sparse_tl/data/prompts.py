@@ -51,17 +51,11 @@ class Encoder:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Check that there is a tokenizer, and not a model in its place.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: a model is given.
-    """
-    if tokenizer is None:
-        raise ValueError("expected a model with a tokenizer to read text; this one has none")
-    if isinstance(tokenizer, ModelWithTokenizer):
-        raise TypeError(
-            f"expected a tokenizer; got a {type(tokenizer).__name__}: pass model.tokenizer"
+    """Raise a ValueError if there is no tokenizer, or a model in its place."""
+    if tokenizer is None or isinstance(tokenizer, ModelWithTokenizer):
+        raise ValueError(
+            "expected a model with a tokenizer to read text; "
+            f"{'this one has none' if tokenizer is None else 'pass model.tokenizer, not the model'}"
         )
 
 

@@ -28,7 +28,7 @@ Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another.
 
 "predict": windows run on, and the end of a document predicts the next one's separator. "skip":
-windows run on, and nothing predicts a separator. "split": no window holds two documents, so
+windows run on, and nothing predicts that separator. "split": no window holds two documents, so
 neither loss nor attention crosses a boundary; a document's last window is padded on the right.
 """
 PADDING = -1

@@ -119,7 +119,7 @@ def test_a_longer_prompt_before_does_not_change_what_is_measured() -> None:
     pairs = random_pairs(2, length=8)
     before = attribute_heads(model, pairs, logit_difference)
     model(torch.ones(1, 20, dtype=torch.long))
-    with pytest.raises(ValueError, match="'grown' are still scaled"):
+    with pytest.raises(ValueError, match="'grown' still scales"):
         attribute_heads(model, pairs, logit_difference)
     model(pairs.clean[:, :4])
     check_same(attribute_heads(model, pairs, logit_difference), before)

@@ -102,7 +102,7 @@ def test_the_loss_heeds_boundaries_as_asked() -> None:
 
 @pytest.mark.parametrize("read", [text_rows, token_windows])
 def test_a_model_is_no_tokenizer(build_tiny: Callable[..., Model], read: Any) -> None:
-    with pytest.raises(TypeError, match=r"model\.tokenizer"):
+    with pytest.raises(ValueError, match=r"model\.tokenizer"):
         read(DOCUMENTS, build_tiny(), 4)
 
 

@@ -39,6 +39,7 @@ class AttentionEdgeCounts(Result):
         mlp_gates: every deterministic MLP gate, if requested.
     """
 
+    finite = False
     active: Int[Tensor, "layer prompt head"]
     expected: Float[Tensor, "layer prompt head"]
     possible: Int[Tensor, "layer prompt head"]
@@ -188,10 +189,7 @@ _COUNTED = (
 
 
 def counted(
-    model: Any,
-    tokens: Prompts,
-    size: int,
-    kwargs: Mapping[str, Any],
+    model: Any, tokens: Prompts, size: int, kwargs: Mapping[str, Any]
 ) -> Iterator[AttentionEdgeCounts]:
     """Yield the counts of `size` prompts at a time.
 

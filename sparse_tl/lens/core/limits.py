@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -61,12 +62,14 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
             f"expected a prompt of at most {adapter.n_ctx} tokens, the model's context; got "
             f"{tokens.shape[-1]}"
         )
-    # transformers goes back to the original scale only for prompts shorter than the context.
-    if tokens.shape[-1] == adapter.n_ctx and _rotary(adapter, "dynamic") and _grown(adapter):
+    # Dynamic scaling grows with the longest prompt so far, and is reset by shorter ones only.
+    if tokens.shape[-1] == adapter.n_ctx and any(
+        vars(module).get("max_seq_len_cached", 0) > vars(module).get("original_max_seq_len", inf)
+        for module in adapter.core.modules()
+    ):
         raise ValueError(
-            f"expected a model whose rotary positions do not depend on earlier prompts; those of "
-            f"{adapter.name!r} are still scaled for a prompt of more than {adapter.n_ctx} tokens. "
-            "Run a shorter one first."
+            f"expected rotary positions that do not depend on earlier prompts; {adapter.name!r} "
+            "still scales them for a longer one. Run one shorter than its context first."
         )
     outside = tokens[(tokens < 0) | (tokens >= adapter.d_vocab)]
     if len(outside):
@@ -74,52 +77,28 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
 
 
 def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | None) -> None:
-    """Check that the model computes the same for a padded prompt as for the prompt alone.
+    """Check that padding, 0 in the mask, does not change what the model computes for a prompt.
 
-    With LongRoPE, a pass that is longer than the original context uses other rotary positions, for
-    all of its prompts.
-
-    Args:
-        adapter: adapter of the model.
-        attention_mask: 0 at padding; ``None`` if nothing is padded.
+    A pass longer than the original context of LongRoPE uses other rotary positions, in all rows.
 
     Raises:
-        ValueError: the model returns NaN for such padding, or the padding makes a prompt longer
-            than the original context of LongRoPE.
+        ValueError: the padding makes a prompt longer than that, or as in `Adapter.check_mask`.
     """
     adapter.check_mask(attention_mask)
-    if attention_mask is None:
-        return
-    config = getattr(adapter.core, "config", None)
-    for rotary in _rotary(adapter, "longrope"):
-        given = getattr(config, "original_max_position_embeddings", adapter.n_ctx)
-        border = rotary.get("original_max_position_embeddings", given)
+    config: Any = getattr(adapter.core, "config", None)
+    # The second name is that before transformers 5. Layers may differ.
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    name = "original_max_position_embeddings"
+    for one in (rotary, *rotary.values()):
+        if attention_mask is None or not isinstance(one, Mapping) or "longrope" not in one.values():
+            continue
+        border = one.get(name) or getattr(config, name)
         if int(attention_mask.sum(dim=1).min()) <= border < attention_mask.shape[1]:
             raise ValueError(
-                f"expected prompts that all have at most {border} tokens with their padding, or "
-                f"all more without it: {adapter.name!r} uses other rotary positions for longer "
-                "passes. Run prompts of each length separately, such as pairs.by_length()"
+                f"expected prompts of at most {border} tokens with padding, or longer ones alone: "
+                f"{adapter.name!r} uses other rotary positions in longer passes. Run prompts of "
+                "each length separately, such as pairs.by_length()"
             )
-
-
-def _rotary(adapter: Adapter, kind: str) -> list[Mapping[str, Any]]:
-    """A model's settings of rotary positions of one kind; layers may differ."""
-    config = getattr(adapter.core, "config", None)
-    names = ("rope_parameters", "rope_scaling")  # the latter before transformers 5
-    found = next(filter(None, (getattr(config, name, None) for name in names)), {})
-    settings = [one for one in (found, *found.values()) if isinstance(one, Mapping)]
-    return [one for one in settings if kind in (one.get("rope_type"), one.get("type"))]
-
-
-def _grown(adapter: Adapter) -> bool:
-    """Whether rotary positions are scaled for a prompt that is longer than the context."""
-    return any(
-        value > module.original_max_seq_len
-        for module in adapter.core.modules()
-        if hasattr(module, "original_max_seq_len")
-        for name, value in vars(module).items()
-        if name.endswith("max_seq_len_cached")
-    )
 
 
 def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
