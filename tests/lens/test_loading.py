@@ -424,10 +424,11 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
 
 
 def test_nan_is_neither_measured_nor_saved(tmp_path: Path) -> None:
-    model = tiny_model()
+    """Of one token, which checks of the model do not meet."""
+    model, rows = tiny_model(d_vocab=5000), TokenBatch.next_token(torch.tensor([[1, 4999, 3]]))
+    evaluate_held_out(model, rows)
     with torch.no_grad():
-        model.unembed.W_U[0, 0] = float("nan")
-    rows = TokenBatch.next_token(torch.arange(12).view(2, 6))
+        model.embed.W_E[4999] = torch.nan
     for call in (lambda: evaluate_held_out(model, rows), lambda: save_model(model, tmp_path / "m")):
         with pytest.raises(ValueError, match="NaN"):
             call()
