@@ -16,6 +16,7 @@ from sparse_tl.lens import (
     Adapter,
     Held,
     Order,
+    check_padding,
     check_reference,
     check_tokens,
     evaluation_mode,
@@ -170,6 +171,7 @@ def reference_prompts(
         prompts = reference
     elif patch == "corrupted":
         prompts = reference.corrupted
+        check_padding(adapter, reference.attention_mask)
     else:
         prompts = reference.of_one_length().clean
     check_tokens(adapter, prompts)
