@@ -58,6 +58,10 @@ SCHEMA = 1
 RESULT_FILE, _TENSORS_FILE = "result.json", "result.safetensors"
 
 
+class NonFiniteError(ValueError):
+    """A number that was measured, or read, is NaN or infinite."""
+
+
 class Result:
     """Base class of all frozen dataclasses that analyses return.
 
@@ -72,7 +76,7 @@ class Result:
     def __post_init__(self) -> None:
         for name, value in vars(self).items() if self.finite else ():
             if isinstance(value, Tensor | float) and not torch.as_tensor(value).isfinite().all():
-                raise ValueError(
+                raise NonFiniteError(
                     f"expected finite numbers as {name} of {type(self).__name__}; some are NaN or "
                     "infinite. Check the model's weights and the metric on every prompt."
                 )

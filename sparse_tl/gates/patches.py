@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd, interruptible
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
@@ -62,7 +62,6 @@ class PatchValues:
 
     final: Float[Tensor, "prompt pos d_model"] | None = None
 
-    @interruptible
     def __init__(
         self,
         adapter: Adapter,

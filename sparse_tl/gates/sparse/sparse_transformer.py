@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
-from sparse_tl.calls.scopes import Scope, autograd, scope, uninterruptible
+from sparse_tl.calls.scopes import Scope, autograd, scope
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.passes import Counted, as_rows, using
 from sparse_tl.gates.sparse.attention import AttentionGates, GateKind
@@ -210,7 +210,6 @@ class SparseTransformer(nn.Module):
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
-    @uninterruptible
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
@@ -295,7 +294,6 @@ class SparseTransformer(nn.Module):
         gates = "; MLPs of ".join(gates.extra_repr() for gates in self._all_gates())
         return f"SparseTransformer({adapt(self.model).name}: {gates})"
 
-    @uninterruptible
     def _attach(self) -> None:
         adapter = adapt(self.model)
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
