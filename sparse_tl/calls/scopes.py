@@ -18,12 +18,12 @@ Value = TypeVar("Value")
 class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value]):
     """What a function under `scope` returns; see there."""
 
-    def __init__(self, name: str, make: Callable[[], AbstractContextManager[Value]]) -> None:
-        self._name, self._make, self._used = name, make, False
+    def __init__(self, make: Callable[[], AbstractContextManager[Value]]) -> None:
+        self._make, self._used = make, False
 
     def _recreate_cm(self) -> Scope[Value]:
         self._used = True
-        return Scope(self._name, self._make)  # as a decorator, it is entered in every call
+        return Scope(self._make)  # as a decorator, it is entered in every call
 
     def __call__(self, function: Any) -> Any:
         self._used = True
@@ -39,7 +39,7 @@ class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value
 
     def __del__(self) -> None:
         if not self._used:
-            warnings.warn(f"{self._name}(...) has an effect only in a `with` block", stacklevel=2)
+            warnings.warn("this call has an effect only in a `with` block", stacklevel=2)
 
 
 def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
@@ -48,7 +48,7 @@ def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
 
     @wraps(function)
     def opened(*args: P.args, **kwargs: P.kwargs) -> Scope[Value]:
-        return Scope(function.__name__, partial(make, *args, **kwargs))
+        return Scope(partial(make, *args, **kwargs))
 
     return opened
 
