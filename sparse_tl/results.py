@@ -17,6 +17,7 @@ from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
+    ClassVar,
     Literal,
     TypeVar,
     Union,
@@ -26,6 +27,7 @@ from typing import (
     no_type_check,
 )
 
+import torch
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
@@ -56,6 +58,10 @@ SCHEMA = 1
 RESULT_FILE, _TENSORS_FILE = "result.json", "result.safetensors"
 
 
+class NonFiniteError(ValueError):
+    """A number that was measured, or read, is NaN or infinite."""
+
+
 class Result:
     """Base class of all frozen dataclasses that analyses return.
 
@@ -63,6 +69,17 @@ class Result:
     and other dataclasses. Their types must be resolvable at run time (pandas may be imported for
     type checkers only, as ``pd``).
     """
+
+    finite: ClassVar[bool] = True
+    """Whether NaN and infinity are refused; some results use them for what was not measured."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items() if self.finite else ():
+            if isinstance(value, Tensor | float) and not torch.as_tensor(value).isfinite().all():
+                raise NonFiniteError(
+                    f"expected finite numbers as {name} of {type(self).__name__}; some are NaN or "
+                    "infinite. Check the model's weights and the metric on every prompt."
+                )
 
     @checked
     def save(self, folder: str | Path) -> Path:

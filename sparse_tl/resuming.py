@@ -23,6 +23,7 @@ class Resumable(Result):
             what the text cannot, such as two metrics of the same name.
     """
 
+    finite = False
     noun: ClassVar[str] = "computation"
 
     identity: str = ""

@@ -98,7 +98,8 @@ def call(function: Callable[..., Any], model: Any, pairs: PromptPairs, **options
     types, graph = _annotations(function), adapt(model).graph
     values = torch.rand(graph.exists.shape, generator=torch.Generator().manual_seed(0))
     edges = Scores(graph, values.double().where(graph.exists, 0.0), "by hand")
-    heads = Scores(graph.heads, torch.arange(graph.heads.n_parts).view(2, -1).double(), "by hand")
+    places = torch.arange(graph.heads.n_parts).view(graph.heads.exists.shape)
+    heads = Scores(graph.heads, places.double(), "by hand")
     needed: dict[str, Any] = {
         "metric": logit_difference,
         "scores": heads if function.__name__ == "evaluate_heads" else edges,

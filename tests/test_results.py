@@ -316,9 +316,18 @@ def test_a_result_outlives_a_kill_between_two_renames(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:
-    found = HeldOut(float("inf"), float("nan"), 1.0, 1.0, 1.0, 0)
-    again = HeldOut.load(found.save(tmp_path / "result"))
-    assert again.loss == float("inf") and again.accuracy != again.accuracy
+    found = Faithfulness(float("inf"), float("nan"), 3)
+    again = Faithfulness.load(found.save(tmp_path / "result"))
+    assert again.divergence == float("inf") and again.explained_effect != again.explained_effect
+
+
+@pytest.mark.parametrize(
+    ("result", "field"),
+    [(RESULTS["roles"], "removed"), (RESULTS["roles"], "dense_loss"), (DENSE, "loss")],
+)
+def test_nan_is_no_result(result: Any, field: str) -> None:
+    with pytest.raises(ValueError, match=f"finite numbers as {field} of"):
+        replace(result, **{field: getattr(result, field) * float("nan")})
 
 
 ATTACK = "<img src=x onerror=alert(1)>"

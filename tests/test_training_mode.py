@@ -31,7 +31,9 @@ def drawn(*shape: int) -> Tensor:
 
 
 ENDS = torch.full((3,), 4)
-PAIRS = PromptPairs(drawn(3, 5), drawn(3, 5).flip(0), drawn(3, 1), drawn(3, 1).flip(0), ENDS)
+ANSWERS = drawn(3, 1)
+WRONG = (ANSWERS + 1) % VOCABULARY
+PAIRS = PromptPairs(drawn(3, 5), drawn(3, 5).flip(0), ANSWERS, WRONG, ENDS)
 ROWS = TokenBatch.next_token(drawn(8, 6))
 TARGETS = TargetDataset.from_tokens(drawn(8, 6).tolist(), [(3, 5)] * 8)
 READ = torch.zeros(3, 5, dtype=torch.bool)

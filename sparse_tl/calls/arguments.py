@@ -1,9 +1,10 @@
 """Checks of the arguments of public functions and classes against their annotations.
 
 `checked` reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, int]]`` or
-``tokens: Int[Tensor, "batch pos"]`` says what is accepted. Nothing is converted: a text is not a
-number, 2.0 is not a whole number, NaN is not a number, and a text is not a list of texts. Axes of
-the same name must have the same size in all arguments of a call.
+``tokens: Int[Tensor, "batch pos"]`` says what is accepted. A text is not a number, 2.0 is not a
+whole number, NaN is not a number, and a text is not a list of texts. Axes of the same name must
+have the same size in all arguments of a call. NumPy's numbers become Python's, and tensors of whole
+numbers int64; nothing else is converted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from typing import (
 
 import jaxtyping
 import numpy as np
+import torch
 from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
 
 from sparse_tl.calls.out_of_memory import batches_too_large, is_out_of_memory
 from sparse_tl.calls.wording import WORDS, in_words, is_array, shown
@@ -45,6 +48,8 @@ NotNegative = Annotated[float, Ge(0), Le(MOST)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Logit = Annotated[float, Ge(-10_000), Le(10_000)]
 Share = Annotated[float, Gt(0), Le(1)]
+
+_OTHER_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 
@@ -83,15 +88,17 @@ def _checked_function(function: Any, name: str) -> Any:
         args = tuple(_plain_number(value) for value in args)
         kwargs = {key: _plain_number(value) for key, value in kwargs.items()}
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{name}: {error}; see help({name})") from None
+        given = bound.arguments
         # Axis sizes are bound in this call only, not in an enclosing one.
         with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
             for parameter in filter(accepted.__contains__, given):
+                given[parameter] = _int64(given[parameter], accepted[parameter][0])
                 _check(name, parameter, given, *accepted[parameter])
         try:
-            return function(*args, **kwargs)
+            return function(*bound.args, **bound.kwargs)
         except RuntimeError as error:
             batch_size = signature.parameters.get("batch_size")
             if batch_size is None or not is_out_of_memory(error):
@@ -105,6 +112,15 @@ def _checked_function(function: Any, name: str) -> Any:
 def _plain_number(value: Any) -> Any:
     """NumPy scalars as Python numbers: a size from an array is also a whole number."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _int64(value: Any, annotation: Any) -> Any:
+    """A tensor of whole numbers as int64, the only kind that all operations of PyTorch take."""
+    if not isinstance(value, Tensor) or value.dtype not in _OTHER_INTEGERS:
+        return value
+    kinds = {getattr(kind, "dtype", None) for kind in _kinds(annotation)}
+    # Where masks are accepted too, a tensor of bytes could be one.
+    return value.long() if jaxtyping.Int in kinds and jaxtyping.Bool not in kinds else value
 
 
 def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:

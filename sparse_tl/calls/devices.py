@@ -1,10 +1,22 @@
-"""Sizes that depend on the device: how much work an operation should be given at once."""
+"""Devices: whether PyTorch can use one here, and how much work one should be given at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise a ValueError if PyTorch does not know a device, or cannot use it here."""
+    try:
+        torch.empty(1, device=device).tolist()  # some known devices, such as meta, hold no values
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"expected a device that PyTorch can use here, such as cpu or cuda; got "
+            f"{str(device)!r} ({reason}). `sparse-tl doctor` lists the devices."
+        ) from error
 
 
 @dataclass(frozen=True)

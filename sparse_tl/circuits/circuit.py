@@ -194,6 +194,14 @@ class Circuit(Result):
         return f"Circuit({len(self):,} of {self.grid.n_parts:,} {self.grid.noun} of {self.grid!r})"
 
 
+def check_grid(graph: CircuitGraph, grid: Grid, *kinds: type[Grid]) -> None:
+    """Raise a ValueError if a grid is not the model's own, or of none of these kinds."""
+    whole = grid.graph if isinstance(grid, PositionedGraph) else grid
+    if not isinstance(grid, kinds) or whole not in (graph, graph.heads):
+        nouns = " or ".join(kind.noun for kind in kinds)
+        raise ValueError(f"expected {nouns} of the model's own {graph!r}; got {grid!r}")
+
+
 def positioned(grid: Grid) -> PositionedGraph:
     """The grid, after a check that it is one of circuit edges by position.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, clean_logits
 from sparse_tl.circuits.scores import Scores
@@ -30,6 +30,7 @@ from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
 from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
 
@@ -71,11 +72,8 @@ def evaluate(
             "expected one circuit or more, all of edges (at the same positions) or all of heads"
         )
     grid = listed[0].grid
+    check_grid(graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
     positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
-    if (grid.graph if isinstance(grid, PositionedGraph) else grid) not in (graph, graph.heads):
-        raise ValueError(
-            f"expected circuits of the model's own {graph!r}, or of its heads; got one of {grid!r}"
-        )
     site = Heads() if grid == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     by_batch: list[tuple[Tensor, ...]] = []
@@ -157,8 +155,7 @@ def evaluate_heads(
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
     """
-    if not isinstance(scores.grid, HeadGrid):
-        raise ValueError(f"expected scores of heads, as from attribute_heads; got {scores!r}")
+    check_grid(adapt(model).graph, scores.grid, HeadGrid)
     if sizes is None:
         sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)

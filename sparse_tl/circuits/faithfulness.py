@@ -34,6 +34,7 @@ class Faithfulness(Result):
         n_pairs: number of prompt pairs.
     """
 
+    finite = False
     divergence: float
     explained_effect: float
     n_pairs: int

@@ -68,6 +68,7 @@ class NeuronEffects(Result):
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
+    finite = False
     mlp: str
     readers: Sequence[str]
     n_pairs: int

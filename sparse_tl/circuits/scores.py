@@ -56,11 +56,7 @@ class Scores(Result):
                 f"expected scores of shape {expected} for {self.grid!r}, or with one more axis "
                 f"for prompt pairs; got {shape}"
             )
-        if not bool(self.values.isfinite().all()):
-            raise ValueError(
-                "expected finite scores; some are NaN or infinite. Check the metric and the "
-                "model's activations on every prompt"
-            )
+        super().__post_init__()
 
     @classmethod
     def of(cls, grid: Grid, values: Mapping[str, float] | pd.Series, method: str) -> Scores:

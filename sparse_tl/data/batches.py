@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, checked
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.calls.devices import SizeByDevice, check_device
 from sparse_tl.calls.wording import shown
 from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import digest
@@ -36,7 +36,8 @@ class Rows:
 
     @checked
     def to(self: Kind, device: torch.device | str) -> Kind:
-        """A copy on another device."""
+        """A copy on another device; raises as `check_device` does."""
+        check_device(device)
         return self._each(lambda tensor: tensor.to(device))
 
     @checked

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -46,8 +47,8 @@ class PromptPairs(Rows):
     Args:
         clean: tokens of the clean prompts.
         corrupted: tokens with the information removed.
-        answers: correct tokens of each pair, padded with `NO_TOKEN`.
-        wrong: incorrect tokens of each pair, padded with `NO_TOKEN`.
+        answers: correct tokens of each pair, padded with `NO_TOKEN`; a token counts once.
+        wrong: incorrect tokens of each pair, likewise.
         positions: position of each prompt's last token, where logits are read. Answers at several
             positions of a prompt make several pairs: repeat the prompt, once for each position.
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
@@ -56,8 +57,8 @@ class PromptPairs(Rows):
         note: a task's remark on its prompts, such as which words it left out.
 
     Raises:
-        ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, or
-            a position is out of range.
+        ValueError: shapes do not match, there is no pair, a row has no answer, a negative one or
+            one that is also wrong, or a position is out of range.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -80,6 +81,15 @@ class PromptPairs(Rows):
                     f"expected tokens from 0 as {name}, or {NO_TOKEN} as padding; pair {row} has "
                     f"{getattr(self, name)[row].tolist()}"
                 )
+            again = _repeats(getattr(self, name))
+            object.__setattr__(self, name, getattr(self, name).masked_fill(again, NO_TOKEN))
+        sides = torch.cat([self.answers, self.wrong], dim=1)
+        if (both := _repeats(sides)).any():
+            row = int(both.any(dim=1).int().argmax())
+            raise ValueError(
+                f"expected answers that are not wrong answers too; pair {row} has the tokens "
+                f"{sides[row, both[row]].tolist()} as both"
+            )
         empty = (self.answers == NO_TOKEN).all(dim=1)
         if empty.any():
             raise ValueError(
@@ -197,16 +207,18 @@ class PromptPairs(Rows):
 
     def answer_rows(self) -> TokenBatch:
         """The clean prompts as rows for training, with a loss on the first answer."""
-        columns = torch.arange(self.clean.shape[1])
         first = (self.answers != NO_TOKEN).int().argmax(dim=1, keepdim=True)
         labels = self.clean.roll(-1, dims=1)
         labels = labels.scatter(1, self.positions[:, None], self.answers.gather(1, first))
-        return TokenBatch(
-            self.clean,
-            labels,
-            columns == self.positions[:, None],
-            (columns <= self.positions[:, None]).long(),
-        )
+        read = F.one_hot(self.positions, self.clean.shape[1]).bool()
+        return TokenBatch(self.clean, labels, read, self.attention_mask)
+
+    @property
+    def attention_mask(self) -> Int[Tensor, "pair pos"] | None:
+        """0 at the padding after each prompt; ``None`` if nothing is padded."""
+        columns = torch.arange(self.clean.shape[1], device=self.positions.device)
+        real = columns <= self.positions[:, None]
+        return None if bool(real.all()) else real.long()
 
     def split(self, size: AtLeastOne) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs."""
@@ -248,6 +260,13 @@ class PromptPairs(Rows):
         longest, start = self.clean.shape[1], start_in_words(self.start)
         note = f"; {self.note}" if self.note else ""
         return f"PromptPairs({len(self)} pairs of up to {longest} tokens{start}{note})"
+
+
+def _repeats(tokens: Int[Tensor, "pair token"]) -> Bool[Tensor, "pair token"]:
+    """Where a row repeats one of its earlier tokens."""
+    ordered, order = tokens.sort(dim=1, stable=True)
+    same = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0)) & (ordered != NO_TOKEN)
+    return torch.zeros_like(same).scatter(1, order, same)
 
 
 def pairs_of_texts(

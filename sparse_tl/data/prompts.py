@@ -50,6 +50,15 @@ class Encoder:
             self._known.update(zip(new, map(tuple, encoded), strict=True))
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise a ValueError if there is no tokenizer, or a model in its place."""
+    if tokenizer is None or isinstance(tokenizer, ModelWithTokenizer):
+        raise ValueError(
+            "expected a model with a tokenizer to read text; "
+            f"{'this one has none' if tokenizer is None else 'pass model.tokenizer, not the model'}"
+        )
+
+
 # ---- what a prompt begins with -------------------------------------------------------------------
 
 
@@ -99,6 +108,7 @@ def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     Raises:
         ValueError: the tokenizer lacks the requested BOS token.
     """
+    check_tokenizer(tokenizer)
     start, bos = _added_start(tokenizer), tokenizer.bos_token_id
     if prepend_bos and bos is None:
         raise _no_bos()

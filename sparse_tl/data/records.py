@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_tl.data.known_text import check_known
@@ -41,6 +41,8 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
     """The texts in a table of prompt pairs; arguments and errors as in `PromptPairs.from_texts`."""
     import pandas as pd
 
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"expected rows of texts as dictionaries, or a data frame; got {rows!r}")
     records: Any = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if not records:
         raise ValueError("expected at least one row, to make prompt pairs from; got none")

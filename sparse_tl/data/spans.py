@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data.batches import Rows
 
 Positions = Literal["tokens", "spans"]
@@ -20,6 +21,7 @@ REST = "rest"
 """The span of the tokens that belong to no other span."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Spans(Rows):
     """The span of every token; padding belongs to the span of the last token.

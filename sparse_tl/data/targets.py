@@ -196,12 +196,8 @@ class TargetDataset:
         generator = torch.Generator().manual_seed(seed)
         weights = (pairs.answers != NO_TOKEN).float()
         drawn = torch.multinomial(weights, 1, generator=generator)
-        rows = torch.arange(len(pairs))
-        labels = torch.zeros_like(pairs.clean)
-        loss_mask = torch.zeros_like(pairs.clean, dtype=torch.bool)
-        labels[rows, pairs.positions] = pairs.answers.gather(1, drawn)[:, 0]
-        loss_mask[rows, pairs.positions] = True
-        return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask), pairs.start)
+        one = replace(pairs, answers=pairs.answers.gather(1, drawn))
+        return TargetDataset(one.answer_rows(), pairs.start)
 
     @staticmethod
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:

@@ -21,17 +21,20 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import Documents
+from sparse_tl.data.prompts import check_tokenizer
 from sparse_tl.data.text import separator, tokenised
 
 Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another.
 
 "predict": windows run on, and the end of a document predicts the next one's separator. "skip":
-windows run on, and nothing predicts a separator. "split": no window holds two documents, so
+windows run on, and nothing predicts that separator. "split": no window holds two documents, so
 neither loss nor attention crosses a boundary; a document's last window is padded on the right.
 """
 PADDING = -1
 """Placeholder for tokens after a document's end."""
+UNPREDICTED = -2
+"""Placeholder for a separator that has no loss. A document may hold the same token as text."""
 
 
 class TooShortError(ValueError):
@@ -116,7 +119,7 @@ def cut_windows(
     limit: int | None,
     boundaries: Boundaries,
 ) -> Int[Tensor, "window pos"]:
-    """The windows of `text_rows`, with `PADDING` after a document's end."""
+    """The windows of `text_rows`, with placeholders that `window_rows` replaces."""
     check_window(tokenizer, window)
     if isinstance(documents, Documents):
         parts = documents.since(None)
@@ -137,10 +140,11 @@ def window_rows(
         rows = TokenBatch.next_token(windows.clamp(min=0))
         follows = real.roll(-1, dims=1) & rows.loss_mask
         return replace(rows, loss_mask=follows, attention_mask=real.long())
-    rows = TokenBatch.next_token(windows)
     if boundaries == "skip":
-        return replace(rows, loss_mask=rows.loss_mask & (rows.labels != separator(tokenizer)))
-    return rows
+        begins = windows == UNPREDICTED
+        rows = TokenBatch.next_token(windows.masked_fill(begins, separator(tokenizer) or 0))
+        return replace(rows, loss_mask=rows.loss_mask & ~begins.roll(-1, dims=1))
+    return TokenBatch.next_token(windows)
 
 
 def as_tensor(tokens: array[int], window: int) -> Int[Tensor, "window pos"]:
@@ -195,6 +199,8 @@ def cut(
                     "within a window; this one has neither. Set one, or keep documents apart "
                     'with boundaries="split"'
                 )
+        if character == 0 and separated and boundaries == "skip":
+            piece[0] = UNPREDICTED
         tokens.extend(piece[skipped:])
         skipped = begin = 0
         while len(tokens) - begin >= window:
@@ -220,8 +226,7 @@ def check_window(tokenizer: Any, window: int) -> None:
     Raises:
         ValueError: there is no tokenizer, or a window would predict nothing.
     """
-    if tokenizer is None:
-        raise ValueError("expected a model with a tokenizer to read text; this one has none")
+    check_tokenizer(tokenizer)
     if window < 2:
         raise ValueError(f"expected a window of at least 2 tokens; got {window}")
 

@@ -159,10 +159,13 @@ def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
 def as_rows(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A model's arguments, with a single prompt and its attention mask as a batch of one."""
+    """A model's arguments: a single prompt and its mask as a batch of one, tokens as int64."""
 
     def row(value: Any) -> Any:
-        return value[None] if isinstance(value, Tensor) and value.ndim == 1 else value
+        if not isinstance(value, Tensor):
+            return value
+        value = value if value.is_floating_point() else value.long()
+        return value[None] if value.ndim == 1 else value
 
     named = {
         name: row(value) if name in ("input", "attention_mask") else value

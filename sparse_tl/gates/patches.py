@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd, interruptible
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
     Adapter,
     Held,
     Order,
+    check_padding,
     check_reference,
     check_tokens,
     evaluation_mode,
@@ -61,7 +62,6 @@ class PatchValues:
 
     final: Float[Tensor, "prompt pos d_model"] | None = None
 
-    @interruptible
     def __init__(
         self,
         adapter: Adapter,
@@ -170,6 +170,7 @@ def reference_prompts(
         prompts = reference
     elif patch == "corrupted":
         prompts = reference.corrupted
+        check_padding(adapter, reference.attention_mask)
     else:
         prompts = reference.of_one_length().clean
     check_tokens(adapter, prompts)

@@ -24,6 +24,7 @@ from sparse_tl.lens import (
     adapt,
     attached,
     check_alike,
+    check_padding,
     check_tokens,
     check_whole,
     enters,
@@ -119,6 +120,7 @@ class GatedRun:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
         check_tokens(self.adapter, tokens)
+        check_padding(self.adapter, attention_mask)
         if not read.any():
             raise ValueError("expected at least one position to read; `read` is false everywhere")
         if isinstance(patch, PatchValues) and (reference is not None or seed):

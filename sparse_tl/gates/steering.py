@@ -63,6 +63,8 @@ def steer(
             f"expected a hook point with a vector for each position; {name} has a number for each "
             "query and key: hook it by hand, or cut edges with ablate_attention_edges"
         )
+    if not vector.isfinite().all():
+        raise ValueError("expected a vector of finite numbers; some are NaN or infinite")
     start = end = 0  # the columns of this pass
     ran = fired = False
 

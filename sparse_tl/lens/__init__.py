@@ -35,6 +35,7 @@ from sparse_tl.lens.core.limits import (
     HeadOrName as HeadOrName,
     check_head as check_head,
     check_numbers as check_numbers,
+    check_padding as check_padding,
     check_pairs as check_pairs,
     check_reference as check_reference,
     check_rows as check_rows,

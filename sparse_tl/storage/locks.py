@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sparse_tl.calls.scopes import scope, uninterruptible
+from sparse_tl.calls.scopes import scope
 
 
 class Hold:
@@ -24,7 +24,6 @@ class Hold:
         ValueError: another process holds it.
     """
 
-    @uninterruptible
     def __init__(self, path: Path) -> None:
         path = path.resolve()
         file = path.with_name(f".{path.name}.lock")

@@ -29,6 +29,7 @@ from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import in_use, read_parameters
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.parallel.progress import tracked
+from sparse_tl.results import NonFiniteError
 from sparse_tl.storage.locks import held
 from sparse_tl.training.checkpoints import (
     TrainingState,
@@ -202,14 +203,16 @@ class Run:
         self.state.history.append({**self._now(), "rate": rate, **measured})
 
     def evaluate(self) -> None:
-        measured = ranks.from_first(self.selection.evaluate())
-        metrics = {"step": self.state.step, **measured}
-        if not all(map(math.isfinite, metrics.values())):
+        try:
+            measured = ranks.from_first(self.selection.evaluate())
+            if not all(map(math.isfinite, measured.values())):
+                raise NonFiniteError(f"expected finite measurements; got {measured}.")
+        except NonFiniteError as error:
             raise NonFiniteLossError(
-                f"expected finite validation measurements; after step {self.state.step} they were "
-                f"{metrics}. The last checkpoint is from an earlier step; a smaller learning rate "
-                "usually helps."
-            )
+                f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
+                "from an earlier step; a smaller learning rate usually helps."
+            ) from error
+        metrics = {"step": self.state.step, **measured}
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
             self.state.best_weights = {

@@ -10,8 +10,13 @@ from types import FrameType
 
 from torch.distributed import DistError
 
-from sparse_tl.calls.scopes import SIGNALS, scope
+from sparse_tl.calls.scopes import scope
 from sparse_tl.parallel import ranks
+
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+"""Signals that ask a process to stop; SIGHUP does not exist on every platform."""
 
 
 @scope
@@ -40,7 +45,7 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
             signal.raise_signal(number)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:

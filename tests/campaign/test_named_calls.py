@@ -97,7 +97,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "edges for heads": (
         lambda: stl.evaluate_heads(tiny_model(), pairs(), stl.logit_difference, _edges(), **QUIET),
-        "expected scores of heads, as from attribute_heads; got Scores",
+        "expected heads of the model's own",
     ),
     "gates of NaN": (lambda: _gate(stl.Heads(), math.nan), "gates from 0 to 1; some are NaN"),
     "pieces of no pairs": (lambda: pairs().split(0), "from 1 to .* for size; got 0"),

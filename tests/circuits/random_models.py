@@ -43,10 +43,11 @@ def random_pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
     """Pairs without meaning, read at positions of their own."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
+    clean, corrupted, answers, wrong = (draw(n, width) for width in (length, length, 1, 2))
     return PromptPairs(
-        clean=draw(n, length),
-        corrupted=draw(n, length),
-        answers=draw(n, 1),
-        wrong=draw(n, 2),
+        clean=clean,
+        corrupted=corrupted,
+        answers=answers,
+        wrong=torch.where(wrong == answers, (wrong + 7) % 13, wrong),
         positions=torch.randint(2, length, (n,), generator=generator),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from analyses import call, taking
 from oracle import run_patched
 from random_models import shaken
 from torch import Tensor
 
+from sparse_tl import TargetDataset, fit_head_gates
 from sparse_tl.circuits import (
     Circuit,
     Scores,
@@ -25,6 +28,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
 from sparse_tl.gates.edge_weights import EdgeWeights
+from sparse_tl.head_roles import HeadRoles
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference, measure
 from sparse_tl.parts.graph import CircuitGraph
@@ -240,10 +244,7 @@ def test_nothing_is_left_behind(build_tiny: Build, pairs: PromptPairs) -> None:
 
 def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
-    other = adapt(build_tiny("grouped")).graph
-    with pytest.raises(ValueError, match="expected circuits of the model's own"):
-        evaluate(model, pairs, logit_difference, _some_edges(other), progress=False)
-    with pytest.raises(ValueError, match="or of its heads; got one of HeadGrid.3 layers x 4"):
+    with pytest.raises(ValueError, match="own .*; got HeadGrid.3 layers x 4"):
         wrong = Circuit(HeadGrid(3, 4), torch.ones(3, 4, dtype=torch.bool))
         evaluate(model, pairs, logit_difference, wrong, progress=False)
     with pytest.raises(ValueError, match="expected one circuit or more"):
@@ -251,6 +252,30 @@ def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None
     scores = Scores(adapt(model).graph, torch.zeros(adapt(model).graph.exists.shape), "none")
     with pytest.raises(ValueError, match="expected a size in 0.."):
         evaluate_circuit_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
+
+
+CIRCUITS = ("circuits", "readers", "start")
+RESULTS = {name: f for kind in (Scores, Circuit, HeadRoles) for name, f in taking(kind).items()}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", sorted(RESULTS))
+def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: str) -> None:
+    model, other = (build_tiny(n_layers=n, n_heads=n, d_model=8 * n) for n in (4, 2))
+    graph = adapt(other).graph
+    grid = graph.heads if name == "evaluate_heads" else graph
+    scores = Scores(grid, grid.exists.double(), "by hand")
+    results: dict[str, Any] = {"scores": scores, **dict.fromkeys(CIRCUITS, scores.top(4))}
+    if name == "prune_circuit_edges":
+        results["start"] = scores
+    if name == "ablation_curve":
+        data = TargetDataset.from_pairs(pairs)
+        several = {"seeds": 1, "updates": 2, "progress": False}
+        results["roles"] = fit_head_gates(other, data, held_out=data, **several)
+    options = {key: results[key] for key in results if key in signature(RESULTS[name]).parameters}
+    assert options
+    with pytest.raises(ValueError, match="of the model's own|expected roles of 4 layers"):
+        call(RESULTS[name], model, pairs, **options)
 
 
 def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:

@@ -118,6 +118,7 @@ def answered(model: Any) -> PromptPairs:
     pairs = random_pairs(6, length=7)
     pairs = replace(pairs, positions=torch.tensor([6, 5, 4, 6, 6, 5]))
     pairs.clean[::2, 3] = pairs.clean[::2, 1]
+    pairs.clean[:, 2] += pairs.clean[:, 2] == pairs.clean[:, 1]
     answers, wrong = pairs.clean[:, 1:2].clone(), pairs.clean[:, 2:3].clone()
     with torch.no_grad():
         logits = pairs.read(model(pairs.clean))
@@ -311,7 +312,7 @@ def test_what_cannot_be_scored(build_tiny: Build) -> None:
         head_behaviour(model, length=2)
     pairs = answered(model)
     turned = replace(pairs, answers=pairs.wrong, wrong=pairs.answers)
-    outside = replace(pairs, answers=torch.full_like(pairs.answers, 12))
+    outside = replace(pairs, answers=torch.full_like(pairs.answers, 12), wrong=pairs.clean[:, :0])
     outside.clean[outside.clean == 12] = 11
     with pytest.raises(ValueError, match="clean prompts contain the answer, .* no prompt does"):
         measured(model, outside)

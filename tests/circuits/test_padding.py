@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 from analyses import call, check_same, choices, taking
+from architectures import plain_transformer
 from random_models import random_pairs, shaken
 from tiny import tokenizer_of
 
-from sparse_tl import PromptPairs, TargetDataset, evaluate_heads, logit_difference, patch_exactly
+from sparse_tl import (
+    PromptPairs,
+    SparseTransformer,
+    TargetDataset,
+    evaluate_heads,
+    logit_difference,
+    patch_exactly,
+)
 from sparse_tl.circuits import attribute_heads
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, boot
 
 Build = Callable[..., Model]
 ANALYSES = {
@@ -73,6 +81,48 @@ def test_padding_changes_no_number(build_tiny: Build, name: str, unchecked_types
             assert asked or name == "patch_activations", "refused without need"
             alike = [some.select(some.positions == 4) for some in both]
             check_same(*(call(ANALYSES[name], model, some, **options) for some in alike))
+
+
+def long_rope(dtype: str = "float64") -> Model:
+    """Its rotary positions are others in passes of more than five tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 100.0}
+    rope = {"rope_type": "longrope", **factors}
+    changed = {"original_max_position_embeddings": 5, "rope_parameters": rope}
+    changed |= {"num_key_value_heads": 4}
+    return boot(plain_transformer("phi3", dtype, **changed), name="long")
+
+
+@pytest.mark.long
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", sorted(ANALYSES))
+def test_padding_that_would_change_numbers_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="'long' uses other rotary positions|of one length"):
+        call(ANALYSES[name], long_rope(), mixed_pairs())
+
+
+def test_plain_calls_and_counts_of_long_and_short_prompts_are_refused() -> None:
+    model, pairs = long_rope(), mixed_pairs()
+    sparse, mask = SparseTransformer(model, initial_bias=4.0), pairs.attention_mask
+    assert mask is not None
+    for attention_mask in (mask, mask.flip(1)):
+        with pytest.raises(ValueError, match="'long' uses other rotary positions"):
+            sparse(pairs.clean, attention_mask=attention_mask)
+    sparse(pairs.clean[:, :5], attention_mask=mask[:, :5])
+    with pytest.raises(ValueError, match="'long' uses other rotary positions"):
+        sparse.count_attention_edges(pairs)
+
+
+def test_a_longer_prompt_before_does_not_change_what_is_measured() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    changed = {"max_position_embeddings": 8, "rope_parameters": rope}
+    model = boot(plain_transformer("llama", "float64", **changed), name="grown")
+    pairs = random_pairs(2, length=8)
+    before = attribute_heads(model, pairs, logit_difference)
+    model(torch.ones(1, 20, dtype=torch.long))
+    with pytest.raises(ValueError, match="'grown' still scales"):
+        attribute_heads(model, pairs, logit_difference)
+    model(pairs.clean[:, :4])
+    check_same(attribute_heads(model, pairs, logit_difference), before)
 
 
 def test_resampled_prompts_are_others_of_the_same_length(build_tiny: Build) -> None:

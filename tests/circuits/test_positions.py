@@ -318,7 +318,7 @@ def test_what_fits_no_position(build_tiny: Build, monkeypatch: pytest.MonkeyPatc
         evaluate(model, pairs.with_spans({"S": 1}), logit_difference, circuit)
     with pytest.raises(ValueError, match=r'circuit.at\("rest"\)'):
         _ = circuit.edges
-    with pytest.raises(ValueError, match="expected a circuit of CircuitGraph"):
+    with pytest.raises(ValueError, match="got PositionedGraph"):
         acdc(model, spanned, threshold=0.1, start=circuit)
     with pytest.raises(ValueError, match="got circuit edges"):
         attribute_circuit_edges(model, pairs, logit_difference).at("END")

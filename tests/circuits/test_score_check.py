@@ -110,5 +110,5 @@ def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) ->
 
 def test_attention_edges_are_refused(model: Model, pairs: PromptPairs) -> None:
     scores: Scores = attribute_attention_edges(model, pairs, logit_difference, progress=False)
-    with pytest.raises(ValueError, match="expected scores of circuit edges or heads"):
+    with pytest.raises(ValueError, match="got AttentionGrid"):
         check_scores(model, pairs, logit_difference, scores, progress=False)

@@ -112,6 +112,7 @@ def test_wrong_answers_may_be_left_out() -> None:
         ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
         ({"answer": ""}, "row 1: .* single token; '' has 0"),
         ({"answer": []}, "an answer for every pair; pair 1 has none"),
+        ({"answer": ["far", "ran"]}, r"pair 1 has the tokens \[5\] as both"),
         ({"answer": None}, "a text as answer .* row 1 has None"),
         ({"answer": 7}, "a text as answer .* row 1 has 7"),
         ({"wrong": math.nan}, "a text as wrong .* row 1 has nan"),
@@ -135,10 +136,11 @@ def test_texts_that_are_no_pairs(change: dict[str, Any], message: str) -> None:
         (pd.DataFrame(columns=["clean", "corrupted", "answer"]), "at least one row"),
         ([{"clean": "the cat", "answers": "sat"}], "lacks 'corrupted', 'answer' and also has"),
         (["the cat"], "row 0 is 'the cat'"),
+        (None, "got None"),
     ],
 )
 def test_tables_that_are_no_pairs(rows: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         PromptPairs.from_texts(_reader(), rows)
 
 
@@ -147,6 +149,34 @@ def test_a_model_without_a_tokenizer_has_no_texts() -> None:
     reader.tokenizer = None
     with pytest.raises(ValueError, match="a model with a tokenizer"):
         PromptPairs.from_texts(reader, RECORDS)
+
+
+@pytest.mark.parametrize("metric", [log_probability, logit_difference, probability_difference])
+def test_an_answer_given_twice_counts_once(metric: Metric) -> None:
+    """With and without a space, a text can be the same token."""
+    logits = torch.randn(2, 7, dtype=torch.float64)
+    twice = [
+        {**RECORDS[0], "answer": ["sat", " sat"]},
+        {**RECORDS[1], "answer": ["far", "ran", " far"], "wrong": ["cat", " cat"]},
+    ]
+    assert torch.equal(
+        metric(logits, PromptPairs.from_texts(_reader(), twice)), metric(logits, _pairs())
+    )
+
+
+def test_whole_numbers_of_any_size_are_tokens() -> None:
+    pairs = _pairs()
+    tensors = (pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, pairs.positions)
+    small = PromptPairs(*(tensor.to(torch.int16) for tensor in tensors))
+    assert small.digest() == pairs.digest()
+    assert small.answer_rows().digest() == pairs.answer_rows().digest()
+    assert torch.equal(small.select(torch.tensor([1], dtype=torch.int32)).clean, pairs.clean[1:])
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ValueError, match=f"got '{device}'"):
+        _pairs().to(device)
 
 
 def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:

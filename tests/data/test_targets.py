@@ -64,7 +64,7 @@ def test_rows_of_one_length_need_no_mask() -> None:
         ([[1, 2]], [(1, 1)], r"span in 1..2 of row 0, with at least one token.*got \(1, 1\)"),
         ([[1, 2]], [(0, 1)], r"one before it; got \(0, 1\)"),
         ([[1, 2]], [(1, 3)], r"got \(1, 3\)"),
-        ([[1, 2], [1, 0, 0]], [(1, 2), (1, 3)], "text in row 1; it is all padding"),
+        ([[1, 2], [1, 0, 0]], [(1, 2), (1, 3)], "row 1; it is all padding"),
         ([], [], "at least one row"),
         ([[1, 2]], [], "one span per row"),
     ],
@@ -185,6 +185,8 @@ def test_pairs_give_one_of_their_answers() -> None:
     assert drawn == {7, 8}
     assert int(TargetDataset.from_pairs(pairs).rows.labels[1, 1]) == 6
     assert TargetDataset.from_pairs(pairs).n_targets == 2
+    mask = TargetDataset.from_pairs(pairs).rows.attention_mask
+    assert mask is not None and mask.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_a_split_holds_every_row_once() -> None:

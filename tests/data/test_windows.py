@@ -83,6 +83,12 @@ def test_the_loss_heeds_boundaries_as_asked() -> None:
     skipped = text_rows([*DOCUMENTS, "i"], *given, boundaries="skip")
     assert torch.equal(skipped.tokens, rows.tokens)
     assert skipped.loss_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0]]
+    # </s> a </s> b | </s> c </s>: the separator is text as well, as at the end of a turn in a chat.
+    chat = text_rows(["a </s> b", "c </s> </s> d"], *given, boundaries="skip")
+    assert chat.tokens.tolist() == [[1, 2, 1, 3], [1, 4, 1, 1]]
+    assert chat.loss_labels().tolist() == [2, 1, 3, 4, 1, 1]
+    run = text_rows(["a </s>", "b </s>", "c d"], tokenizer(), 9, boundaries="skip")
+    assert run.loss_labels().tolist() == [2, 1, 3, 1, 4, 5]
     # </s> a b c | </s> d . . | </s> e f g | (h) | </s> i . .
     split = text_rows([*DOCUMENTS, "i"], *given, boundaries="split")
     assert split.attention_mask is not None
@@ -92,6 +98,12 @@ def test_the_loss_heeds_boundaries_as_asked() -> None:
     assert real.int().tolist() == [[1] * 4, [1, 1, 0, 0], [1] * 4, [1, 1, 0, 0]]
     assert split.loss_mask.int().tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]] * 2
     assert split.loss_labels().tolist() == [2, 3, 4, 5, 6, 7, 8, 10]
+
+
+@pytest.mark.parametrize("read", [text_rows, token_windows])
+def test_a_model_is_no_tokenizer(build_tiny: Callable[..., Model], read: Any) -> None:
+    with pytest.raises(ValueError, match=r"model\.tokenizer"):
+        read(DOCUMENTS, build_tiny(), 4)
 
 
 def test_a_limit_counts_windows_of_documents() -> None:

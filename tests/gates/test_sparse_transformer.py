@@ -10,7 +10,7 @@ from finite_differences import derivative
 from tiny import HAS_HOOKED
 from typing_extensions import get_protocol_members
 
-from sparse_tl import SparseTransformer
+from sparse_tl import PromptPairs, SparseTransformer
 from sparse_tl.data.prompts import ModelWithTokenizer
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, ScoreGates
 from sparse_tl.lens import HookedModel, Model, read_parameters
@@ -339,3 +339,15 @@ def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> 
     assert row["share"] > 0
     with pytest.raises(ValueError, match="at least one prompt"):
         sparse.open_attention_edges(tokens[:0])
+
+
+def test_edges_of_pairs_are_those_of_their_clean_prompts(build_tiny: Callable[..., Model]) -> None:
+    sparse, tokens = SparseTransformer(build_tiny()), torch.arange(12).view(2, 6)
+    one, ends = torch.ones(2, 1).long(), torch.tensor([5, 3])
+    pairs = PromptPairs(tokens, tokens.flip(1), one, one + 1, ends)
+    mask = (torch.arange(6) <= ends[:, None]).long()
+    expected = sparse.count_attention_edges(tokens.to(torch.uint8), attention_mask=mask)
+    assert torch.equal(sparse.count_attention_edges(pairs).active, expected.active)
+    assert expected.tokens.tolist() == [6, 4]
+    opened = sparse.open_attention_edges(tokens, attention_mask=mask)
+    assert sparse.open_attention_edges(pairs).equals(opened)

@@ -119,6 +119,9 @@ def test_what_cannot_be_steered_is_refused(build_tiny: Build) -> None:
         steer(model, "blocks.9.hook_mlp_out", vector),
     ):
         pass
+    nan = torch.full_like(vector, torch.nan)
+    with pytest.raises(ValueError, match="NaN"), steer(model, name, nan):
+        pass
     for wrong, positions, message in (
         (torch.ones(3), None, r"shape \(\d+,\) for each position .* got \(3,\)"),
         (vector, [6], r"positions in -6\.\.5 of prompts of 6 tokens; got 6"),

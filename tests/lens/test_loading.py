@@ -13,6 +13,7 @@ import pytest
 import torch
 from made_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
+from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
@@ -27,7 +28,13 @@ from transformers import (
     Qwen2Config,
 )
 
-from sparse_tl import PromptPairs, SparseTransformer, logit_lens, trace_attention
+from sparse_tl import (
+    PromptPairs,
+    SparseTransformer,
+    evaluate_held_out,
+    logit_lens,
+    trace_attention,
+)
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.lens import adapt, load_model, save_model
 from sparse_tl.storage.files import read_json, write_json
@@ -414,6 +421,18 @@ def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     _change_weights(folder, lambda w: w.update({NORM: torch.full((16,), float("nan"))}))
     with pytest.raises(ValueError, match=rf"{folder}: .*its logits are NaN"):
         load_model(folder, device="cpu")
+
+
+def test_nan_is_neither_measured_nor_saved(tmp_path: Path) -> None:
+    """Of one token, which checks of the model do not meet."""
+    model, rows = tiny_model(d_vocab=5000), TokenBatch.next_token(torch.tensor([[1, 4999, 3]]))
+    evaluate_held_out(model, rows)
+    with torch.no_grad():
+        model.embed.W_E[4999] = torch.nan
+    for call in (lambda: evaluate_held_out(model, rows), lambda: save_model(model, tmp_path / "m")):
+        with pytest.raises(ValueError, match="NaN"):
+            call()
+    assert not (tmp_path / "m").exists()
 
 
 @pytest.mark.parametrize("place", ["folder", "argument"])

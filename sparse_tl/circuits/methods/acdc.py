@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, Positive, checked
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits.circuit import Circuit, reaches_logits
+from sparse_tl.circuits.circuit import Circuit, check_grid, reaches_logits
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.outcomes import Acdc, SearchState
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -40,6 +40,7 @@ from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.resuming import resumed
 from sparse_tl.storage.locks import held
 
@@ -262,6 +263,5 @@ def _initial_circuit(
     if isinstance(start, str):
         grid = graph.heads if start == "heads" else graph
         return Circuit(grid, grid.exists)
-    if start.grid not in (graph, graph.heads):
-        raise ValueError(f"expected a circuit of {graph!r} to start from; got {start!r}")
+    check_grid(graph, start.grid, CircuitGraph, HeadGrid)
     return start

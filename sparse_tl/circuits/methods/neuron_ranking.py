@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.gradient_passes import AttributionPlan
 from sparse_tl.circuits.methods.read_gradients import ReadGradients
@@ -45,6 +45,7 @@ from sparse_tl.lens import (
 )
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.nodes import Node
 from sparse_tl.parts.positioned_graph import PositionedGraph
 
@@ -163,8 +164,7 @@ def _source(
         names = [readers] if isinstance(readers, str) else readers
         circuit = Circuit.of(graph, [f"{node}->{name}" for name in names])
     grid, edges = circuit.grid, torch.zeros_like(circuit.mask, device="cpu")
-    if (grid.graph if isinstance(grid, PositionedGraph) else grid) != graph:
-        raise ValueError(f"expected a circuit of the model's own {graph!r}; got {circuit!r}")
+    check_grid(graph, grid, CircuitGraph, PositionedGraph)
     edges[..., row, :] = circuit.mask[..., row, :]
     if not bool(edges.any()):
         raise ValueError(f"expected readers of {node}; got none in {readers!r}")

@@ -53,6 +53,7 @@ class CircuitSizes(Result):
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
+    finite = False
     sizes: Float[Tensor, " pair"]
     level: float
     total: int

@@ -30,16 +30,18 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, Positive, Seed, checked
 from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.circuit import check_grid
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.graph import CircuitGraph
 
 REACHED_AT = 0.6
 """Share of the run after which the target is the requested size and the noise begins to fall."""
@@ -94,8 +96,8 @@ def prune_circuit_edges(
     graph = adapt(model).graph
     if size > graph.n_edges:
         raise ValueError(f"expected a size in 1..{graph.n_edges}; got {size}")
-    if start is not None and start.grid != graph:
-        raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
+    if start is not None:
+        check_grid(graph, start.grid, CircuitGraph)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     runs.check_effect("kl")
     report = FaithfulnessRuns(runs, metric, held_out)
@@ -164,9 +166,10 @@ def prune_circuit_edges(
 def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
     """EAP-IG scores for the log-probability of the model's predictions."""
     predicted = torch.cat([run.clean_logits.argmax(dim=-1) for _, run in runs])[:, None]
+    answers = predicted.to(pairs.answers)
     return attribute_circuit_edges(
         runs.model,
-        replace(pairs, answers=predicted.to(pairs.answers)),
+        replace(pairs, answers=answers, wrong=torch.full_like(answers, NO_TOKEN)),
         log_probability,
         patch=runs.patch,
         batch_size=runs.batch_size,

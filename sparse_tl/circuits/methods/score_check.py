@@ -15,11 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.circuits.circuit import check_grid
 from sparse_tl.circuits.methods.exact import patch_exactly
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import Patch
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
@@ -132,10 +133,9 @@ def check_scores(
         NoEffectError: patching everything changes the metric of no pair.
     """
     grid, positions = scores.grid, None
+    check_grid(adapt(model).graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
     if isinstance(grid, PositionedGraph):
         positions = "tokens" if grid.of_tokens else "spans"
-    elif not isinstance(grid, CircuitGraph | HeadGrid):
-        raise ValueError(f"expected scores of circuit edges or heads; got {scores!r}")
     order = scores.order()
     strongest, others = order[:n], order[n:]
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,8 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates.passes import as_rows
+from sparse_tl.lens import adapt
 from sparse_tl.results import Result
+
+Prompts = Int[Tensor, "*prompt pos"] | PromptPairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,7 @@ class AttentionEdgeCounts(Result):
         mlp_gates: every deterministic MLP gate, if requested.
     """
 
+    finite = False
     active: Int[Tensor, "layer prompt head"]
     expected: Float[Tensor, "layer prompt head"]
     possible: Int[Tensor, "layer prompt head"]
@@ -178,23 +183,23 @@ _COUNTED = (
 """Names of a layer's counts: the mask of real tokens, and all fields stacked over layers."""
 
 
-def counted_by_batch(
-    count: Callable[..., tuple[Any, AttentionEdgeCounts]],
-    tokens: Int[Tensor, "*prompt pos"],
-    size: int,
-    kwargs: Mapping[str, Any],
+def counted(
+    model: Any, tokens: Prompts, size: int, kwargs: Mapping[str, Any]
 ) -> Iterator[AttentionEdgeCounts]:
     """Yield the counts of `size` prompts at a time.
 
     Args:
-        count: function with the signature of `SparseTransformer.run_with_counts`.
-        tokens: prompts, or a single prompt.
+        model: a `SparseTransformer`.
+        tokens: prompts, or a single prompt; of pairs, the clean prompts.
         size: prompts per forward pass.
         kwargs: keyword arguments of every call; tensors are split along the prompts.
 
     Raises:
         ValueError: no prompt is given.
     """
+    if isinstance(tokens, PromptPairs):
+        pairs = tokens.to(adapt(model).device)
+        tokens, kwargs = pairs.clean, {**kwargs, "attention_mask": pairs.attention_mask}
     if not len(tokens):
         raise ValueError("expected at least one prompt to count attention edges on; got none")
     (prompts,), kwargs = as_rows((tokens,), kwargs)
@@ -204,7 +209,7 @@ def counted_by_batch(
             name: value[rows] if isinstance(value, Tensor) else value
             for name, value in kwargs.items()
         }
-        yield count(prompts[rows], return_type=None, **some)[1]
+        yield model.run_with_counts(prompts[rows], return_type=None, **some)[1]
 
 
 def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:

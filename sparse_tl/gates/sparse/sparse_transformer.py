@@ -9,15 +9,15 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
-from sparse_tl.calls.scopes import Scope, autograd, scope, uninterruptible
+from sparse_tl.calls.scopes import Scope, autograd, scope
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.passes import Counted, as_rows, using
 from sparse_tl.gates.sparse.attention import AttentionGates, GateKind
-from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, counted_by_batch, open_shares
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Prompts, counted, open_shares
 from sparse_tl.gates.sparse.kinds import attention_gates
 from sparse_tl.gates.sparse.mlps import MLPGates
 from sparse_tl.gates.sparse.saving import load_sparse, save_sparse
@@ -26,6 +26,7 @@ from sparse_tl.lens import (
     Model,
     adapt,
     check_named,
+    check_padding,
     defer_scores,
     in_evaluation_mode,
     in_use,
@@ -108,7 +109,7 @@ class SparseTransformer(nn.Module):
         """Call the model under its gates; takes and returns what the model does."""
         model = self.model_under_gates()
         args, kwargs = as_rows(args, kwargs)
-        adapt(model).check_mask(kwargs.get("attention_mask"))
+        check_padding(adapt(model), kwargs.get("attention_mask"))
         with in_use(model):
             return model(*args, **kwargs)
 
@@ -176,25 +177,24 @@ class SparseTransformer(nn.Module):
     @in_evaluation_mode
     @autograd(False)
     def count_attention_edges(
-        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
+        self, tokens: Prompts, *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
         """Count active, expected and possible attention edges, and MLP outputs, of some prompts.
 
         Args:
-            tokens: prompts, or a single prompt; mark padding with ``attention_mask=``.
+            tokens: prompts with ``attention_mask=`` if padded, or pairs, whose clean ones count.
             batch_size: prompts per forward pass.
             **kwargs: keyword arguments of the model; tensors are split along the prompts.
 
         Raises:
             ValueError: no prompt is given.
         """
-        counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
-        return AttentionEdgeCounts.concatenate(list(counts))
+        return AttentionEdgeCounts.concatenate([*counted(self, tokens, batch_size, kwargs)])
 
     @in_evaluation_mode
     @autograd(False)
     def open_attention_edges(
-        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
+        self, tokens: Prompts, *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> pd.DataFrame:
         """The attention edges that are open in at least one prompt, most common first.
 
@@ -205,12 +205,11 @@ class SparseTransformer(nn.Module):
             prompts in which its gate is open, above 0 and up to 1.
         """
         kwargs["keep_gates"] = True
-        return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
+        return open_shares(counted(self, tokens, batch_size, kwargs))
 
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
-    @uninterruptible
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
@@ -295,7 +294,6 @@ class SparseTransformer(nn.Module):
         gates = "; MLPs of ".join(gates.extra_repr() for gates in self._all_gates())
         return f"SparseTransformer({adapt(self.model).name}: {gates})"
 
-    @uninterruptible
     def _attach(self) -> None:
         adapter = adapt(self.model)
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.calls.scopes import scope, uninterruptible
+from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core import modes
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.places import HookFunction, Viewed
@@ -66,7 +66,6 @@ class AttachedHooks:
             self.remove()
             raise
 
-    @uninterruptible
     def _attach_all(self, places: Sequence[Any], hooks: Sequence[Hook]) -> None:
         for place, (name, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, Viewed):
@@ -110,7 +109,6 @@ class AttachedHooks:
             handle.hook.id in point._forward_hooks for point, handle in self._attached
         )
 
-    @uninterruptible
     def remove(self) -> None:
         """Remove these hooks only. Calling it again has no effect."""
         OWN.difference_update(self.ids)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +52,8 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     """Check that the model can read these tokens.
 
     Raises:
-        ValueError: there is no token, the tokens exceed the context, or are outside the vocabulary.
+        ValueError: there is no token, the tokens exceed the context, or are outside the vocabulary,
+            or an earlier, longer prompt still sets the model's rotary positions.
     """
     if not tokens.numel():
         raise ValueError(f"expected prompts of at least one token; got shape {[*tokens.shape]}")
@@ -59,9 +62,43 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
             f"expected a prompt of at most {adapter.n_ctx} tokens, the model's context; got "
             f"{tokens.shape[-1]}"
         )
+    # Dynamic scaling grows with the longest prompt so far, and is reset by shorter ones only.
+    if tokens.shape[-1] == adapter.n_ctx and any(
+        vars(module).get("max_seq_len_cached", 0) > vars(module).get("original_max_seq_len", inf)
+        for module in adapter.core.modules()
+    ):
+        raise ValueError(
+            f"expected rotary positions that do not depend on earlier prompts; {adapter.name!r} "
+            "still scales them for a longer one. Run one shorter than its context first."
+        )
     outside = tokens[(tokens < 0) | (tokens >= adapter.d_vocab)]
     if len(outside):
         raise ValueError(f"expected tokens in 0..{adapter.d_vocab - 1}; got {int(outside[0])}")
+
+
+def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | None) -> None:
+    """Check that padding, 0 in the mask, does not change what the model computes for a prompt.
+
+    A pass longer than the original context of LongRoPE uses other rotary positions, in all rows.
+
+    Raises:
+        ValueError: the padding makes a prompt longer than that, or as in `Adapter.check_mask`.
+    """
+    adapter.check_mask(attention_mask)
+    config: Any = getattr(adapter.core, "config", None)
+    # The second name is that before transformers 5. Layers may differ.
+    rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    name = "original_max_position_embeddings"
+    for one in (rotary, *rotary.values()):
+        if attention_mask is None or not isinstance(one, Mapping) or "longrope" not in one.values():
+            continue
+        border = one.get(name) or getattr(config, name)
+        if int(attention_mask.sum(dim=1).min()) <= border < attention_mask.shape[1]:
+            raise ValueError(
+                f"expected prompts of at most {border} tokens with padding, or longer ones alone: "
+                f"{adapter.name!r} uses other rotary positions in longer passes. Run prompts of "
+                "each length separately, such as pairs.by_length()"
+            )
 
 
 def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
@@ -83,9 +120,10 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
     """Check that the model can read these rows, and predict their labels.
 
     Raises:
-        ValueError: as in `check_tokens` and `check_labels`.
+        ValueError: as in `check_tokens`, `check_padding` and `check_labels`.
     """
     check_tokens(adapter, rows.tokens)
+    check_padding(adapter, rows.attention_mask)
     check_labels(adapter, rows.loss_labels())
 
 
@@ -97,10 +135,11 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     prompt counts as BOS.
 
     Raises:
-        ValueError: prompts begin with padding, or as in `check_tokens` and `check_labels`.
+        ValueError: prompts begin with padding, or as in `check_rows`.
     """
     both = torch.cat([pairs.clean, pairs.corrupted])
     check_tokens(adapter, both)
+    check_padding(adapter, pairs.attention_mask)
     begins = _paddings(adapter, both)
     if int(begins.max()) > 1 or int(begins.min()) != int(begins.max()):
         row, least = int(begins.argmax()), int(begins.min())

@@ -22,7 +22,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd, scope, uninterruptible
+from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.attaching import hooks_on, others_off
 from sparse_tl.lens.core.points import HookedModel, Model
@@ -71,7 +71,6 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     return model
 
 
-@uninterruptible
 def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -130,7 +129,6 @@ def merge_lora(model: Model) -> Model:
     return model.requires_grad_(True)
 
 
-@uninterruptible
 def _merge(component: Any) -> None:
     layer = component.original_component
     layer.base_layer.weight.copy_(effective(layer).weight)

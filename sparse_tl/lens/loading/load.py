@@ -129,7 +129,7 @@ def load_folder(
     return model
 
 
-def _check_finite(model: Model, folder: Path) -> None:
+def _check_finite(model: torch.nn.Module, folder: Path) -> None:
     for name, parameter in model.named_parameters():
         # Minimum and maximum need no extra memory; one NaN makes both NaN.
         ends = parameter.detach().flatten().aminmax() if parameter.numel() else ()
@@ -176,17 +176,23 @@ def save_model(model: Model, folder: str | Path) -> None:
 
     A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
     only the first writes; all have to call this if the weights are sharded.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
     """
     if not ranks.is_first():
         if isinstance(model, TransformerBridge) and shards.has_sharded_weights(model):
             plain_model(model)
         return
     folder = Path(folder)
+    with quietly():
+        plain = model if isinstance(model, HookedTransformer) else plain_model(model)
+    _check_finite(plain, folder)
     with atomic_folder(folder, keep=True) as temporary:
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
         else:
-            _save_bridge(model, temporary)
+            _save_bridge(model, plain, temporary)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
         others = {
@@ -200,9 +206,9 @@ def save_model(model: Model, folder: str | Path) -> None:
         write_sums(temporary, others)
 
 
-def _save_bridge(model: TransformerBridge, folder: Path) -> None:
+def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
     with quietly():
-        plain_model(model).save_pretrained(folder)
+        plain.save_pretrained(folder)
     own = {
         "model_name": model.cfg.model_name,
         "default_prepend_bos": bool(model.cfg.default_prepend_bos),
