@@ -215,7 +215,7 @@ def test_a_result_is_read_as_it_was_saved(name: str, tmp_path: Path) -> None:
         elif isinstance(value, pd.DataFrame):
             pd.testing.assert_frame_equal(value, after[key])
         else:
-            assert value == after[key] and type(value) is type(after[key]), key
+            assert repr(value) == repr(after[key]) and type(value) is type(after[key]), key
 
 
 @pytest.mark.parametrize("name", RESULTS)
