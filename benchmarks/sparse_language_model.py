@@ -36,12 +36,13 @@ from sparse_tl import (
     load_language_model,
     load_language_models,
     load_model,
+    measure_skills,
 )
 from sparse_tl.circuits import Circuit, EffectCurve, SeedCurves, log_sizes
 from sparse_tl.data import TokenBatch, read_documents, text_rows
 from sparse_tl.plots import effect_figure
 from sparse_tl.storage.files import read_json, write_json
-from sparse_tl.tasks import TASKS_BY_NAME, task_report
+from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import evaluate_held_out
 
 CIRCUITS = ("greater_than", "ioi", "ioi_long", "docstring")
@@ -66,12 +67,9 @@ def on_text(models: Models, file: Path, tokens: int, window: int) -> dict[str, A
 
 
 def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
-    """The same at the answers of prompts, and how often both models are right."""
-    rows = TASKS_BY_NAME[name].pairs(models["dense"], n).answer_rows()
-    found = measure(models, rows)
-    for side, model in models.items():
-        found[side] |= task_report(model, [name], n=n, progress=False).skills[name].numbers
-    return found
+    """Shares of right answers, open edges, and the divergence at the answers of prompts."""
+    found = measure_skills(**models, families=[TASKS_BY_NAME[name]], n=n, progress=False)
+    return found.table.to_dict("records")[0]
 
 
 def on_circuits(model: Any, name: str, parts: str, n: int) -> dict[str, Any]:
@@ -152,9 +150,8 @@ def shown(size: float | None) -> str:
     return "-" if size is None else f"{size:,.0f}"
 
 
-def edges(found: dict[str, Any], heads: int) -> list[str]:
+def edges(dense: float, sparse: float, heads: int) -> list[str]:
     """Open and possible attention edges per token, the factor, and open ones by head and query."""
-    dense, sparse = (found[side]["active_attention_edges_per_token"] for side in found)
     return [f"{dense:,.0f}", f"{sparse:,.1f}", times(dense, sparse), f"{sparse / heads:.2f}"]
 
 
@@ -191,17 +188,17 @@ def main() -> None:
         found = report.get(f"text {file.name}, {window}", measured)
         dense, sparse = found["dense"], found["sparse"]
         losses = [f"{dense['loss']:.3f}", f"{sparse['loss']:.3f}", f"{sparse['divergence']:.3f}"]
-        rows.append([file.name, str(window), *edges(found, heads), *losses])
+        counts = (one["active_attention_edges_per_token"] for one in (dense, sparse))
+        rows.append([file.name, str(window), *edges(*counts, heads), *losses])
     table(f"text | window | {counted} | loss, dense | sparse | divergence", rows)
 
     rows = []
     for name in args.tasks:
         found = report.get(f"task {name}", partial(on_task, models, name, args.prompts))
-        dense, sparse = found["dense"], found["sparse"]
-        rights = [f"{dense['accuracy']:.1%}", f"{sparse['accuracy']:.1%}"]
-        choices = [f"{dense['choice']:.1%}", f"{sparse['choice']:.1%}"]
-        divergence = f"{sparse['divergence']:.3f}"
-        rows.append([name, *edges(found, heads), *rights, *choices, divergence])
+        sides = [f"{kind}_{side}" for kind in ("right", "above") for side in models]
+        shares = [f"{found[side]:.1%}" for side in sides]
+        counts = edges(found["possible"], found["edges"], heads)
+        rows.append([name, *counts, *shares, f"{found['divergence']:.3f}"])
     table(f"task | {counted} | right, dense | sparse | choice, dense | sparse | divergence", rows)
 
     rows, kinds = [], []

@@ -51,7 +51,7 @@ from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
 from sparse_tl.storage.files import read_tensors, write_tensors
-from sparse_tl.tasks import AdditionTask, TaskReport
+from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 
@@ -165,6 +165,11 @@ RESULTS: dict[str, Any] = {
     "ablation": AblationCurve("irrelevance", (0, 1, 4), torch.rand(2, 3), (2, 0), torch.rand(2, 3)),
     "ablation without control": AblationCurve("random", (0, 1, 2), torch.rand(2, 3), (2, 2)),
     "skill": SKILL,
+    "compared skills": SkillComparison(
+        pd.DataFrame(
+            {"family": ["units", "facts"], "outcome": ["kept", "left out"], "change": [0.0, None]}
+        )
+    ),
     "report of tasks": TaskReport({"ioi": SKILL}, {"ioi": "", "capitals": "expected more words"}),
     "contrastive": ContrastiveGates((0, 7), -0.1, SEEDS, torch.rand(2), torch.rand(2), 0.1, 0.25),
 }
@@ -210,7 +215,7 @@ def test_a_result_is_read_as_it_was_saved(name: str, tmp_path: Path) -> None:
         elif isinstance(value, pd.DataFrame):
             pd.testing.assert_frame_equal(value, after[key])
         else:
-            assert value == after[key] and type(value) is type(after[key]), key
+            assert repr(value) == repr(after[key]) and type(value) is type(after[key]), key
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -80,6 +80,15 @@ def roles(model: Any) -> Any:
     return replace(st.fit_head_gates(model, TARGETS, **FITTED), fitted=torch.tensor([True]))
 
 
+def skills(model: Any) -> Any:
+    sparse = st.SparseTransformer(model, initial_bias=0.0)
+    try:
+        found = st.measure_skills(sparse, sparse, [st.InductionTask()], n=4, **Q)
+    finally:
+        sparse.unwrap()
+    return found.table[["divergence", "edges", "above_dense"]]
+
+
 CIRCUIT = Circuit(st.CircuitGraph(3, 4, 4), st.CircuitGraph(3, 4, 4).exists)
 MEASURED: dict[str, Callable[[Any], Any]] = {
     "acdc": lambda m: st.acdc(m, PAIRS, threshold=0.1, start="heads", **Q).history["moved"],
@@ -132,6 +141,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     ),
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
     "task_report": lambda m: st.task_report(m, ["induction"], n=4).skills["induction"].clean,
+    "measure_skills": skills,
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
 UNAFFECTED = {
@@ -149,7 +159,7 @@ UNAFFECTED = {
 
 
 def test_every_public_name_that_takes_a_model_is_here() -> None:
-    found = set()
+    found = {"measure_skills"}  # takes a dense and a sparse one
     for name in dir(st):
         some = getattr(st, name)
         if callable(some) and not name.startswith("_"):

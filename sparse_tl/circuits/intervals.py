@@ -1,4 +1,6 @@
-"""Bootstrap draws of the explained effect: how much it depends on the choice of pairs.
+"""How much a measurement depends on the choice of prompts.
+
+Bootstrap draws of the explained effect:
 
 1. Draw as many pairs as there are, with replacement; each draw is a row of weights over pairs.
 2. The explained effect of a draw is a ratio of two weighted means, so no model is run again.
@@ -6,6 +8,9 @@
 """
 
 from __future__ import annotations
+
+import math
+from statistics import NormalDist
 
 import torch
 from jaxtyping import Float
@@ -57,3 +62,31 @@ def effect_draws(
     usable = total.sign() == (clean - none).mean().sign()
     explained = torch.tensordot(weights[usable], circuit - none, dims=([1], [-1]))
     return explained / total[usable].view(-1, *[1] * (explained.ndim - 1))
+
+
+def mean_interval(values: Float[Tensor, " pair"], level: float = 0.95) -> tuple[float, float]:
+    """Lower and upper ends of a bootstrap interval of a mean over pairs; includes the mean."""
+    drawn = effect_draws(values, torch.ones_like(values), torch.zeros_like(values))
+    low, high = drawn.quantile(torch.tensor(interval_ends(level)).to(values)).tolist()
+    mean = values.mean().item()
+    return min(low, mean), max(high, mean)
+
+
+def wilson_interval(n_true: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """Lower and upper ends of Wilson's interval of a share, 0 to 1.
+
+    Reference: Wilson (1927), Journal of the American Statistical Association 22, 209-212.
+    """
+    z = NormalDist().inv_cdf(interval_ends(level)[1])
+    half = z * math.sqrt(n_true * (n - n_true) / n + z**2 / 4)
+    middle, total = n_true + z**2 / 2, n + z**2
+    return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
+
+
+def sign_test(lost: int, won: int) -> float:
+    """The two-sided p of as unequal a split of the pairs that only one of two models has right.
+
+    Reference: McNemar (1947), Psychometrika 12, 153-157, with exact probabilities.
+    """
+    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2 ** (lost + won))

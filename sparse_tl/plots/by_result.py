@@ -33,6 +33,8 @@ from sparse_tl.plots.panels.head_roles import ablation_grid, head_roles_figure
 from sparse_tl.plots.panels.layer_map import layer_map
 from sparse_tl.plots.panels.neuron_figure import neuron_figure
 from sparse_tl.plots.panels.score_scatter import score_figure
+from sparse_tl.plots.panels.skill_figure import skill_figure
+from sparse_tl.tasks import SkillComparison
 
 STRONGEST = 60
 """Number of strongest edges drawn for scores of circuit edges."""
@@ -49,7 +51,7 @@ def figure(result: Any, **style: Any) -> Figure:
             evaluation, curve or found circuit (explained effect); checked scores, or effects of
             neurons (scatter plot); activation patching, logit lens or logit attribution (layer
             map); head behaviour (head map); an attention graph (circuit diagram); an ablation
-            curve; or head roles (heat map).
+            curve; head roles (heat map); or compared skills (dumbbells).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -136,3 +138,8 @@ def _(result: AblationCurve, *, title: str = "") -> GridFigure:
 @figure.register(HeadRoles)
 def _(result: HeadRoles) -> GridFigure:
     return head_roles_figure(result)
+
+
+@figure.register(SkillComparison)
+def _(result: SkillComparison) -> GridFigure:
+    return skill_figure(result)

@@ -2,6 +2,7 @@
 
 from sparse_tl.tasks.addition import AdditionTask as AdditionTask
 from sparse_tl.tasks.agreement import AnaphorTask as AnaphorTask, SubjectVerbTask as SubjectVerbTask
+from sparse_tl.tasks.battery import BATTERY as BATTERY, CompletionTask as CompletionTask
 from sparse_tl.tasks.capitals import CapitalsTask as CapitalsTask
 from sparse_tl.tasks.docstring import DocstringTask as DocstringTask
 from sparse_tl.tasks.greater_than import GreaterThanTask as GreaterThanTask
@@ -15,5 +16,9 @@ from sparse_tl.tasks.report import (
     TASKS_BY_NAME as TASKS_BY_NAME,
     TaskReport as TaskReport,
     task_report as task_report,
+)
+from sparse_tl.tasks.skills import (
+    SkillComparison as SkillComparison,
+    measure_skills as measure_skills,
 )
 from sparse_tl.tasks.words import Task as Task

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt
+from sparse_tl.lens.core.attaching import gate_hooks
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.reference import Reference, predicting
 
@@ -34,9 +36,17 @@ class DensePredictions:
     Args:
         model: the frozen dense model, or a sparse one that is run as such.
         capacity: maximum number of bytes to keep.
+
+    Raises:
+        ValueError: the dense model is inside a sparse one, whose gates would act on it.
     """
 
     def __init__(self, model: Reference, capacity: int = KEPT) -> None:
+        if not isinstance(model, SparseTransformer) and gate_hooks(adapt(model)):
+            raise ValueError(
+                "the dense model is the one inside the sparse model, whose gates act on it; load "
+                "it anew, or give the sparse model, which is then run with its gates open"
+            )
         self.model, self._capacity = model, capacity
         self._final = torch.empty(0, 0)
         self._slices: dict[str, tuple[int, int]] = {}

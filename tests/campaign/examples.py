@@ -166,6 +166,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "post_train": {"sparse": lambda _: stl.SparseTransformer(tiny_model())},
     "sampled_windows": {"model": _with_words},
     "SparseTransformer": {"model": lambda _: tiny_model()},
+    "measure_skills": {"dense": lambda _: model()},
     "effect_figure": {
         "panels": lambda _: {"IOI": [_curve("dense"), _curve("sparse")]},
         "parts": lambda _: "heads",

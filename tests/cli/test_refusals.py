@@ -32,7 +32,6 @@ REFUSED = {
         "a device that PyTorch can use here, .* got 'abacus' .*See `sparse-tl circuits --help`",
     ),
     "command": (["multiplication"], "No such command 'multiplication'.* See `sparse-tl --help`"),
-    "missing": (["post-train", "--model", "MODEL", "--text", "STORY"], "--target-loss"),
     "no model": (
         ["post-train", "--model", "nowhere/model", "--text", "STORY", "--target-loss", "+1"],
         "nowhere/model",
@@ -74,14 +73,14 @@ REFUSED = {
             *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
             *("--window", "8", "--steps", "1", "--trained", "some"),
         ],
-        "expected 'all' or 'qk' or 'gates' for trained; got 'some'",
+        "for trained; got 'some'",
     ),
     "lora": (
         [
             *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
             *("--window", "8", "--steps", "1", "--lora", "-1"),
         ],
-        "expected a whole number from 0 to 1,000,000,000 for lora; got -1",
+        "whole number from 1 .* for lora; got -1",
     ),
 }
 

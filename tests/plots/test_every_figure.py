@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from component_examples import neurons_of
@@ -46,6 +47,8 @@ from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.page.rendering import html_page, notebook_style
 from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
+from sparse_tl.tasks import SkillComparison
+from sparse_tl.tasks.skills import numbers
 
 pytestmark = pytest.mark.every_case
 
@@ -133,6 +136,15 @@ def behaviour_of(n_layers: int, n_heads: int) -> HeadBehaviour:
     )
 
 
+def _skills() -> SkillComparison:
+    rows: list[dict[str, Any]] = [{"family": "units", "title": "Units", "outcome": "left out"}]
+    for place, title in enumerate(["Opposites", "Agreement across a Phrase", "W" * 50]):
+        above = torch.arange(40) < torch.tensor([[40 - place], [40 - 9 * place]])
+        row = numbers(0.25, above, above, (place + 1) * torch.linspace(0, 1, 40), torch.ones(3, 40))
+        rows.append({"family": title, "title": title, **row})
+    return SkillComparison(pd.DataFrame(rows))
+
+
 @pytest.fixture(scope="module")
 def examples() -> dict[Any, Any]:
     """Results by type, as many as a panel has; and arguments that have no type of their own."""
@@ -156,6 +168,7 @@ def examples() -> dict[Any, Any]:
         LogitLens: [lens(("word",) * 6)],
         LogitAttribution: [attribution()],
         NeuronEffects: [neurons_of("m20", n=20)],
+        SkillComparison: [_skills()],
         "attention": attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9),
         "tokens": list("36+28=?????"),
         "heads": [f"a{index}.h{index}" for index in range(5)],

@@ -143,3 +143,12 @@ def test_nothing_is_kept_under_dropout(build_tiny: Build) -> None:
         for _ in range(2):
             predictions.logits(batch)
     assert passes == [4, 4] and predictions.state() == {}
+
+
+def test_a_dense_model_under_the_gates_of_a_sparse_one_is_refused() -> None:
+    sparse = SparseTransformer(boot(plain_transformer("llama")))
+    with pytest.raises(ValueError, match="the one inside the sparse model"):
+        DensePredictions(sparse.model)
+    assert DensePredictions(sparse).logits(_rows()).isfinite().all()
+    sparse.unwrap()
+    DensePredictions(sparse.model)

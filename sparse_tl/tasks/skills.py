@@ -1,0 +1,218 @@
+"""Which skills a sparse model kept: families of short prompts, dense beside sparse.
+
+A model is *right* if its most likely next token is a right answer, and has *right above wrong* if a
+right answer is more likely than every wrong one. A skill fell if the share of prompts with right
+above wrong fell by more than `FALL`; the fall exceeds noise if the exact sign test on the prompts
+that only one of the models has so has a p below `NOISE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.intervals import mean_interval, sign_test, wilson_interval
+from sparse_tl.circuits.pair_runs import PairBatches
+from sparse_tl.data import PromptPairs
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, evaluation_mode
+from sparse_tl.metrics import check_wrong, chooses_right, is_right
+from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.results import Result
+from sparse_tl.tasks.battery import BATTERY
+from sparse_tl.tasks.words import Pairs, Task
+from sparse_tl.training.distillation import losses_and_divergences
+from sparse_tl.training.predictions import DensePredictions
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FALL, NOISE = 0.03, 0.05
+_KEPT, _FELL, _LEFT_OUT = "kept", "fell", "left out"
+
+
+@dataclass(frozen=True, eq=False)
+class SkillComparison(Result):
+    """Which skills a sparse model kept.
+
+    Args:
+        table: one row per family. Shares of prompts, ``right`` and ``above`` (right above wrong),
+            of the dense and the sparse model, and the mean divergence ``KL(dense || sparse)`` in
+            nats at the answer, each with the ends of its 95 % interval (``_low``, ``_high``);
+            ``chance``; ``change``, of right above wrong, with its ``p``; ``edges``, the open
+            attention edges per token of the sparse model, and ``possible`` ones; and ``outcome``,
+            which says of a family without numbers why it has none.
+    """
+
+    table: pd.DataFrame
+
+    @property
+    def kept(self) -> list[str]:
+        """The families that the dense model does and that did not fall by more than `FALL`."""
+        return [row["family"] for row in self._rows(_KEPT)]
+
+    @property
+    def lost(self) -> list[str]:
+        """The families that fell by more than `FALL`, within noise or not; the largest first."""
+        fell = sorted(self._rows(_FELL), key=lambda row: row["change"])
+        return [row["family"] for row in fell]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The families that were left out on request."""
+        return [row["family"] for row in self._rows(_LEFT_OUT)]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: how many skills were kept, and which fell."""
+        table, n = self.to_pandas().loc[self.lost], len(self.kept)
+        fell = [
+            f"{row['title']} {row['above_dense']:.0%} to {row['above_sparse']:.0%}"
+            + row["outcome"].removeprefix(_FELL)
+            for row in table.to_dict("records")
+        ]
+        return f"kept {n} of {n + len(fell)} skills" + "; fell: " * bool(fell) + ", ".join(fell)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table, by family."""
+        return self.table.set_index("family")
+
+    def _rows(self, outcome: str) -> list[dict[Any, Any]]:
+        rows = self.table.to_dict("records")
+        return [row for row in rows if row["outcome"].startswith(outcome)]
+
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas().filter(regex="(?<!_low)(?<!_high)$")
+
+    def __repr__(self) -> str:
+        return f"SkillComparison({self.verdict})"
+
+
+@checked
+@autograd(False)
+def measure_skills(
+    dense: Model | SparseTransformer,
+    sparse: SparseTransformer,
+    families: Sequence[Task] = BATTERY,
+    *,
+    leave_out: Sequence[str] = (),
+    n: Pairs = 64,
+    seed: Seed = 0,
+    batch_size: AtLeastOne = 64,
+    progress: bool = True,
+) -> SkillComparison:
+    """Measure what post-training kept of skills that no training group asks for.
+
+    Args:
+        dense: the dense model; a sparse one is run with its gates open and its adapters off.
+        sparse: the sparse model, with the same tokenizer.
+        families: families of prompts; any tasks.
+        leave_out: names of families that a training group came from.
+        n: number of prompts per family, or as many as there are.
+        seed: random seed for the prompts.
+        batch_size: prompts per forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: a name is unknown or given twice, the dense model is the one inside the sparse
+            one, or a prompt does not fit a model.
+    """
+    import pandas as pd
+
+    names = [task.name for task in families]
+    if len({*names}) < len(names) or not {*leave_out} <= {*names}:
+        raise ValueError(
+            f"give each family once, and as leave_out only names of families; got {names}, and "
+            f"{[*leave_out]} to leave out"
+        )
+    reference, rows = DensePredictions(dense, capacity=0), []
+    with (
+        evaluation_mode(dense),
+        evaluation_mode(sparse),
+        tracked("measuring skills", len(names), progress) as step,
+    ):
+        for task in families:
+            row: dict[str, Any] = {"family": task.name, "title": task.title, "outcome": _LEFT_OUT}
+            if task.name not in leave_out:
+                try:
+                    pairs = _distinct(task.pairs(dense, n, seed=seed))
+                except ValueError as error:  # the tokenizer lacks the task's words
+                    row["outcome"] = f"not measured: {error}"
+                else:
+                    row |= _measured(sparse, reference, pairs, batch_size)
+            rows.append(row)
+            step()
+    return SkillComparison(pd.DataFrame(rows))
+
+
+def _measured(
+    sparse: SparseTransformer, reference: DensePredictions, pairs: PromptPairs, batch_size: int
+) -> dict[str, Any]:
+    """The numbers of one family, and its outcome."""
+    check_wrong(pairs)
+    batches, parts = PairBatches(sparse, pairs, batch_size, shared=True), []
+    for batch in map(batches.batches.__getitem__, batches.own):
+        rows = batch.answer_rows()
+        with batches.adapter.only_at(rows.loss_mask) as logits_at:
+            output, counts = sparse.run_with_counts(rows.tokens, **rows.model_kwargs)
+        both = reference.logits(rows), logits_at(output)
+        edges = [x.sum(dim=(0, 2)) for x in (counts.active, counts.possible)]
+        part = [
+            torch.stack([is_right(logits, batch) for logits in both]),
+            torch.stack([chooses_right(logits, batch) for logits in both]),
+            losses_and_divergences(both[1], both[0], rows.loss_labels())[1].double(),
+            torch.stack([*edges, counts.tokens]).double(),
+        ]
+        parts.append([values.cpu() for values in part])
+    n_right, n_wrong = ((side >= 0).sum(dim=1) for side in (pairs.answers, pairs.wrong))
+    chance = (n_right / (n_right + n_wrong)).double().mean().item()
+    by_prompt = [torch.cat(values, dim=-1) for values in zip(*ranks.in_order(parts), strict=True)]
+    return numbers(chance, *by_prompt)
+
+
+def numbers(
+    chance: float,
+    right: Bool[Tensor, "2 prompt"],
+    above: Bool[Tensor, "2 prompt"],
+    divergence: Float[Tensor, " prompt"],
+    edges: Float[Tensor, "3 prompt"],
+) -> dict[str, Any]:
+    """A row of `SkillComparison.table`, from values of every prompt.
+
+    Args:
+        chance: mean share of right answers among all answers.
+        right, above: of the dense and the sparse model.
+        divergence: divergence in nats.
+        edges: open edges, possible edges, and tokens.
+    """
+    n, row = len(divergence), dict[str, Any](chance=chance)
+    found = {"divergence": (divergence.mean().item(), *mean_interval(divergence))}
+    for name, values in (("right", right), ("above", above)):
+        for side, hits in zip(("dense", "sparse"), values.sum(dim=1).tolist(), strict=True):
+            found[f"{name}_{side}"] = hits / n, *wilson_interval(hits, n)
+    for name, ends in found.items():
+        row |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
+    lost, won = (int((one & ~other).sum()) for one, other in (above, above.flip(0)))
+    active, possible, tokens = edges.sum(dim=1).tolist()
+    row |= {"prompts": n, "change": (won - lost) / n, "p": sign_test(lost, won)}
+    row |= {"edges": active / tokens, "possible": possible / tokens, "outcome": _KEPT}
+    if row["above_dense_low"] <= chance:
+        row["outcome"] = "the dense model is at chance"
+    elif row["change"] < -FALL:
+        row["outcome"] = _FELL if row["p"] < NOISE else f"{_FELL} (within noise)"
+    return row
+
+
+def _distinct(pairs: PromptPairs) -> PromptPairs:
+    """Each prompt once; tasks repeat prompts if they have fewer than requested."""
+    prompts = torch.cat([pairs.positions[:, None], pairs.clean], dim=1).tolist()
+    first = {tuple(prompt): row for row, prompt in reversed([*enumerate(prompts)])}
+    return pairs.select(torch.tensor(sorted(first.values())))
