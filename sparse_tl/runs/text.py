@@ -36,6 +36,7 @@ from sparse_tl.runs.texts import (
     warn_of_repeats,
 )
 from sparse_tl.storage.files import write_csv, write_json
+from sparse_tl.tasks import BATTERY, measure_skills
 from sparse_tl.training import TargetLoss, post_train
 from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
@@ -86,7 +87,8 @@ def run_post_training(
     ranks share the rows of every step; see `sparse_tl.parallel.ranks`.
 
     Args:
-        out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
+        out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
+            the model kept of skills that no group asks for, by `measure_skills`; not if sharded.
         model: name of `load_language_model`, hub name, Hugging Face folder, or folder written by
             `save_model`.
         text: text files, names of datasets (which are streamed), or "own" for text that the model
@@ -224,11 +226,19 @@ def run_post_training(
         for group in groups:
             if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
                 warn_of_repeats(group.name, steps * per_step, group.stream.n_windows)
+        verdict, skills = outcome.verdict, None
+        if not shard:
+            weights_kept = trained in ("lora", "gates")
+            dense = sparse if weights_kept else load_named_model(model, load_model, device=device)
+            with folder.stage("skills"):
+                skills = measure_skills(dense, sparse, leave_out=_alike(tasks), progress=progress)
+            if skills.kept or skills.lost:
+                verdict += f" Skills of no group: {skills.verdict}."
         reported = outcome.reported
         first = reported[groups[0].name]
         measured = {
             "seed": seed,
-            "verdict": outcome.verdict,
+            "verdict": verdict,
             "feasible": outcome.feasible,
             "trained": trained,
             "held_out_windows": len(groups[0].test),
@@ -240,8 +250,9 @@ def run_post_training(
         def write() -> None:
             write_csv(folder / "history.csv", outcome.history)
             write_csv(folder / "texts.csv", outcome.to_pandas().rename_axis("text").reset_index())
-            if not shard:
+            if skills is not None:
                 sparse.save_pretrained(folder / "sparse")
+                write_csv(folder / "skills.csv", skills.table)
             write_json(folder / "metrics.json", measured)
 
         if shard:
@@ -255,6 +266,12 @@ def run_post_training(
         diagram = circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt, weight="carried")
         save_figure(diagram, folder.path, "circuit_diagram")
     return SparseRun.read(folder.path, sparse)
+
+
+def _alike(tasks: Sequence[str]) -> list[str]:
+    """The families of skills that ask for what a training task asks for."""
+    asked = {type(TASKS_BY_NAME[name]) for name in tasks}
+    return [family.name for family in BATTERY if type(family) in asked]
 
 
 def _names(names: str | Sequence[str] | None) -> list[str]:

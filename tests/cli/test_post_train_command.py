@@ -16,6 +16,7 @@ from sparse_tl.data import read_documents, text_rows
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt, load_model, lora_parameters
 from sparse_tl.runs import text, texts
+from sparse_tl.tasks import SkillComparison
 from sparse_tl.training import HeldOut, evaluate_held_out
 
 
@@ -47,6 +48,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         "history.csv",
         "metrics.json",
         "run.json",
+        "skills.csv",
         "sparse",
         "texts.csv",
     ]
@@ -58,6 +60,25 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
     drawn = (out / "circuit_diagram.svg").read_text()
     assert all(drawn.count(word) >= 2 for word in ("the", "cat", "sat"))  # in both panels
     assert {".html", ".png"} <= {path.suffix for path in out.glob("circuit_diagram.*")}
+
+
+def test_the_verdict_says_which_skills_fell(
+    tmp_path: Path, tiny: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skills that a training task asks for are left out."""
+    asked: dict[str, object] = {}
+
+    def measured(dense: object, sparse: SparseTransformer, **options: object) -> SkillComparison:
+        asked.update(options, dense=dense, sparse=sparse)
+        row = {"family": "units", "title": "Units", "outcome": "fell", "change": -0.2}
+        return SkillComparison(pd.DataFrame([row | {"above_dense": 0.9, "above_sparse": 0.7}]))
+
+    monkeypatch.setattr(text, "measure_skills", measured)
+    outcome = _text_run(tiny, story, tmp_path / "out")
+    assert "Skills of no group: kept 0 of 1 skills; fell: Units 90% to 70%" in outcome.out
+    assert asked["leave_out"] == [] and asked["dense"] is not asked["sparse"]
+    assert pd.read_csv(tmp_path / "out" / "skills.csv")["family"].tolist() == ["units"]
+    assert text._alike(["ioi", "anaphor"]) == ["anaphor_number"]
 
 
 def test_a_prompt_that_cannot_be_drawn_is_refused_before_training(
@@ -219,7 +240,7 @@ def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Pa
     [
         (("--task", "sums"), "expected tasks of"),
         (("--text", "{story}", "--text", "{story}"), "of different names; got ['story'] twice"),
-        (("--text", "own", "--text", "{story}", "--batch-size", "1"), "1 windows for 2 of them"),
+        (("--text", "own", "--text", "{story}", "--batch-size", "1"), "1 windows for 2"),
         (("--text", "own", "--shard"), "a sharded model cannot generate text"),
     ],
 )
