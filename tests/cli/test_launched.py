@@ -36,7 +36,9 @@ def test_post_train_on_two_ranks(
     outcome = _launched(*run, *shard, "--out", tmp_path / "out")
     assert outcome.returncode == 0, outcome.stderr
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ["history.csv", "metrics.json", "run.json", "sparse", "texts.csv"]
+    skills = [] if shard else ["skills.csv"]
+    files = ["history.csv", "metrics.json", "run.json", *skills, "sparse", "texts.csv"]
+    assert written == files
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     said = " ".join(outcome.stdout.split())
     assert said.count(metrics["verdict"]) == 1 and said.count("on held-out rows") == 1
