@@ -24,6 +24,7 @@ from sparse_tl.lens.core.masks import AttentionMask
 from sparse_tl.lens.core.norms import ClosedForm, Norm
 from sparse_tl.lens.core.places import HookFunction, Place, read_call
 from sparse_tl.lens.core.shortcuts import hooked
+from sparse_tl.parallel import shards
 
 
 def cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
@@ -96,11 +97,12 @@ def plain_norms(norms: Mapping[Any, Norm]) -> Iterator[None]:
 
 
 def _native(module: nn.Module, norm: Norm, _forward: Forward) -> Forward:
-    trained = any(weight.requires_grad for weight in module.parameters())
+    # A sharded weight is whole only while its module runs.
+    plain = not any(w.requires_grad or shards.is_sharded(w) for w in module.parameters())
 
     def run(hidden_states: Tensor, **_: Any) -> Tensor:
         exact = norm.kind == "rms" and hidden_states.dtype not in HALVES
-        if exact and hidden_states.requires_grad and not trained:
+        if exact and hidden_states.requires_grad and plain:
             return ClosedForm.apply(hidden_states, norm, module)
         return module(hidden_states).to(hidden_states.dtype)
 
