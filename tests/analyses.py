@@ -60,6 +60,13 @@ def taking(wanted: type) -> dict[str, Callable[..., Any]]:
     return found
 
 
+def of_prompts() -> dict[str, Callable[..., Any]]:
+    """Every analysis of pairs or targets, by name; the others take pairs as reference prompts."""
+    found = {**taking(PromptPairs), **taking(TargetDataset)}
+    others = ("gated", "ablate_heads", "GatedRun")
+    return {name: function for name, function in found.items() if name not in others}
+
+
 def choices(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """The defaults; every other patch; and every other value of options that have names."""
     types, defaults = _annotations(function), _defaults(function)

@@ -228,8 +228,9 @@ def run_post_training(
                 warn_of_repeats(group.name, steps * per_step, group.stream.n_windows)
         verdict, skills = outcome.verdict, None
         if not shard:
-            weights_kept = trained in ("lora", "gates")
-            dense = sparse if weights_kept else load_named_model(model, load_model, device=device)
+            dense = sparse  # with gates open and adapters off, unless its weights were trained
+            if trained not in ("lora", "gates"):
+                dense = load_named_model(model, load_model, device=device, dtype=dtype)
             with folder.stage("skills"):
                 skills = measure_skills(dense, sparse, leave_out=_alike(tasks), progress=progress)
             if skills.kept or skills.lost:

@@ -117,11 +117,10 @@ class SparsityObjective(Objective):
     where E_h is the group's expected number of edges of head h, and an MLP output is that of one
     layer at one position; MLPs without gates do not count. Because of the logarithm, closing one
     percent of the edges is worth the same at any density; the 1 keeps it finite when no edge is
-    left. The
-    division keeps the scale of the gradients while lambda moves over orders of magnitude, so that
-    clipping means the same throughout; it does not move the optimum for a given lambda. The divisor
-    is the same for all micro-batches of a step, whatever groups they hold; the sizes are each
-    micro-batch's own.
+    left. The division keeps the scale of the gradients while lambda moves over orders of magnitude,
+    so that clipping means the same throughout; it does not move the optimum for a given lambda. The
+    divisor is the same for all micro-batches of a step, whatever groups they hold; the sizes are
+    each micro-batch's own.
 
     The constraint is checked on validation rows: after every evaluation, `record_gaps` stores each
     group's gap. Its limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Early on, large
@@ -205,13 +204,13 @@ class SparsityObjective(Objective):
         task = ranks.mean(weights * labels.minimised)
         sizes, n_rows = self.sizes(counts, groups)
         objective = (torch.log1p(sizes[n_rows > 0]).mean() + task) / (1 + lambdas.mean())
-        n_rows = n_rows.detach().cpu().double()
-        self._summed = self._summed + sizes.detach().cpu().double() * n_rows
+        known, n_rows = sizes.detach().cpu().double(), n_rows.cpu().double()
+        self._summed = self._summed + known * n_rows
         self._rows = self._rows + n_rows
         measured = {
             "loss": ranks.mean(labels.loss).item(),
             "lambda": ranks.mean(weights).item(),
-            "size": (sizes.detach().cpu() @ n_rows.to(sizes.dtype) / n_rows.sum()).item(),
+            "size": (known @ n_rows / n_rows.sum()).item(),
             "expected_per_token": ranks.total(counts.expected.sum()).item()
             / ranks.total(counts.tokens.sum()).item(),
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from analyses import call, check_same, choices, taking
+from analyses import call, check_same, choices, of_prompts, taking
 from architectures import plain_transformer
 from random_models import random_pairs, shaken
 from tiny import tokenizer_of
@@ -17,7 +17,6 @@ from tiny import tokenizer_of
 from sparse_tl import (
     PromptPairs,
     SparseTransformer,
-    TargetDataset,
     evaluate_heads,
     logit_difference,
     patch_exactly,
@@ -26,12 +25,7 @@ from sparse_tl.circuits import attribute_heads
 from sparse_tl.lens import Model, boot
 
 Build = Callable[..., Model]
-ANALYSES = {
-    name: function
-    for name, function in {**taking(PromptPairs), **taking(TargetDataset)}.items()
-    if name not in ("gated", "ablate_heads", "GatedRun")
-}
-"""Of pairs; the others take pairs as reference prompts."""
+ANALYSES = of_prompts()
 REFERENCED = set(taking(PromptPairs)) - set(ANALYSES)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from analyses import call, check_same, taking
+from analyses import call, check_same, of_prompts
 from random_models import random_pairs, shaken
 
 from sparse_tl import (
     PromptPairs,
     SparseTransformer,
-    TargetDataset,
     ablate_heads,
     circuit_diagram,
     explore,
@@ -30,11 +29,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
-ANALYSES = {
-    name: function
-    for name, function in {**taking(PromptPairs), **taking(TargetDataset)}.items()
-    if name not in ("gated", "ablate_heads", "GatedRun")
-}
+ANALYSES = of_prompts()
 
 
 def _pairs(model: Any) -> PromptPairs:

@@ -7,10 +7,16 @@ from sparse_tl.circuits import NeuronEffects
 from sparse_tl.plots.page.palette import MODEL_PAIRS, MUTED, RULE_WEIGHT
 from sparse_tl.plots.panels.grid_figure import GridFigure
 from sparse_tl.plots.panels.legends import add_legend_below
-from sparse_tl.plots.panels.plotly_panels import add_line, hover_text, panel_figure, ticks
+from sparse_tl.plots.panels.plotly_panels import (
+    add_line,
+    add_points,
+    hover_text,
+    panel_figure,
+    ticks,
+)
 
 _WIDTH, _ROW, _MARGIN = 360, 18, 0.05
-_POINT_SIZE, _POINT_OPACITY = 7, 0.8
+_POINT_OPACITY = 0.8
 
 
 @checked
@@ -52,19 +58,16 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     ]
     colours = dict(zip(("effect", "score"), MODEL_PAIRS[0], strict=True))
     for column, name in (("score", "To First Order"), ("effect", "Exact")):
-        figure.add_scatter(
+        add_points(
+            figure,
+            1,
+            1,
             x=list(table[column]),
             y=rows,
-            mode="markers",
-            marker={"color": colours[column], "size": _POINT_SIZE},
-            opacity=_POINT_OPACITY,
+            colour=colours[column],
             name=name,
-            legendgroup=name,
-            showlegend=False,  # listed once, below
-            hoverinfo="text",
-            hovertext=hover,
-            row=1,
-            col=1,
+            hover=hover,
+            opacity=_POINT_OPACITY,
         )
     add_legend_below(figure)
     return GridFigure(figure, f"Neurons of {neurons.mlp}")

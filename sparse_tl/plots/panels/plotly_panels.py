@@ -188,6 +188,36 @@ def _add_title(
     figure.add_annotation(text=plain_text(shown), row=row, col=column, **position)
 
 
+def add_points(
+    figure: go.Figure,
+    row: int,
+    column: int,
+    *,
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: Colour,
+    name: str,
+    hover: Sequence[str],
+    opacity: float = 1.0,
+    size: float = 7,
+) -> None:
+    """Add points to a panel, each with a tooltip; `add_legend_below` lists their name once."""
+    figure.add_scatter(
+        x=x,
+        y=y,
+        mode="markers",
+        marker={"color": colour, "size": size},
+        opacity=opacity,
+        name=name,
+        legendgroup=name,
+        showlegend=False,
+        hoverinfo="text",
+        hovertext=hover,
+        row=row,
+        col=column,
+    )
+
+
 def add_line(
     figure: go.Figure,
     row: int,

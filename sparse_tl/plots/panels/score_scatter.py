@@ -12,6 +12,7 @@ from sparse_tl.plots.panels.grid_figure import GridFigure
 from sparse_tl.plots.panels.legends import add_legend_below
 from sparse_tl.plots.panels.plotly_panels import (
     add_line,
+    add_points,
     fitting_width,
     hover_text,
     in_rows,
@@ -62,19 +63,16 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
                 (check.parts[i], f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
                 for i, x, y in zip(indices, exact, score, strict=True)
             ]
-            figure.add_scatter(
+            add_points(
+                figure,
+                *position,
                 x=exact,
                 y=score,
-                mode="markers",
-                marker={"color": colour, "size": _POINT_SIZE},
-                opacity=_POINT_OPACITY,
+                colour=colour,
                 name=_NAMES[drawn],
-                legendgroup=_NAMES[drawn],
-                showlegend=False,  # listed once, below
-                hoverinfo="text",
-                hovertext=[hover_text(words) for words in hover],
-                row=position[0],
-                col=position[1],
+                hover=[hover_text(words) for words in hover],
+                opacity=_POINT_OPACITY,
+                size=_POINT_SIZE,
             )
     add_legend_below(figure)
     return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")

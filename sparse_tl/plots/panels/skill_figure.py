@@ -12,6 +12,7 @@ from sparse_tl.plots.panels.legends import add_legend_below, add_notes
 from sparse_tl.plots.panels.plotly_panels import (
     LONGEST_NAME,
     add_line,
+    add_points,
     fitting_width,
     hover_text,
     panel_figure,
@@ -21,7 +22,7 @@ from sparse_tl.plots.panels.plotly_panels import (
 from sparse_tl.tasks import SkillComparison
 
 _GAP, _ROW, _WIDEST, _LABELS = 24, 22, 280, 52
-_POINT_SIZE, _OFFSET, _TICK, _PALE = 7, 0.16, 0.3, 0.45
+_OFFSET, _TICK, _PALE = 0.16, 0.3, 0.45
 
 
 @checked
@@ -78,20 +79,8 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
         rows = [row + offset for row in range(n)]
         for row, *line in zip(rows, *ends, strict=True):
             add_line(figure, 1, column, x=line, y=[row] * 2, colour=colour, opacity=_PALE)
-        figure.add_scatter(
-            x=points.tolist(),
-            y=rows,
-            mode="markers",
-            marker={"color": colour, "size": _POINT_SIZE},
-            opacity=1.0,
-            name=name,
-            legendgroup=name,
-            showlegend=False,  # listed once, below
-            hoverinfo="text",
-            hovertext=hover,
-            row=1,
-            col=column,
-        )
+        places = {"x": points.tolist(), "y": rows}
+        add_points(figure, 1, column, **places, colour=colour, name=name, hover=hover)
     add_legend_below(figure)
     if compared.left_out:
         add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
