@@ -13,6 +13,7 @@ times as many rows takes one second. Run it again to resume.
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.lens import adapt, merge_lora
 from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.tasks import TASKS_BY_NAME
-from sparse_tl.training import post_train, sampled_windows
+from sparse_tl.training import post_train, sampled_windows, short_rows
 
 TASKS = ("ioi", "ioi_long", "greater_than", "docstring", "induction", "capitals")
 
@@ -37,11 +38,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")
     parser.add_argument("--prompts", type=int, default=1000, help="of each task")
-    parser.add_argument("--own-step", type=int, default=1, help="own windows in a step")
-    parser.add_argument("--text-step", type=int, default=1, help="windows of each text in a step")
-    parser.add_argument("--task-step", type=int, default=2, help="prompts of each task in a step")
-    parser.add_argument("--text-held-out", type=int, default=5, help="windows that select, by text")
-    parser.add_argument("--task-held-out", type=int, default=12, help="prompts that do, by task")
+    parser.add_argument("--window-step", type=int, default=1, help="own and other windows")
+    parser.add_argument("--short-step", type=int, default=6, help="short rows of each kind")
+    parser.add_argument("--task-step", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--held-out-tokens", type=int, default=1280, help="that select, by group")
     parser.add_argument("--steps", type=int, default=460)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--gate-learning-rate", type=float, default=1e-3)
@@ -54,20 +54,27 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     streams, validation = dict[str, ShuffledStream](), dict[str, TokenBatch]()
 
-    def add(name: str, rows: TokenBatch, n_held_out: int, per_step: int) -> None:
+    def add(name: str, rows: TokenBatch, per_step: int) -> None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-        validation[name] = rows.select(order[:n_held_out])
-        streams[name] = ShuffledStream(rows.select(order[n_held_out:]), per_step)
+        n = max(2, args.held_out_tokens * len(rows) // int(rows.loss_mask.numel()))
+        validation[name] = rows.select(order[:n])
+        streams[name] = ShuffledStream(rows.select(order[n:]), per_step)
+
+    def add_text(name: str, windows: TokenBatch, kinds: int) -> None:
+        add(name, windows, args.window_step)
+        for kind, rows in islice(short_rows(windows.tokens, dense.tokenizer).items(), kinds):
+            add(f"{name}, {kind}", rows, args.short_step)
 
     file = args.out / "own.safetensors"
-    own = sampled_windows(dense, args.own_windows, args.window, save_to=file)
-    add("own", own, args.text_held_out, args.own_step)
-    for file in args.text:
-        rows = text_rows(read_documents(file), dense.tokenizer, args.window, limit=args.windows)
-        add(file.stem, rows, args.text_held_out, args.text_step)
+    add_text("own", sampled_windows(dense, args.own_windows, args.window, save_to=file), 3)
+    texts = [
+        text_rows(read_documents(file), dense.tokenizer, args.window, limit=args.windows).tokens
+        for file in args.text
+    ]
+    add_text("texts", TokenBatch.next_token(torch.cat(texts)), 1)
     for name in TASKS:
         rows = TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7).answer_rows()
-        add(name, rows, args.task_held_out, args.task_step)
+        add(name, rows, args.task_step)
     outcome = post_train(
         sparse,
         streams,

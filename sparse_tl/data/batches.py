@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -211,8 +211,9 @@ class TokenBatch(Rows):
     def by_length(self, parts: AtLeastOne = 4) -> list[TokenBatch]:
         """Group rows of similar length, and drop padding columns on the right of each group.
 
-        This only saves time: padding has no loss and no attention edges. Neighbouring groups are
-        merged if the added padding costs less than another pass.
+        This only saves time: padding has no loss and no attention edges. Among all divisions into
+        at most `parts` groups that have a loss each, this is the one with the fewest tokens, where
+        a further pass counts as `PASS` tokens.
 
         Args:
             parts: maximum number of groups.
@@ -222,15 +223,29 @@ class TokenBatch(Rows):
         columns = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
         ends = (columns * self.attention_mask.bool()).amax(dim=1)
         order = ends.argsort(stable=True)
-        rows, done, pass_cost = self.select(order), 0, PASS.on(ends.device)
-        groups: list[tuple[int, int, int]] = []  # where the rows start and stop, and their width
-        for piece in rows.split(math.ceil(len(self) / parts)):
-            start, done = done, done + len(piece)
-            width = int(ends[order[done - 1]])
-            if groups and (start - groups[-1][0]) * (width - groups[-1][2]) <= pass_cost:
-                start, *_ = groups.pop()
-            groups.append((start, done, width))
-        return [rows.select(slice(start, stop))._columns(0, width) for start, stop, width in groups]
+        rows, widths = self.select(order), ends[order].tolist()
+        labelled = rows.loss_mask.any(dim=1).cumsum(dim=0).tolist()
+        n_labelled = np.array([0, *labelled])
+        stops = [i + 1 for i, width in enumerate(widths) if width != (*widths, 0)[i + 1]]
+        edges, pass_cost = np.array([0, *stops]), PASS.on(ends.device)
+        # least[i]: the fewest tokens of the rows up to edges[i], in the number of groups so far.
+        least, begins = np.where(edges == 0, 0.0, np.inf), list[np.ndarray]()
+        for _ in range(min(parts, len(stops))):
+            tokens = (edges - edges[:, None]) * np.array([0, *(widths[s - 1] for s in stops)])
+            allowed = n_labelled[edges] > n_labelled[edges][:, None]
+            cost = np.where(allowed, least[:, None] + tokens + pass_cost, np.inf)
+            cost = np.vstack([cost, least])  # as many groups as before
+            begins.append(cost.argmin(axis=0))
+            least = cost.min(axis=0)
+        bounds, at = [len(self)], len(edges) - 1
+        for begin in reversed(begins):
+            if begin[at] < len(edges):
+                at = begin[at]
+                bounds.insert(0, int(edges[at]))
+        return [
+            rows.select(slice(start, stop))._columns(0, widths[stop - 1])
+            for start, stop in pairwise(bounds)
+        ]
 
     def _columns(self, start: int, stop: int) -> TokenBatch:
         return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)

@@ -50,6 +50,7 @@ from sparse_tl.lens.core.lora import (
     takes_lora as takes_lora,
 )
 from sparse_tl.lens.core.masks import AttentionMask as AttentionMask
+from sparse_tl.lens.core.merged_lora import merged_lora as merged_lora
 from sparse_tl.lens.core.modes import (
     evaluation_mode as evaluation_mode,
     frozen as frozen,

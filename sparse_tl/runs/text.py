@@ -83,6 +83,7 @@ def run_post_training(
     """Run all unfinished steps and return all results.
 
     Every text and task is a group with its own loss constraint, and groups share the batch evenly.
+    Text that the model generates makes further groups of `short_rows`, which share one such part.
     Some held-out rows of each group select the weights; results are reported on the others. Several
     ranks share the rows of every step; see `sparse_tl.parallel.ranks`.
 
@@ -100,7 +101,7 @@ def run_post_training(
         window: tokens per window.
         boundaries: what happens where one document follows another: "predict", "skip" or "split";
             as in `text_rows`.
-        batch_size: windows per step, at least one for each group.
+        batch_size: windows per step, at least one for each text and task, and one for short text.
         steps: number of post-training steps.
         learning_rate: peak learning rate of weights or adapters.
         gate_learning_rate: peak learning rate of gates.
@@ -192,17 +193,16 @@ def run_post_training(
             shard_model(model_, precision=precision)
         starts = {"initial_threshold": initial_threshold, "initial_bias": initial_bias}
         sparse = SparseTransformer(model_, gates=gates, mlps=mlps, **starts)
-        n_groups = len(texts + tasks)
+        n_groups = _n_parts(texts, tasks)
         per_step = batch_size // n_groups
         reader = GroupReader(
             sparse, window, boundaries, steps, per_step, n_groups, seed, accumulate
         )
-        groups = [
-            reader.own(own_windows, folder / "own.safetensors", progress)
-            if source == OWN
-            else reader.text(source)
-            for source in texts
-        ] + [reader.task(name) for name in tasks]
+        groups = [reader.text(source) for source in texts if source != OWN]
+        if OWN in texts:
+            own = reader.own(own_windows, folder / "own.safetensors", progress)
+            groups = [*own, *groups]
+        groups += [reader.task(name) for name in tasks]
         others = {group_name(source): reader.held_out(source) for source in held_out_texts}
         with (
             folder.stage("post-training"),
@@ -269,6 +269,11 @@ def run_post_training(
     return SparseRun.read(folder.path, sparse)
 
 
+def _n_parts(texts: Sequence[str], tasks: Sequence[str]) -> int:
+    """The parts of a step that have equally many tokens; the model's own short text is one."""
+    return len(texts) + len(tasks) + (OWN in texts)
+
+
 def _alike(tasks: Sequence[str]) -> list[str]:
     """The families of skills that ask for what a training task asks for."""
     asked = {type(TASKS_BY_NAME[name]) for name in tasks}
@@ -297,11 +302,11 @@ def _check(
     names = [*map(group_name, texts), *tasks, *map(group_name, held_out_texts)]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"expected texts and tasks of different names; got {repeated} twice")
-    n_groups = len(texts) + len(tasks)
+    n_groups = _n_parts(texts, tasks)
     if batch_size < n_groups:
         raise ValueError(
             f"expected a window of every text and task in each step; got {batch_size} windows for "
-            f"{n_groups} texts and tasks. Use a larger --batch-size."
+            f"{n_groups} texts and tasks, short text among them. Use a larger --batch-size."
         )
     micro_batch = math.ceil(batch_size / accumulate)
     smallest = batch_size % micro_batch or micro_batch

@@ -15,7 +15,7 @@ from sparse_tl.data.streams import TokenStream
 from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks import TASKS_BY_NAME
-from sparse_tl.training import sampled_windows
+from sparse_tl.training import sampled_windows, short_rows
 
 OWN = "own"
 """Name of the text that the model generates."""
@@ -95,14 +95,28 @@ class GroupReader:
             stream = self._shuffled(source, self._rows(train), self.per_step)
         return self._group(source, stream, self._rows(held_out))
 
-    def own(self, n: int, save_to: Path, progress: bool) -> Group:
-        """Text that the model generates, of which a tenth is held out."""
+    def own(self, n: int, save_to: Path, progress: bool) -> list[Group]:
+        """Text that the model generates, of which a tenth is held out, as windows and `short_rows`.
+
+        All kinds of short rows together have about as many tokens per step as the windows.
+        """
         options = {"seed": self.seed, "save_to": save_to, "progress": progress}
         parts = self._split(torch.arange(n))
         with self.model.opened():
             rows = sampled_windows(self.model, n, self.window, **options)
         train, held_out = map(rows.select, parts)
-        return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
+        groups = [self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)]
+        train, held_out = (
+            short_rows(rows.tokens, self.model.tokenizer, seed=self.seed)
+            for rows in (train, held_out)
+        )
+        for name, rows in train.items():
+            n_tokens = int(rows.loss_mask.sum()) / len(rows) * len(train)
+            per_step = max(1, round(self.per_step * self.window / n_tokens))
+            stream = self._shuffled(name, rows, per_step)
+            few = held_out[name].select(slice(HELD_OUT_WINDOWS // self.n_groups))
+            groups.append(self._group(name, stream, few))
+        return groups
 
     def task(self, name: str) -> Group:
         """A task's prompts, with loss at the answer; about as many tokens per step as of a text."""

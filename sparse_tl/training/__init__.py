@@ -14,3 +14,4 @@ from sparse_tl.training.outcome import (
 from sparse_tl.training.own_text import sampled_windows as sampled_windows
 from sparse_tl.training.post_train import post_train as post_train
 from sparse_tl.training.pretrain import pretrain as pretrain
+from sparse_tl.training.short_text import short_rows as short_rows

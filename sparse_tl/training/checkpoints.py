@@ -185,19 +185,28 @@ def load_checkpoint(
         )
     state.objective.update(groups["objective"])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
+    names = {id(parameter): name for name, parameter in trained.items()}
     restored = [
         {
-            key: shards.from_local(of[name], like) if of[name].ndim else of[name]
+            key: _laid_out(shards.from_local(of[name], like), like) if of[name].ndim else of[name]
             for key, of in moments.items()
-            if name in of
+            if (name := names[id(like)]) in of
         }
-        for name, like in trained.items()
+        for group in optimizer.param_groups
+        for like in group["params"]
     ]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(restored))})
     with autograd(False):
         for name, parameter in trained.items():
             shards.local(parameter).copy_(weights[name])
     return state
+
+
+def _laid_out(values: Tensor, like: Tensor) -> Tensor:
+    """Values in the memory layout of a weight, which fused optimizers require of its moments."""
+    if values.stride() == like.stride():
+        return values
+    return torch.empty_like(like, dtype=values.dtype).copy_(values)
 
 
 def _tensors_file(rank: int) -> str:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import nn
 
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import in_use, read_parameters
+from sparse_tl.lens import in_use, merged_lora, read_parameters
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import NonFiniteError
@@ -38,7 +38,7 @@ from sparse_tl.training.checkpoints import (
     run_identity,
     save_checkpoint,
 )
-from sparse_tl.training.config import Selection, TrainingConfig, in_precision
+from sparse_tl.training.config import Precision, Selection, TrainingConfig, in_precision
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective
 from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
@@ -92,12 +92,7 @@ def train(
     parameters = read_parameters(model)
     weights = {name: parameters[name] for name in trained}
     masters = MasterWeights(weights)
-    optimizer = torch.optim.AdamW(
-        [{"params": [masters.by_name[name]], "scale": scale} for name, scale in trained.items()],
-        lr=config.learning_rate,
-        betas=config.betas,
-        weight_decay=config.weight_decay,
-    )
+    optimizer = _optimizer(masters.by_name, trained, config)
     as_stored = json.loads(json.dumps(asdict(config)))  # to compare with the checkpoint's copy
     identity = run_identity(model, {**settings, "trained": dict(trained), "config": as_stored})
     check_ranks(identity)
@@ -111,17 +106,18 @@ def train(
         if state.step > 0:
             objective.load_state(state.objective)
         ranks.check_alike({"step of the checkpoint": state.step})
-        run = Run(objective, stream, selection, config, masters, optimizer, state)
         with (
             lost_rank_noted(folder),
             in_use(model),
             autograd(True),  # notebooks often switch gradients off
             _only_trained(model, weights),
+            _merged(model, config.precision) as merge,
             masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
             tracked(title, config.steps, progress, done=state.step) as show,
         ):
+            run = Run(objective, stream, selection, config, masters, merge, optimizer, state)
             if state.step == 0:
                 run.evaluate()
             saved = time.monotonic()
@@ -153,6 +149,7 @@ class Run:
     selection: Selection
     config: TrainingConfig
     masters: MasterWeights
+    merge: Callable[[], None]
     optimizer: torch.optim.Optimizer
     state: TrainingState
 
@@ -198,6 +195,7 @@ class Run:
             )
         self.optimizer.step()
         self.masters.write()
+        self.merge()
         self.objective.update(measured)
         self.state.step += 1
         self.state.history.append({**self._now(), "rate": rate, **measured})
@@ -255,6 +253,29 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
             parameter.requires_grad_(flag)
         for parameter in trained.values():
             parameter.grad = None
+
+
+def _optimizer(
+    weights: Mapping[str, nn.Parameter], scales: Mapping[str, float], config: TrainingConfig
+) -> torch.optim.AdamW:
+    """AdamW with a group of weights for each multiple of the learning rate, updated together."""
+    groups = [
+        {"params": [weights[name] for name in scales if scales[name] == scale], "scale": scale}
+        for scale in dict.fromkeys(scales.values())
+    ]
+    how = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
+    sharded = any(map(shards.is_sharded, weights.values()))
+    return torch.optim.AdamW(groups, fused=not sharded, **how)
+
+
+@scope
+def _merged(model: nn.Module, precision: Precision) -> Iterator[Callable[[], None]]:
+    """Compute with merged adapters within the block; sharded ones stay apart from weights."""
+    if shards.has_sharded_weights(model):
+        yield lambda: None
+        return
+    with merged_lora(model, torch.bfloat16 if precision == "bf16" else None) as merge:
+        yield merge
 
 
 @scope
