@@ -188,7 +188,7 @@ def load_checkpoint(
     names = {id(parameter): name for name, parameter in trained.items()}
     restored = [
         {
-            key: _laid_out(shards.from_local(of[name], like), like) if of[name].ndim else of[name]
+            key: shards.from_local(of[name], like) if of[name].ndim else of[name]
             for key, of in moments.items()
             if (name := names[id(like)]) in of
         }
@@ -200,13 +200,6 @@ def load_checkpoint(
         for name, parameter in trained.items():
             shards.local(parameter).copy_(weights[name])
     return state
-
-
-def _laid_out(values: Tensor, like: Tensor) -> Tensor:
-    """Values in the memory layout of a weight, which fused optimizers require of its moments."""
-    if values.stride() == like.stride():
-        return values
-    return torch.empty_like(like, dtype=values.dtype).copy_(values)
 
 
 def _tensors_file(rank: int) -> str:

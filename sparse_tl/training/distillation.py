@@ -8,12 +8,14 @@ label ``y`` and the share ``d`` of the prediction,
 
 With a vocabulary of tens of thousands of tokens, these tensors are the largest of a step, and each
 operation reads and writes one in main memory. Here the labels are processed in small chunks, so
-that intermediate values stay in the cache, and the gradient overwrites the dense model's logits.
+that intermediate values stay in the cache, and the gradient overwrites the dense model's logits. If
+the unembedding is frozen, no logits are kept: each chunk's gradient with respect to the final
+residual stream is computed at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +23,30 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import log_probabilities
 
 LOGITS_PER_CHUNK = SizeByDevice(cpu=2**19, elsewhere=2**25)
 """Logits per chunk of labels; on a CPU, its intermediate values fit into the cache."""
+LOGITS_AT_ONCE = SizeByDevice(cpu=2**22, elsewhere=2**28)
+"""Logits that are computed at once from the residual stream, each of which reads all weights."""
+
+Unembed = Callable[[Tensor], Tensor]
+"""Function from the final residual stream ``[label, d_model]`` to logits ``[label, vocab]``."""
+
+
+def distilled_from(
+    final: Float[Tensor, "label d_model"],
+    unembed: Unembed,
+    dense: Float[Tensor, "label d_model"],
+    dense_unembed: Unembed,
+    labels: Int[Tensor, " label"],
+    share: float,
+) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"]]:
+    """As `distilled`, from the final residual stream of both models."""
+    if not len(labels) or unembed(final[:1].detach()).requires_grad:  # it is trained
+        return distilled(unembed(final), dense_unembed(dense), labels, share)
+    return _FromFinal.apply(final, unembed, dense, dense_unembed, labels, share)
 
 
 def distilled(
@@ -66,8 +88,47 @@ def losses_and_divergences(
 
 
 def _chunks(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
-    size = max(1, LOGITS_PER_CHUNK.on(logits.device) // logits.shape[1])
-    return (slice(start, start + size) for start in range(0, max(1, len(logits)), size))
+    return _slices(len(logits), LOGITS_PER_CHUNK.on(logits.device) // logits.shape[1])
+
+
+def _slices(n: int, size: int) -> Iterator[slice]:
+    size = max(1, size)
+    return (slice(start, start + size) for start in range(0, max(1, n), size))
+
+
+class _FromFinal(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        final: Tensor,
+        unembed: Unembed,
+        dense: Tensor,
+        dense_unembed: Unembed,
+        labels: Tensor,
+        share: float,
+    ) -> tuple[Tensor, Tensor]:
+        vocab = unembed(final[:1]).shape[1]
+        by_final = torch.empty_like(final)
+        found = []
+        for rows in _slices(len(final), LOGITS_AT_ONCE.on(final.device) // vocab):
+            with autograd(True):
+                read = final[rows].detach().requires_grad_()
+                logits = unembed(read)
+                pair = distilled(logits, dense_unembed(dense[rows]), labels[rows], share)
+                (by_final[rows],) = torch.autograd.grad(pair[0].sum(), read)
+            found.append([values.detach() for values in pair])
+        minimised, loss = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(by_final)
+        ctx.mark_non_differentiable(loss)
+        return minimised, loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any, by_minimised: Tensor, _by_loss: Tensor
+    ) -> Any:
+        (by_final,) = ctx.saved_tensors
+        return by_final * by_minimised[:, None].to(by_final.dtype), *[None] * 5
 
 
 class _Distilled(torch.autograd.Function):

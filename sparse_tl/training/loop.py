@@ -117,7 +117,7 @@ def train(
             interrupt_noted() as interrupted,
             tracked(title, config.steps, progress, done=state.step) as show,
         ):
-            run = Run(objective, stream, selection, config, masters, merge, optimizer, state)
+            run = Run(objective, stream, selection, config, masters, optimizer, state, merge)
             if state.step == 0:
                 run.evaluate()
             saved = time.monotonic()
@@ -149,9 +149,9 @@ class Run:
     selection: Selection
     config: TrainingConfig
     masters: MasterWeights
-    merge: Callable[[], None]
     optimizer: torch.optim.Optimizer
     state: TrainingState
+    merge: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.trained = self.masters.by_name
@@ -264,8 +264,9 @@ def _optimizer(
         for scale in dict.fromkeys(scales.values())
     ]
     how = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
-    sharded = any(map(shards.is_sharded, weights.values()))
-    return torch.optim.AdamW(groups, fused=not sharded, **how)
+    # The fused update takes a weight for one piece of memory, which views of joint weights are not.
+    fused = all(w.is_contiguous() and not shards.is_sharded(w) for w in weights.values())
+    return torch.optim.AdamW(groups, fused=fused, **how)
 
 
 @scope

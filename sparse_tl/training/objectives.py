@@ -16,7 +16,7 @@ from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.distillation import distilled
+from sparse_tl.training.distillation import distilled, distilled_from
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
 
@@ -223,19 +223,26 @@ class SparsityObjective(Objective):
     ) -> tuple[_Labels, AttentionEdgeCounts]:
         """The labels' losses and the edge counts of one pass under sampled gates."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
+        settings = {"pressure": PRESSURE, "edge_cost": cost}
+        adapter, labels, read = adapt(self.sparse), batch.loss_labels(), batch.loss_mask
+        dense, sharded = self._predictions, shards.has_sharded_weights(self.sparse)
         with (
             self.sparse.sampled(generator, self._noise),
-            adapt(self.sparse).only_at(batch.loss_mask) as logits_at,
+            self.sparse.counting(batch.attention_mask, **settings) as layers,
         ):
-            output, counts = self.sparse.run_with_counts(
-                batch.tokens, pressure=PRESSURE, edge_cost=cost, **batch.model_kwargs
-            )
-        logits, labels = logits_at(output), batch.loss_labels()
-        if self._predictions is None:
-            minimised = loss = token_losses(logits, labels)
+            if dense is None or sharded:
+                with adapter.only_at(read) as logits_at:
+                    output = logits_at(self.sparse(batch.tokens, **batch.model_kwargs))
+            else:
+                output = adapter.final(batch.tokens, read=read, **batch.model_kwargs)[read]
+        if dense is None:
+            minimised = loss = token_losses(output, labels)
+        elif sharded:
+            minimised, loss = distilled(output, dense.logits(batch), labels, self.distilled)
         else:
-            dense = self._predictions.logits(batch)
-            minimised, loss = distilled(logits, dense, labels, self.distilled)
+            both = (output, adapter.unembed, dense.final(batch), dense.unembed)
+            minimised, loss = distilled_from(*both, labels, self.distilled)
+        counts = AttentionEdgeCounts.of_pass(layers)
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def sizes(

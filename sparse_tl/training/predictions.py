@@ -59,11 +59,19 @@ class DensePredictions:
         if shards.has_sharded_weights(adapter.core):  # only passes of the full model gather weights
             with predicting(self.model), adapter.only_at(batch.loss_mask) as logits_at:
                 return logits_at(self.model(batch.tokens, **batch.model_kwargs))
-        if ranks.count() > 1 or adapter.core.training:  # with dropout, every pass differs
-            final = self._run(batch)
-        else:
-            final = self._run_or_kept(batch)
-        return adapter.logits(final[:, None])[:, 0]
+        return self.unembed(self.final(batch))
+
+    @autograd(False)
+    def final(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
+        """The residual stream after the last layer at the labels of a batch."""
+        if ranks.count() > 1 or adapt(self.model).core.training:  # with dropout, every pass differs
+            return self._run(batch)
+        return self._run_or_kept(batch)
+
+    @autograd(False)
+    def unembed(self, final: Float[Tensor, "label d_model"]) -> Float[Tensor, "label vocab"]:
+        """The logits for a final residual stream."""
+        return adapt(self.model).unembed(final)
 
     def _run(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
         """The residual stream after the last layer, at the labels."""

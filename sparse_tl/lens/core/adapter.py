@@ -226,11 +226,15 @@ class Adapter(ABC):
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """Logits for a final residual stream."""
 
+    def unembed(self, final: Float[Tensor, "label d_model"]) -> Float[Tensor, "label vocab"]:
+        """Logits for the final residual stream at some positions, one row each."""
+        return self.logits(final[:, None])[:, 0]
+
     def logits_at(
         self, final: Float[Tensor, "batch pos d_model"], read: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "label vocab"]:
         """Logits at some positions only, one row each; never allocates ``[batch, pos, vocab]``."""
-        return self.logits(final[read][:, None]).squeeze(1)
+        return self.unembed(final[read])
 
     # ---- weights ---------------------------------------------------------------------------------
 
