@@ -56,8 +56,13 @@ class GateSettings:
 
     @property
     def idle(self) -> bool:
+        """Whether a pass neither closes nor counts any gate, nor computes patterns by blocks."""
+        return self.does_nothing and not self.by_blocks
+
+    @property
+    def does_nothing(self) -> bool:
         """Whether a pass neither closes nor counts any gate."""
-        return self.mode is GateMode.OPEN and self.counts is None and not self.by_blocks
+        return self.mode is GateMode.OPEN and self.counts is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +116,9 @@ class ComputedGates(nn.Module):
             if torch.is_grad_enabled():
                 drawn_from = None if now.generator is None else now.generator.get_state()
                 kept = _counting_anew(now)  # drop the counts: the pass may be over
-                known.append(_LayerPass(kept, drawn_from, _excerpt(read)))
+                known.append(_LayerPass(kept, drawn_from, self._excerpt(read)))
             return now
-        excerpt = _excerpt(read)
+        excerpt = self._excerpt(read)
         last = next((one for one in reversed(known) if one.matches(excerpt)), None)
         if last is None:
             raise RuntimeError(
@@ -129,6 +134,10 @@ class ComputedGates(nn.Module):
         generator = torch.Generator(read.device)
         generator.set_state(last.drawn_from)
         return replace(again, generator=generator)
+
+    def _excerpt(self, read: Float[Tensor, "prompt pos *more n"]) -> Tensor:
+        """A layer's input at the last position of the first prompt, which identifies a pass."""
+        return read.detach()[:1, ..., -1:, :].clone()
 
     def _opened(
         self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*#gate"]
@@ -200,8 +209,3 @@ def layer_hooks(
 
 def _counting_anew(settings: GateSettings) -> GateSettings:
     return settings if settings.counts is None else replace(settings, counts=[])
-
-
-def _excerpt(read: Float[Tensor, "prompt ... n"]) -> Tensor:
-    """A layer's input at the last position of the first prompt, by which passes are told apart."""
-    return read.detach()[:1, ..., -1:, :].clone()

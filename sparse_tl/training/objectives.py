@@ -256,9 +256,9 @@ class SparsityObjective(Objective):
         member = one_hot(groups, len(self.loss_budget)).T.to(per_row)
         n_rows = ranks.total(member.sum(dim=1))
         per = n_rows.clamp(min=1)
-        sizes = ranks.total(member @ per_row) / per
+        sizes = ranks.total((member * per_row).sum(dim=1)) / per  # autocast would round a product
         if self.head_cost:
-            by_head = torch.einsum("gp,lph->glh", member, counts.expected)
+            by_head = (member[:, None, :, None] * counts.expected).sum(dim=2)
             by_head = ranks.total(by_head) / per[:, None, None]
             in_use = 1 - torch.exp(-by_head / HEAD_IN_USE)
             sizes = sizes + self.head_cost * in_use.sum(dim=(1, 2))

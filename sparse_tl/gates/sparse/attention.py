@@ -76,10 +76,6 @@ class AttentionGates(ComputedGates, ABC):
     ]:
         """The edges' term of the logits (scores, or None for log p), and each query's term."""
 
-    @abstractmethod
-    def _sample_of(self, read: Tensor) -> Tensor:
-        """A small part of the gates' input, which identifies a pass."""
-
     def hooks(self, adapter: Adapter) -> list[Hook]:
         """Hooks that attach these gates: they read inputs last, and set patterns first."""
         patterns = adapter.layer_points("attn.hook_pattern")
@@ -115,8 +111,8 @@ class AttentionGates(ComputedGates, ABC):
         read: Tensor,
         pattern: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"] | None:
-        mask, now = masks.pop(layer), self._settings_of(layer, self._sample_of(read))
-        if now.idle:
+        mask, now = masks.pop(layer), self._settings_of(layer, read)
+        if now.idle or (now.does_nothing and not isinstance(pattern, Deferred)):
             return None
         scores, row = self._terms(layer, read)
         cost, real = self._cost(layer, now, pattern), _real_queries(now, pattern)

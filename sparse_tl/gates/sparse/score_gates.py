@@ -64,11 +64,10 @@ class ScoreGates(AttentionGates):
     ) -> tuple[Float[Tensor, "prompt head query key"], Float[Tensor, "1 head 1 1"]]:
         return read, self.bias[layer][None, :, None, None]
 
-    def _sample_of(
-        self, read: Float[Tensor, "prompt head query key"]
-    ) -> Float[Tensor, "1 1 1 key"]:
-        """The scores of the first head's last query in the first prompt."""
+    def _excerpt(self, read: Float[Tensor, "prompt head query key"]) -> Float[Tensor, "1 1 1 key"]:
+        """See `ComputedGates._excerpt`: here, the scores of the first head's last query."""
         if isinstance(read, Deferred) and read.computed is None:
             last = slice(read.shape[2] - 1, None)
-            return read.expression.on(Block(slice(0, 1), slice(0, 1), last, slice(None)))
-        return read[:1, :1, -1:]
+            block = Block(slice(0, 1), slice(0, 1), last, slice(None))
+            return read.expression.on(block).detach().clone()
+        return read.detach()[:1, :1, -1:].clone()

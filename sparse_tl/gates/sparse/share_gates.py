@@ -97,11 +97,11 @@ class ShareGates(AttentionGates):
         along = (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
         return None, along.transpose(1, 2)[..., None]
 
-    def _sample_of(
+    def _excerpt(
         self, read: Float[Tensor, "prompt query head d_head"]
     ) -> Float[Tensor, "1 1 head d_head"]:
-        """The first prompt's last query."""
-        return read[:1, -1:]
+        """See `ComputedGates._excerpt`: here, the first prompt's last query."""
+        return read.detach()[:1, -1:].clone()
 
 
 @autograd(False)

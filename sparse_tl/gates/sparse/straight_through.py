@@ -73,10 +73,12 @@ def gated_pattern(
     """
     shape = pattern.shape[:2]
     given = None if cost is None else cost.expand(shape[1], *pattern.shape[2:])
-    rows = row.expand(*shape, pattern.shape[2], 1)
+    rows = row.expand(*shape, pattern.shape[2], 1).flatten(0, 1)
+    scores = None if scores is None else scores.flatten(0, 1)
     gated, expected, weighted, whole = _GatedPattern.apply(
-        scores, pattern, rows, temperature, now, given, valid
+        scores, pattern.flatten(0, 1), rows, shape, temperature, now, given, valid
     )
+    gated = gated.view(pattern.shape)
     if valid is None:
         return gated, {}
     counts = {**possible_edges(valid, *shape), **whole, "expected": expected}
@@ -90,25 +92,26 @@ class _GatedPattern(torch.autograd.Function):
         scores: Tensor | None,
         pattern: Tensor,
         row: Tensor,
+        shape: torch.Size,
         temperature: float,
         now: GateSettings,
         cost: Tensor | None,
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        shape = pattern.shape[:2]
         gated, noisy = torch.empty_like(pattern), None
         if now.noise:
             noisy = torch.empty_like(pattern, dtype=row.dtype)
         sums: dict[str, list[Tensor]] = {}
-        for some, heads in _pieces(pattern):
+        for some in _pieces(pattern):
             logits = _logits(scores, pattern, row, some)
-            drawn = logits if noisy is None else _flat(noisy)[some]
+            drawn = logits if noisy is None else _part(noisy, some)
             if noisy is not None:
                 noise = logistic_noise(logits, now.generator)
                 torch.add(logits, noise, alpha=now.noise, out=drawn)
-            torch.mul(_flat(pattern)[some], _positive(drawn), out=_flat(gated)[some])
+            torch.mul(_part(pattern, some), _positive(drawn), out=_part(gated, some))
             if valid is not None:
-                here, weights = _rows(valid, shape, some), None if cost is None else cost[heads]
+                here = _rows(valid, shape, some)
+                weights = None if cost is None else cost[_heads(some, shape[1])]
                 is_open, chance = (of(logits).mul_(here) for of in (_positive, torch.sigmoid))
                 for name, found in open_edges(is_open, chance, weights).items():
                     sums.setdefault(name, []).append(found)
@@ -116,7 +119,7 @@ class _GatedPattern(torch.autograd.Function):
         expected = whole.pop("expected", row.new_zeros(shape))
         weighted = whole.pop("cost", row.new_zeros(shape))
         ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
-        ctx.temperature, ctx.pressure = temperature, now.pressure
+        ctx.shape, ctx.temperature, ctx.pressure = shape, temperature, now.pressure
         return gated, expected, weighted, whole
 
     @staticmethod
@@ -128,20 +131,24 @@ class _GatedPattern(torch.autograd.Function):
         by_gated, by_expected, by_cost, _ = gradients
         by_scores = None if scores is None else torch.empty_like(scores)
         by_pattern, by_row = torch.empty_like(pattern), row.new_empty(row.shape)
-        for some, heads in _pieces(pattern):
-            p, r = _flat(pattern)[some].to(row.dtype), _flat(row)[some]
+        for some in _pieces(pattern):
+            p, r = _part(pattern, some).to(row.dtype), _part(row, some)
             logits = _logits(scores, pattern, row, some)
-            drawn = logits if noisy is None else _flat(noisy)[some]
-            by_p = _flat(by_gated)[some] * _positive(drawn)
-            soft = torch.sigmoid(drawn / ctx.temperature)
+            drawn = logits if noisy is None else _part(noisy, some)
+            by_g = _part(by_gated, some)
+            by_p = by_g * _positive(drawn)
+            soft = torch.sigmoid(drawn if ctx.temperature == 1 else drawn / ctx.temperature)
             # The derivative with respect to the logit, and the same divided by p.
-            over_p = soft.mul_(1 - soft).div_(ctx.temperature).mul_(_flat(by_gated)[some])
+            over_p = soft.mul_(1 - soft).mul_(by_g)
+            if ctx.temperature != 1:
+                over_p.div_(ctx.temperature)
             by_logit = over_p * p
             if valid is not None:
                 share = by_expected.flatten()[some, None, None]
                 if cost is not None:
-                    share = share + by_cost.flatten()[some, None, None] * cost[heads]
-                share = share * _rows(valid, pattern.shape[:2], some)
+                    weights = cost[_heads(some, ctx.shape[1])]
+                    share = share + by_cost.flatten()[some, None, None] * weights
+                share = share * _rows(valid, ctx.shape, some)
                 chance, is_open = torch.sigmoid(logits), _positive(logits)
                 if scores is None:
                     over = (1 - chance) / (p + torch.exp(-r.clamp(max=_STEEPEST)))
@@ -152,10 +159,10 @@ class _GatedPattern(torch.autograd.Function):
             if by_scores is None:
                 by_p = by_p + over_p
             else:
-                _flat(by_scores)[some] = by_logit.to(by_scores.dtype)
-            _flat(by_pattern)[some] = by_p.to(pattern.dtype)
-            _flat(by_row)[some] = by_logit.sum(dim=-1, keepdim=True)
-        return by_scores, by_pattern, by_row, None, None, None, None
+                _part(by_scores, some).copy_(by_logit)
+            _part(by_pattern, some).copy_(by_p)
+            _part(by_row, some).copy_(by_logit.sum(dim=-1, keepdim=True))
+        return by_scores, by_pattern, by_row, *[None] * 5
 
 
 def _positive(values: Tensor) -> Tensor:
@@ -165,21 +172,26 @@ def _positive(values: Tensor) -> Tensor:
 
 def _logits(scores: Tensor | None, pattern: Tensor, row: Tensor, some: slice) -> Tensor:
     """The logits of some prompts and heads, as in `_pieces`."""
-    read = None if scores is None else _flat(scores)[some]
-    return edge_term(read, _flat(pattern)[some], row.dtype) + _flat(row)[some]
+    read = None if scores is None else _part(scores, some)
+    return edge_term(read, _part(pattern, some), row.dtype) + _part(row, some)
 
 
-def _flat(values: Tensor) -> Tensor:
-    return values.flatten(0, 1)
+def _part(values: Float[Tensor, "all ..."], some: slice) -> Float[Tensor, "some ..."]:
+    """The values of some prompts and heads, as in `_pieces`."""
+    return values if some.stop - some.start == len(values) else values[some]
 
 
-def _pieces(pattern: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
-    """A few prompts and heads at a time: their slice of the flattened axes, and the heads."""
-    n_prompts, n_heads, *edges = pattern.shape
+def _pieces(pattern: Float[Tensor, "all query key"]) -> Iterator[slice]:
+    """A few prompts and heads at a time, as a slice of the flattened axes."""
+    n, *edges = pattern.shape
     size = max(1, EDGES_AT_ONCE.on(pattern.device) // max(1, edges[0] * edges[1]))
-    for start in range(0, n_prompts * n_heads, size):
-        stop = min(start + size, n_prompts * n_heads)
-        yield slice(start, stop), torch.arange(start, stop, device=pattern.device) % n_heads
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def _heads(some: slice, n_heads: int) -> list[int]:
+    """The heads of a piece."""
+    return [place % n_heads for place in range(some.start, some.stop)]
 
 
 def _rows(
@@ -188,5 +200,7 @@ def _rows(
     """The valid pairs of some prompts and heads, as in `_pieces`."""
     if valid.shape[0] == valid.shape[1] == 1:
         return valid[0]
+    if some.stop - some.start == shape.numel():
+        return valid.expand(*shape, -1, -1).flatten(0, 1)
     places = torch.arange(some.start, some.stop, device=valid.device)
     return valid.expand(*shape, -1, -1)[places // shape[1], places % shape[1]]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -51,7 +51,7 @@ def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callabl
             changed.append(layer)
         for module in frozen if dtype is not None else ():
             if module.weight.dtype != dtype:
-                module.forward = _converted(module, dtype)
+                module.forward = _Map(module, dtype)
                 changed.append(module)
 
         def merge() -> None:
@@ -65,61 +65,79 @@ def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callabl
             del module.forward
 
 
-class _Adapted:
-    """The forward pass of a projection with an adapter."""
+class _Map:
+    """A frozen linear map ``x W + b`` in a type of its own."""
+
+    def __init__(self, module: Any, dtype: torch.dtype | None) -> None:
+        weight, bias = module.weight.detach(), module.bias
+        weight = weight if isinstance(module, Conv1D) else weight.T
+        self.weight = weight.to(dtype or weight.dtype)
+        self.bias = None if bias is None else bias.detach().to(self.weight.dtype)
+
+    def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
+        return self.product(self.rows(x)).view(*x.shape[:-1], -1)
+
+    def rows(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "rows n_in"]:
+        return x.to(self.weight.dtype).reshape(-1, len(self.weight))
+
+    def product(self, rows: Float[Tensor, "rows n_in"]) -> Float[Tensor, "rows n_out"]:
+        if self.bias is None:
+            return torch.mm(rows, self.weight)
+        return torch.addmm(self.bias, rows, self.weight)
+
+
+class _Adapted(_Map):
+    """A projection with its adapter merged into the weight."""
 
     def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
-        self.layer, base = layer, getattr(layer, BASE)
-        same = dtype in (None, base.weight.dtype)
-        self.plain = base if same else _converted(base, dtype)
+        base = getattr(layer, BASE)
+        super().__init__(base, dtype)
+        self.layer, self.scale = layer, layer.scaling[NAME]
+        self.plain = _Map(base, dtype)
         self.a, self.b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        self.bias = base.bias
-        self.base = base.weight.T if isinstance(base, Conv1D) else base.weight
-        self.scale = layer.scaling[NAME]
-        self.merged = torch.empty_like(
-            self.base, dtype=dtype or base.weight.dtype, memory_format=torch.contiguous_format
-        )
+        self.known_a, self.known_b = self.a.detach(), self.b.detach()
+        self.a_T, self.b_T = self.known_a.T, self.known_b.T
+        exact = base.weight.detach().to(self.a.dtype)
+        self.base = exact if isinstance(base, Conv1D) else exact.T
+        self.weight = torch.empty_like(self.weight)
+        self.weight_T = self.weight.T
 
     @autograd(False)
     def merge(self) -> None:
-        exact = torch.addmm(self.base.to(self.a.dtype), self.b, self.a, alpha=self.scale)
-        self.merged.copy_(exact)
+        args = self.base, self.a_T, self.b_T
+        if self.weight.dtype == self.a.dtype:
+            torch.addmm(*args, alpha=self.scale, out=self.weight)
+        else:
+            self.weight.copy_(torch.addmm(*args, alpha=self.scale))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.layer.disable_adapters:
-            return self.plain(x)
-        return _Merged.apply(x, self.a, self.b, self.merged, self.bias, self.scale)
+    def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
+        return (
+            self.plain(x) if self.layer.disable_adapters else _Merged.apply(x, self.a, self.b, self)
+        )
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, scale: float
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, adapted: _Adapted
     ) -> Tensor:
-        ctx.dtype, ctx.scale = x.dtype, scale
-        x = x.to(weight.dtype)
-        ctx.save_for_backward(x, a, b, weight)
-        return F.linear(x, weight, None if bias is None else bias.to(weight.dtype))
+        rows = adapted.rows(x)
+        ctx.shape, ctx.dtype, ctx.adapted = x.shape, x.dtype, adapted
+        ctx.save_for_backward(rows)
+        return adapted.product(rows).view(*x.shape[:-1], -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_output: Tensor) -> Any:  # type: ignore[override]
-        x, a, b, weight = ctx.saved_tensors
-        by_output = by_output.to(weight.dtype)
+        (rows,), adapted = ctx.saved_tensors, ctx.adapted
+        g = by_output.to(rows.dtype).reshape(-1, adapted.weight.shape[1])
         by_x = by_a = by_b = None
         if ctx.needs_input_grad[0]:
-            by_x = (by_output @ weight).to(ctx.dtype)
+            by_x = (g @ adapted.weight_T).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            g, x = by_output.flatten(0, -2), x.flatten(0, -2)
-            small_a, small_b = a.to(weight.dtype), b.to(weight.dtype)
-            by_a = ((g @ small_b).T @ x).to(a.dtype).mul_(ctx.scale)
-            by_b = (g.T @ (x @ small_a.T)).to(b.dtype).mul_(ctx.scale)
-        return by_x, by_a, by_b, None, None, None
-
-
-def _converted(module: Any, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
-    """The forward pass of a frozen linear map with its weights in another type."""
-    weight = module.weight.detach()
-    weight = (weight.T if isinstance(module, Conv1D) else weight).to(dtype).contiguous()
-    bias = None if module.bias is None else module.bias.detach().to(dtype)
-    return lambda x: F.linear(x.to(dtype), weight, bias)
+            known = (adapted.known_a, adapted.known_b, adapted.a_T)
+            a, b, a_T = (some.to(rows.dtype) for some in known)
+            how = {"beta": 0, "alpha": adapted.scale}  # a and b only give the shapes
+            by_a = torch.addmm(a, (g @ b).T, rows, **how).to(adapted.a.dtype)
+            by_b = torch.addmm(b, g.T, rows @ a_T, **how).to(adapted.b.dtype)
+        return by_x, by_a, by_b, None

@@ -98,10 +98,9 @@ class Norm:
             gradient: with respect to its output.
         """
         g = gradient if self.weight is None else gradient * self.weight
-        n, squares = residual.shape[-1], torch.linalg.vecdot(residual, residual)[..., None]
-        inverse = (squares / n + self.eps).rsqrt()
-        along = torch.linalg.vecdot(g, residual)[..., None] * inverse**2 / n
-        return torch.addcmul(g, along, residual, value=-1).mul_(inverse)
+        inverse = (residual.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
+        along = (g * residual).sum(dim=-1, keepdim=True) * inverse**2
+        return torch.addcmul(g, along, residual, value=-1 / residual.shape[-1]).mul_(inverse)
 
 
 class ClosedForm(torch.autograd.Function):
