@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
+from sparse_tl.data.batches import PASS, TokenBatch, exact_rows, token_losses
 
 
 def _batch(
@@ -134,6 +136,30 @@ def test_parts_of_like_length_have_all_rows_and_no_padding_on_the_right(left: in
                 assert torch.equal(getattr(part, name)[row], getattr(batch, name)[origin, :width])
             assert lengths[origin] + left <= width
     assert sorted(torch.cat([p.label_groups() for p in parts]).tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_have_the_fewest_tokens(parts: int, seed: int) -> None:
+    """Of all divisions of the sorted rows, where a pass counts as `PASS` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 20, 60, 150, 200])[torch.randint(5, (7,), generator=generator)]
+    found = _of_lengths(lengths.tolist()).by_length(parts)
+    a_pass, n = PASS.on(torch.device("cpu")), len(lengths)
+    ends = sorted(lengths.tolist())
+    least = min(
+        sum((stop - start) * ends[stop - 1] + a_pass for start, stop in pairwise((0, *cuts, n)))
+        for k in range(parts)
+        for cuts in combinations(range(1, n), k)
+    )
+    assert sum(part.tokens.numel() + a_pass for part in found) == least
+    assert sum(map(len, found)) == n
+
+
+def test_every_part_has_a_loss() -> None:
+    batch = _of_lengths([3, 3, 200, 200])
+    batch = replace(batch, loss_mask=batch.loss_mask & (torch.arange(4) < 2)[:, None])
+    assert [part.tokens.shape for part in batch.by_length()] == [(4, 200)]
 
 
 def test_groups_are_one_where_padding_costs_less_than_a_pass() -> None:

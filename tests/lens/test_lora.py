@@ -27,6 +27,7 @@ from sparse_tl.lens import (
     extract_lora,
     load_model,
     merge_lora,
+    merged_lora,
     save_model,
 )
 from sparse_tl.lens.core.lora import has_adapters, lora_layers, lora_off, lora_parameters
@@ -274,3 +275,45 @@ def test_what_is_no_bridge() -> None:
 def test_a_hooked_transformer() -> None:
     with pytest.raises(ValueError, match="expected a TransformerBridge.*got a HookedTransformer"):
         add_lora(hooked_transformer("llama"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merged_projections_have_the_same_outputs_and_gradients(name: str) -> None:
+    model = adapted(name, "float64")
+    parameters = lora_parameters(model)
+
+    def passed() -> list[Tensor]:
+        model.zero_grad()
+        output = model(tokens())
+        output.square().mean().backward()
+        return [output.detach(), *(p.grad.clone() for p in parameters if p.grad is not None)]
+
+    expected = passed()
+    with lora_off(model):
+        dense = model(tokens()).detach()
+    with merged_lora(model, None) as merge:
+        found = passed()
+        with lora_off(model):
+            torch.testing.assert_close(model(tokens()).detach(), dense, rtol=0, atol=1e-12)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(2)
+        merge()
+        changed = model(tokens()).detach()
+    assert len(found) == len(expected) == 1 + len(parameters)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(changed, model(tokens()).detach(), rtol=1e-9, atol=1e-12)
+    assert not close(changed, expected[0])
+
+
+def test_merged_projections_under_autocast_convert_weights_once() -> None:
+    """What a pass returns is that of autocast, whose every pass converts all weights."""
+    model = add_lora(boot(plain_transformer("llama")), 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens()).float()
+        with merged_lora(model, torch.bfloat16):
+            assert model.unembed.original_component.forward.weight.dtype == torch.bfloat16
+            found = model(tokens()).float()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert model(tokens()).dtype == torch.float32

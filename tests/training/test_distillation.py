@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.training import distillation
-from sparse_tl.training.distillation import distilled, losses_and_divergences
+from sparse_tl.training.distillation import distilled, distilled_from, losses_and_divergences
 
 N_LABELS, VOCABULARY, SHARE = 7, 11, 0.3
 
@@ -76,3 +76,31 @@ def test_a_second_backward_pass_is_refused() -> None:
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass per forward pass"):
         total.backward()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_from_the_final_residual_stream(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
+    """Chunk by chunk, with no logits kept, unless the unembedding is trained."""
+    monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", SizeByDevice(3 * VOCABULARY, 1))
+    generator = torch.Generator().manual_seed(0)
+    final, dense = torch.randn(2, N_LABELS, 5, generator=generator, dtype=torch.float64)
+    weight, other = torch.randn(2, 5, VOCABULARY, generator=generator, dtype=torch.float64)
+    _, _, labels, weights = _drawn(torch.float64)
+    final.requires_grad_()
+    weight.requires_grad_(trained)
+    wanted = [final, weight] if trained else [final]
+    seen: list[int] = []
+
+    def unembed(rows: Tensor) -> Tensor:
+        seen.append(len(rows))
+        return rows @ weight
+
+    expected = distilled(final @ weight, dense @ other, labels, SHARE)
+    by_hand = torch.autograd.grad((weights * expected[0]).sum(), wanted)
+    found = distilled_from(final, unembed, dense, lambda rows: rows @ other, labels, SHARE)
+    for one, other_one in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other_one, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((weights * found[0]).sum(), wanted)
+    for one, other_one in zip(gradients, by_hand, strict=True):
+        torch.testing.assert_close(one, other_one, rtol=1e-12, atol=1e-12)
+    assert max(seen) == (N_LABELS if trained else 3)
