@@ -10,8 +10,10 @@ that a machine that slows down slows all of them:
 - lora: the same with low-rank adapters of rank 16 trained in place of the weights, without a copy
   of the dense model (not with --hooked; needs peft).
 
-The shapes: the addition model; GPT-2 small with 4 windows of 128 tokens; and "layer-T", one layer
-of its width with one window of T tokens.
+The shapes: the addition model; GPT-2 small with 4 windows of 128 tokens; "smollm2", SmolLM2-135M
+with 2 windows of 64; and "layer-T", one layer of GPT-2's width with one window of T tokens.
+
+Printed beside the time is the number of operations of a step, views included.
 
 Usage: python benchmarks/post_training_step.py [--hooked] [--runs 15] [--shapes addition,gpt2]
 """
@@ -23,14 +25,16 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from own_process import own_process, peak
-from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
+from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2, random_smollm2
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, add_lora, read_parameters
+from sparse_tl.lens import Model, adapt, add_lora, merged_lora, read_parameters
 from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.config import choose_trained
@@ -43,6 +47,10 @@ VARIANTS = ("plain", "gated", "paired", "lora")
 
 def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
     """A model builder and a batch."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "smollm2":
+        drawn = torch.randint(49152, (2, 64), generator=torch.Generator().manual_seed(0))
+        return partial(random_smollm2, device), TokenBatch.next_token(drawn)
     if name == "addition":
         batch, fields = (
             AdditionTask("autoregressive").split()[0].select(slice(0, 256)),
@@ -57,7 +65,6 @@ def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
             fields["vocab_size"], (rows, window), generator=torch.Generator().manual_seed(0)
         )
         batch = TokenBatch.next_token(drawn)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     return partial(random_gpt2, fields, hooked=hooked, device=device), batch
 
 
@@ -84,7 +91,12 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
         )
     chosen = choose_trained(module, {"all": 1.0})
     parameters = [weight for name, weight in read_parameters(module).items() if name in chosen]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
+    fused = all(weight.is_contiguous() for weight in parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
+    merge: Callable[[], None] = lambda: None  # noqa: E731
+    if variant == "lora":
+        merging = merged_lora(module, None)
+        merge = merging.__enter__()
     generator = torch.Generator(device).manual_seed(0)
 
     def step() -> None:
@@ -93,6 +105,7 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        merge()
         objective.update(measured)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -119,6 +132,26 @@ def times(name: str, hooked: bool, runs: int) -> dict[str, list[float]]:
     return taken
 
 
+class Operations(TorchDispatchMode):
+    """Counts the operations of a block, as they reach the backend."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(name: str, hooked: bool, variant: str) -> float:
+    """The number of operations of the third step."""
+    step = stepper(variant, *shape(name, hooked))
+    step()
+    step()
+    with Operations() as counted:
+        step()
+    return counted.n
+
+
 def peak_memory(name: str, hooked: bool, variant: str) -> float:
     """Peak memory in MB of a process that takes three steps."""
     step = stepper(variant, *shape(name, hooked))
@@ -140,6 +173,11 @@ def main() -> None:
         for name in shapes
         for variant in variants(options.hooked)
     }
+    counts = {
+        (name, variant): own_process(operations, name, options.hooked, variant)
+        for name in shapes
+        for variant in variants(options.hooked)
+    }
     for name in shapes:
         taken = times(name, options.hooked, options.runs)
         print(f"\n{name}: {options.runs} steps of each, {torch.get_num_threads()} threads")
@@ -148,7 +186,8 @@ def main() -> None:
             print(
                 f"  {variant:8} median {1e3 * statistics.median(taken[variant]):8.1f} ms   "
                 f"{statistics.median(ratios):5.2f}x plain   "
-                f"peak memory {peaks[name, variant]:7.0f} MB"
+                f"peak memory {peaks[name, variant]:7.0f} MB   "
+                f"{counts[name, variant]:7,.0f} operations"
             )
 
 

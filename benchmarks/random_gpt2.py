@@ -1,4 +1,4 @@
-"""Random GPT-2s to be measured, of the kind that is asked for."""
+"""Random models to be measured, of the kind that is asked for."""
 
 from __future__ import annotations
 
@@ -40,6 +40,24 @@ def random_gpt2(
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.8 / fields["n_embd"] ** 0.5, generator=generator)
     return load_model(model.to(device))
+
+
+def random_smollm2(device: str = "cpu") -> Model:
+    """A bridge around a random Llama of the shape of SmolLM2-135M."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return load_model(LlamaForCausalLM(config).to(device))  # type: ignore[arg-type]
 
 
 def add_hooked(parser: argparse.ArgumentParser) -> None:

@@ -223,11 +223,8 @@ def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Pa
     more += ("--own-windows", "60")
     alone = run_command("post-train", "--model", tiny, "--out", out, *more)
     assert (alone.code, alone.err) == (0, "")
-    assert list(json.loads((out / "metrics.json").read_text())["texts"]) == [
-        "own",
-        "short",
-        "short after BOS",
-    ]
+    own = ["own", "short", "short after BOS"]
+    assert list(json.loads((out / "metrics.json").read_text())["texts"]) == own
     assert "divergence of 0.05 nats" in alone.out
     texts = ("--text", "own", "--text", str(story))
     both = run_command("post-train", "--model", tiny, "--out", tmp_path / "two", *more, *texts)
@@ -235,8 +232,8 @@ def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Pa
     metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())
     assert list(metrics["texts"]) == [*own, "story"]
     assert metrics["texts"]["story"]["sparse"]["divergence"] is not None
-    assert pd.read_csv(tmp_path / "two" / "texts.csv")["text"].tolist() == ["own", "story"]
-    assert "in each of 2 groups" in " ".join(both.out.split())
+    assert pd.read_csv(tmp_path / "two" / "texts.csv")["text"].tolist() == [*own, "story"]
+    assert "in each of 4 groups" in " ".join(both.out.split())
 
 
 @pytest.mark.parametrize(
