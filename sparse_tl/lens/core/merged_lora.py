@@ -96,24 +96,27 @@ class _Adapted(_Map):
         self.plain = _Map(base, dtype)
         self.a, self.b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         self.known_a, self.known_b = self.a.detach(), self.b.detach()
-        self.a_T, self.b_T = self.known_a.T, self.known_b.T
-        exact = base.weight.detach().to(self.a.dtype)
-        self.base = exact if isinstance(base, Conv1D) else exact.T
-        self.weight = torch.empty_like(self.weight)
+        self.a_T = self.known_a.T
+        # Everything in the memory layout of the weight: copies across layouts are slow.
+        weight = base.weight.detach()
+        transposed = isinstance(base, Conv1D)
+        factors = (self.a_T, self.known_b.T) if transposed else (self.known_b, self.known_a)
+        self.factors = weight.to(self.a.dtype), *factors
+        self.merged = torch.empty_like(weight, dtype=self.weight.dtype)
+        self.weight = self.merged if transposed else self.merged.T
         self.weight_T = self.weight.T
 
     @autograd(False)
     def merge(self) -> None:
-        args = self.base, self.a_T, self.b_T
-        if self.weight.dtype == self.a.dtype:
-            torch.addmm(*args, alpha=self.scale, out=self.weight)
+        if self.merged.dtype == self.a.dtype:
+            torch.addmm(*self.factors, alpha=self.scale, out=self.merged)
         else:
-            self.weight.copy_(torch.addmm(*args, alpha=self.scale))
+            self.merged.copy_(torch.addmm(*self.factors, alpha=self.scale))
 
     def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
-        return (
-            self.plain(x) if self.layer.disable_adapters else _Merged.apply(x, self.a, self.b, self)
-        )
+        if self.layer.disable_adapters:
+            return self.plain(x)
+        return _Merged.apply(x, self.a, self.b, self)
 
 
 class _Merged(torch.autograd.Function):
