@@ -20,10 +20,13 @@ gates. The loss of a training batch says little about it: sampled gates raise th
 deterministic ones do not, and the batch's noise can be many times a small target.
 
 Under a target of attention edges, the same controller moves one lambda for all groups, and the loss
-is the divergence from the dense model. The number of edges per token at the last evaluation is to
-follow a line, geometric from its first value to the target at `ARRIVAL` of the run, and to stay
-there. What counts as excess is then the logarithm of line over edges, in units of `FACTOR`: fewer
-edges than the line has give the loss more weight.
+is the divergence from the dense model. The number of edges per token is to follow a line, geometric
+from its first value to the target at `ARRIVAL` of the run, and to stay there:
+
+    e_t  =  clip(log(line / edges) / FACTOR, -1, 1),
+
+both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. Edges
+that close go on closing for several evaluations after lambda has risen, and hardly reopen.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -51,13 +54,15 @@ BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda. A group that has long met its target keeps some weight in case it
 misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
 
-OF_EDGES: dict[str, Any] = {"start": 50.0, "integral": 0.9, "proportional": 1.0, "bounds": (1, 1e4)}
-"""Settings of the controller under a target of edges. At 50, a nat of loss is worth as much as a
-size 50 times larger in its logarithm, which closes edges about as fast as the line does."""
+OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
+"""Settings of the controller under a target of edges."""
 ARRIVAL = 0.6
-"""Share of the run after which the target number of edges is reached. Weights then have the rest of
-it, with falling rates and without noise, to come back to the dense model."""
-FACTOR = 0.5
+"""Share of the run after which the target number of edges is reached."""
+BELOW = 0.98
+"""Where the line ends, as a share of the target, so that evaluations scatter below the target."""
+LEAD, AHEAD = 4, 0.1
+"""Evaluations over which edges are extrapolated, and as a share of the run."""
+FACTOR = 0.25
 """Logarithm of the ratio between edges and line from which lambda moves at its fastest."""
 
 

@@ -15,7 +15,7 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.training.constraint import ARRIVAL, FACTOR, LossConstraint
+from sparse_tl.training.constraint import AHEAD, ARRIVAL, BELOW, FACTOR, LEAD, LossConstraint
 from sparse_tl.training.distillation import distilled
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
@@ -166,7 +166,7 @@ class SparsityObjective(Objective):
         self._noise, self._done = NOISE, 0.0
         self._gap = self.limit(NOISE)  # no excess before the first evaluation
         self.target_edges = target_edges
-        self._edges: list[float] = []  # at the first and at the last evaluation
+        self._edges: list[float] = []  # at the first evaluation and at the last two
         self._sizes = torch.full((len(loss_budget),), math.inf, dtype=torch.float64)
         self._shares = torch.ones(1)
         self._summed = self._rows = torch.zeros(len(loss_budget), dtype=torch.float64)
@@ -268,7 +268,7 @@ class SparsityObjective(Objective):
         """Edges per token at which the model should be, under a target of edges."""
         assert self.target_edges is not None
         share = min(fraction_done / ARRIVAL, 1.0)
-        return self._edges[0] ** (1 - share) * self.target_edges**share
+        return self._edges[0] ** (1 - share) * (BELOW * self.target_edges) ** share
 
     def record(self, gap: Float[Tensor, " group"], edges: float) -> None:
         """Record what was measured on validation rows; later updates use it.
@@ -278,7 +278,9 @@ class SparsityObjective(Objective):
                 deterministic gates, in nats.
             edges: mean over groups of active attention edges per token.
         """
-        self._gap, self._edges = gap, [*self._edges[:1], edges]
+        edges = max(edges, TINY)
+        first, *_, last = self._edges or [edges, edges]
+        self._gap, self._edges = gap, [first, last, edges]
 
     def update(self, measured: dict[str, float]) -> None:
         if self.target_edges is None:
@@ -286,9 +288,11 @@ class SparsityObjective(Objective):
             measured["over_limit"] = (self._gap - limit).max().item()
             excess = (self._gap - limit) / limit
         else:
-            line, edges = self.line(self._done), max(self._edges[-1], TINY)
-            measured["over_limit"] = edges - line
-            excess = torch.full_like(self._gap, math.log(line / edges) / FACTOR)
+            _, before, edges = self._edges
+            measured["over_limit"] = edges - self.line(self._done)
+            ahead = self.line(self._done + AHEAD)
+            over = math.log(edges / ahead) + LEAD * math.log(edges / before)
+            excess = torch.full_like(self._gap, -over / FACTOR)
         self.constraint.update(excess)
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)

@@ -74,16 +74,24 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
 
 
 def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows) -> None:
-    """From 40 edges per token to 10, a geometric line, reached at six tenths of the run."""
-    objective = _objective(SparseTransformer(build_echo()), target_edges=10.0, n_groups=2)
+    """A geometric line from 40 edges to 10; both are compared four evaluations ahead."""
+    objective = _objective(SparseTransformer(build_echo()), target_edges=10 / 0.98, n_groups=2)
     by_hand, batch = LossConstraint(2), echo_rows(4)
     gap = torch.tensor([0.3, 0.9], dtype=torch.float64)
-    objective.record(gap, 40.0)
-    for edges, done, line in ((40.0, 0.0, 40), (24.0, 0.3, 20), (11.0, 0.6, 10), (0.0, 1.0, 10)):
+    before = 40.0
+    for edges, done, line, ahead in (
+        (40.0, 0.0, 40.0, 40 / 4 ** (1 / 6)),
+        (38.0, 0.2, 40 / 4 ** (1 / 3), 20.0),
+        (20.0, 0.3, 20.0, 40 / 4 ** (2 / 3)),
+        (11.0, 0.6, 10.0, 10.0),
+        (11.0, 0.6, 10.0, 10.0),
+        (0.0, 1.0, 10.0, 10.0),
+    ):
         objective.record(gap, edges)
         _, measured = _measured(objective, batch, done)
         assert measured["over_limit"] == pytest.approx(edges - line, abs=1e-5)
-        excess = math.log(line / edges) / 0.5 if edges else 1.0
+        excess = math.log(ahead / (edges * (edges / before) ** 4)) / 0.25 if edges else 1.0
+        before = edges
         by_hand.update(torch.full((2,), excess, dtype=torch.float64))
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
 
