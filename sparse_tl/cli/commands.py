@@ -28,7 +28,8 @@ from sparse_tl.cli.options import (
     RoleTasks,
     Seed,
     Shard,
-    Target,
+    TargetEdges,
+    TargetLoss,
     Tasks,
     Texts,
     Trained,
@@ -112,13 +113,15 @@ def addition(
         "all weights, on one text, at a loss of your choice",
         "--model models/mine --text story.txt --target-loss +0.02\n--trained all",
     ),
+    ("as true to the dense model as 300 edges per token can be", "--model gpt2 --target-edges 300"),
     ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
 def post_train(
     model: DenseModel,
     text: Texts = None,
     task: Tasks = None,
-    target_loss: Target = "kl+0.05",
+    target_loss: TargetLoss = None,
+    target_edges: TargetEdges = None,
     held_out_text: HeldOutText = None,
     own_windows: Annotated[int, setting("N", "Windows of text that the model generates.")] = 2000,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
@@ -150,12 +153,12 @@ def post_train(
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make the attention of any model sparse, at a loss of your choice on every text and task.
+    """Make the attention of any model sparse, at a loss or number of edges of your choice.
 
     Without --text, the model generates the text. --text and --task can be repeated; each text and
-    task must then meet the target. Writes the sparse model (sparse/), metrics.json, history.csv
-    and texts.csv. Run the command again to resume an interrupted run. With --prompt, it also draws
-    circuit_diagram (.html, .svg, .png), even for a finished run.
+    task must then meet the target loss. Writes the sparse model (sparse/), metrics.json,
+    history.csv and texts.csv. Run the command again to resume an interrupted run. With --prompt, it
+    also draws circuit_diagram (.html, .svg, .png), even for a finished run.
     """
     outcome = call("run_post_training", locals())
     texts(f"{model} on held-out rows, dense → sparse, in nats per token", outcome.texts)

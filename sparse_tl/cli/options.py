@@ -110,12 +110,20 @@ RoleTasks = Annotated[
 HeldOutText = Annotated[
     list[str] | None, subject("SOURCE", "Text that is only evaluated, not trained on. Repeatable.")
 ]
-Target = Annotated[
-    str,
+TargetLoss = Annotated[
+    str | None,
     subject(
         "NATS",
-        "Per token, on every text and task: kl+0.05 (divergence from the dense model), +0.05 (over "
-        "its loss) or 2.5 (a loss).",
+        "Per token, on every text and task: kl+0.05 (divergence from the dense model, the "
+        "default), +0.05 (over its loss) or 2.5 (a loss).",
+    ),
+]
+TargetEdges = Annotated[
+    str | None,
+    subject(
+        "EDGES",
+        "Instead of a target loss: attention edges per token, the mean over texts and tasks, such "
+        "as 300, or 100x for a hundred times fewer than in the dense model.",
     ),
 ]
 Gates = Annotated[str, setting("KIND", "What gates read: share (attention probability) or score.")]

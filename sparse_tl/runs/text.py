@@ -37,8 +37,9 @@ from sparse_tl.runs.texts import (
 )
 from sparse_tl.storage.files import write_csv, write_json
 from sparse_tl.tasks import BATTERY, measure_skills
-from sparse_tl.training import TargetLoss, post_train
+from sparse_tl.training import post_train
 from sparse_tl.training.config import Precision
+from sparse_tl.training.constraint import parse_target
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
 RANK = 16  # of adapters, by default
@@ -53,7 +54,8 @@ def run_post_training(
     model: str,
     text: str | Sequence[str] | None = None,
     task: str | Sequence[str] | None = None,
-    target_loss: float | str = TARGET_LOSS,
+    target_loss: float | str | None = None,
+    target_edges: float | str | None = None,
     held_out_text: str | Sequence[str] | None = None,
     own_windows: AtLeastOne = OWN_WINDOWS,
     window: AtLeastOne = 128,
@@ -96,6 +98,7 @@ def run_post_training(
             generates, the default; see `sampled_windows`.
         task: names of tasks; the prompts of each are a group with the loss at the answer.
         target_loss: in nats per token, as in `post_train`.
+        target_edges: instead of a target loss, edges per token, as in `post_train`.
         held_out_text: texts that are only evaluated: neither trained on nor constrained.
         own_windows: number of windows that the model generates.
         window: tokens per window.
@@ -142,7 +145,7 @@ def run_post_training(
         "task": tasks,
         "held_out_text": held_out_texts,
         "own_windows": own_windows,
-        "target_loss": str(TargetLoss.parse(target_loss)),
+        "target": str(parse_target(target_loss, target_edges, TARGET_LOSS)),
         "window": window,
         "boundaries": boundaries,
         "batch_size": batch_size,
@@ -214,6 +217,7 @@ def run_post_training(
                 validation={group.name: group.validation for group in groups},
                 held_out={group.name: group.test for group in groups} | others,
                 target_loss=target_loss,
+                target_edges=target_edges,
                 steps=steps,
                 learning_rate={} if trained == "gates" else {trained: learning_rate},
                 gate_learning_rate=gate_learning_rate,

@@ -1,7 +1,11 @@
 """Model training: loss constraint, training loop, checkpoints, validation."""
 
 from sparse_tl.training.config import Selection as Selection, TrainingConfig as TrainingConfig
-from sparse_tl.training.constraint import LossConstraint as LossConstraint, TargetLoss as TargetLoss
+from sparse_tl.training.constraint import (
+    LossConstraint as LossConstraint,
+    TargetEdges as TargetEdges,
+    TargetLoss as TargetLoss,
+)
 from sparse_tl.training.evaluation import (
     HeldOut as HeldOut,
     evaluate_held_out as evaluate_held_out,

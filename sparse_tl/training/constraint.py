@@ -19,6 +19,15 @@ it, which keeps lambda from oscillating. The target applies to validation rows u
 gates. The loss of a training batch says little about it: sampled gates raise the loss where
 deterministic ones do not, and the batch's noise can be many times a small target.
 
+Under a target of attention edges, the same controller moves one lambda for all groups, and the loss
+is the divergence from the dense model. The number of edges per token is to follow a line, geometric
+from its first value to the target at `ARRIVAL` of the run, and to stay there:
+
+    e_t  =  clip(log(line / edges) / FACTOR, -1, 1),
+
+both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. Edges
+that close go on closing for several evaluations after lambda has risen, and hardly reopen.
+
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
 """
@@ -27,7 +36,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -44,6 +53,17 @@ INTEGRAL, PROPORTIONAL = 0.4, 0.5
 BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda. A group that has long met its target keeps some weight in case it
 misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
+
+OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
+"""Settings of the controller under a target of edges."""
+ARRIVAL = 0.6
+"""Share of the run after which the target number of edges is reached."""
+BELOW = 0.98
+"""Where the line ends, as a share of the target, so that evaluations scatter below the target."""
+LEAD, AHEAD = 4, 0.1
+"""Evaluations over which edges are extrapolated, and as a share of the run."""
+FACTOR = 0.25
+"""Logarithm of the ratio between edges and line from which lambda moves at its fastest."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,76 @@ class TargetLoss:
 
 
 _WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+"}
+
+
+@dataclass(frozen=True)
+class TargetEdges:
+    """The number of attention edges to which training brings the model.
+
+    Args:
+        amount: active edges per token, as a mean over groups, or how many times fewer these are
+            than in the dense model.
+        times_fewer: whether `amount` is relative to the dense model.
+    """
+
+    amount: float
+    times_fewer: bool
+    of: ClassVar[Measured] = "divergence"
+    """What is minimised."""
+
+    @staticmethod
+    def parse(target: float | str) -> TargetEdges:
+        """Read ``300`` as edges per token and ``"100x"`` as a hundred times fewer than dense.
+
+        Raises:
+            ValueError: the target is not a finite number above 0.
+        """
+        text = str(target).strip()
+        try:
+            amount = float(text.removesuffix("x"))
+        except ValueError:
+            amount = math.nan
+        if not math.isfinite(amount) or amount <= 0:
+            raise ValueError(
+                "expected target edges per token above 0, such as 300, or how many times fewer "
+                f'than the dense model has, such as "100x"; got {target!r}'
+            )
+        return TargetEdges(amount, text.endswith("x"))
+
+    def per_token(self, dense: float) -> float:
+        """The target in edges per token, given the dense model's."""
+        return dense / self.amount if self.times_fewer else self.amount
+
+    def budget(self, dense_loss: float) -> float:
+        """The largest gap to the dense model: any."""
+        return math.inf
+
+    def __str__(self) -> str:
+        fewer = " times fewer" * self.times_fewer
+        return f"{self.amount:.15g}{fewer} edges per token"
+
+    @property
+    def in_words(self) -> str:
+        """The target in words."""
+        return f"of {self}"
+
+
+def parse_target(
+    target_loss: float | str | None, target_edges: float | str | None, default: str
+) -> TargetLoss | TargetEdges:
+    """The target that is given.
+
+    Raises:
+        ValueError: both are given, or the one that is given is invalid.
+    """
+    if target_edges is None:
+        return TargetLoss.parse(default if target_loss is None else target_loss)
+    if target_loss is not None:
+        raise ValueError(
+            "expected a target loss or target edges, since each determines the other; got "
+            f"{target_loss!r} and {target_edges!r}"
+        )
+    return TargetEdges.parse(target_edges)
 
 
 class LossConstraint:

@@ -44,6 +44,7 @@ class HeldOut(Result):
         divergence: mean ``KL(dense || model)`` in nats over all loss positions; None if no dense
             model was given.
         group_divergences: the same by group number.
+        group_edges: open attention edges per token by group number.
         group_sizes: open attention edges, weighted by cost, plus open MLP outputs, per example, by
             group number.
         active_mlps: open MLP outputs per example, one per layer and token. This field and the next
@@ -65,11 +66,17 @@ class HeldOut(Result):
     divergence: float | None = None
     group_divergences: dict[int, float] = field(default_factory=dict)
     group_sizes: dict[int, float] = field(default_factory=dict)
+    group_edges: dict[int, float] = field(default_factory=dict)
 
     @property
     def log_size(self) -> float:
         """The mean over groups of ``log(1 + size)``: what post-training minimises."""
         return mean(map(math.log1p, self.group_sizes.values()))
+
+    @property
+    def edges_per_token(self) -> float:
+        """The mean over groups of open attention edges per token: what `target_edges` is about."""
+        return mean(self.group_edges.values())
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -180,6 +187,7 @@ def evaluate_held_out(
     edges = AttentionEdgeCounts.concatenate(counts)
     losses, of, divergences, right, of_rows = map(torch.cat, by_label)
     sizes = edges.size_by_prompt()
+    active = edges.active.sum(dim=(0, 2)).double()
     groups = of.unique().tolist()
     measured = dense is not None
     return HeldOut(
@@ -196,4 +204,8 @@ def evaluate_held_out(
         divergence=divergences.mean().item() if measured else None,
         group_divergences={g: divergences[of == g].mean().item() for g in groups if measured},
         group_sizes={g: sizes[of_rows == g].mean().item() for g in groups},
+        group_edges={
+            g: (active[of_rows == g].sum() / edges.tokens[of_rows == g].sum()).item()
+            for g in groups
+        },
     )

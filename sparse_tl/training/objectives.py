@@ -15,7 +15,7 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.constraint import AHEAD, ARRIVAL, BELOW, FACTOR, LEAD, LossConstraint
 from sparse_tl.training.distillation import distilled, distilled_from
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
@@ -32,6 +32,8 @@ DISTILLED = 0.5
 """Weight of the dense model's prediction in the minimised cross-entropy; the label has the rest."""
 PRESSURE = 0.2
 """Gradient of the expected size w.r.t. the logit of an open gate; the sigmoid's own vanishes."""
+TINY = 1e-6
+"""Edges per token that count as none; their logarithm is finite."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which 63 percent of a head's cost is charged."""
 
@@ -122,10 +124,11 @@ class SparsityObjective(Objective):
     divisor is the same for all micro-batches of a step, whatever groups they hold; the sizes are
     each micro-batch's own.
 
-    The constraint is checked on validation rows: after every evaluation, `record_gaps` stores each
-    group's gap. Its limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Early on, large
-    updates and the gates' noise raise the loss, which recovers later; learning rate and noise decay
-    to 0 during the run, and the margin decays with the noise.
+    The constraint is checked on validation rows: after every evaluation, `record` stores each
+    group's gap, and the number of edges. A gap's limit is
+    ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Early on, large updates and the gates'
+    noise raise the loss, which recovers later; learning rate and noise decay to 0 during the run,
+    and the margin decays with the noise.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
     previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
@@ -142,6 +145,7 @@ class SparsityObjective(Objective):
             relative to an MLP output, which costs 1.
         head_cost: cost of a head in use, likewise.
         distilled: weight of the dense model's prediction in the cross-entropy, if `dense` is given.
+        target_edges: edges per token to which lambda steers the model; loss budgets are infinite.
     """
 
     def __init__(
@@ -153,13 +157,16 @@ class SparsityObjective(Objective):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
         distilled: float = DISTILLED,
+        target_edges: float | None = None,
     ) -> None:
         self.sparse, self.dense, self.distilled = sparse, dense, distilled
         self._predictions = None if dense is None else DensePredictions(dense)
         self.loss_budget, self.constraint = loss_budget, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
-        self._noise = NOISE
+        self._noise, self._done = NOISE, 0.0
         self._gap = self.limit(NOISE)  # no excess before the first evaluation
+        self.target_edges = target_edges
+        self._edges: list[float] = []  # at the first evaluation and at the last two
         self._sizes = torch.full((len(loss_budget),), math.inf, dtype=torch.float64)
         self._shares = torch.ones(1)
         self._summed = self._rows = torch.zeros(len(loss_budget), dtype=torch.float64)
@@ -189,7 +196,7 @@ class SparsityObjective(Objective):
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
-        self._noise = self.noise(fraction_done)
+        self._noise, self._done = self.noise(fraction_done), fraction_done
         limit = self.limit(self._noise)
         lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._sizes)))
         rows = _parts(batch, self.sparse)
@@ -264,24 +271,45 @@ class SparsityObjective(Objective):
             sizes = sizes + self.head_cost * in_use.sum(dim=(1, 2))
         return sizes, n_rows
 
-    def record_gaps(self, gap: Float[Tensor, " group"]) -> None:
-        """Record every group's gap on validation rows; later updates use it.
+    def line(self, fraction_done: float) -> float:
+        """Edges per token at which the model should be, under a target of edges."""
+        assert self.target_edges is not None
+        share = min(fraction_done / ARRIVAL, 1.0)
+        return self._edges[0] ** (1 - share) * (BELOW * self.target_edges) ** share
+
+    def record(self, gap: Float[Tensor, " group"], edges: float) -> None:
+        """Record what was measured on validation rows; later updates use it.
 
         Args:
-            gap: loss above the dense model's, or divergence from it, under deterministic gates, in
-                nats.
+            gap: every group's loss above the dense model's, or divergence from it, under
+                deterministic gates, in nats.
+            edges: mean over groups of active attention edges per token.
         """
-        self._gap = gap
+        edges = max(edges, TINY)
+        first, *_, last = self._edges or [edges, edges]
+        self._gap, self._edges = gap, [first, last, edges]
 
     def update(self, measured: dict[str, float]) -> None:
-        limit = self.limit(self._noise)
-        measured["over_limit"] = (self._gap - limit).max().item()
-        self.constraint.update((self._gap - limit) / limit)
+        if self.target_edges is None:
+            limit = self.limit(self._noise)
+            measured["over_limit"] = (self._gap - limit).max().item()
+            excess = (self._gap - limit) / limit
+        else:
+            _, before, edges = self._edges
+            measured["over_limit"] = edges - self.line(self._done)
+            ahead = self.line(self._done + AHEAD)
+            over = math.log(edges / ahead) + LEAD * math.log(edges / before)
+            excess = torch.full_like(self._gap, -over / FACTOR)
+        self.constraint.update(excess)
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
 
     def state(self) -> dict[str, Any]:
-        carried = {"gap": self._gap.tolist(), "sizes": self._sizes.tolist()}
+        carried = {
+            "gap": self._gap.tolist(),
+            "sizes": self._sizes.tolist(),
+            "edges": self._edges,
+        }
         kept = {} if self._predictions is None else self._predictions.state()
         return {**self.constraint.state(), **carried, **kept}
 
@@ -289,5 +317,6 @@ class SparsityObjective(Objective):
         self.constraint.load_state(state)
         self._gap = torch.tensor(state["gap"], dtype=torch.float64)
         self._sizes = torch.tensor(state["sizes"], dtype=torch.float64)
+        self._edges = state["edges"]
         if self._predictions is not None:
             self._predictions.load_state(state)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from sparse_tl.results import Result
-from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.training.constraint import TargetEdges, TargetLoss
 from sparse_tl.training.evaluation import HeldOut
 
 UNUSED = 0.5
@@ -62,7 +62,7 @@ class PostTraining(Result):
 
     Args:
         feasible: whether any validation evaluation met the target, except that before training.
-        target: the target that every group had to meet.
+        target: the target that every group had to meet, or that the mean of their edges had to.
         dense: validation measurements of the dense model.
         sparse: validation measurements of the selected weights.
         best_step: step of the selected weights.
@@ -72,7 +72,7 @@ class PostTraining(Result):
     """
 
     feasible: bool
-    target: TargetLoss
+    target: TargetLoss | TargetEdges
     dense: HeldOut
     sparse: HeldOut
     best_step: int
@@ -112,13 +112,19 @@ class PostTraining(Result):
             edges += f", {self.sparse.divergence:.4f} divergence from it"
         edges += ")"
         target = f"Target {self.target.in_words}"
-        if len(self.dense.group_losses) > 1:
-            target += f" in each of {len(self.dense.group_losses)} groups"
+        of_edges = isinstance(self.target, TargetEdges)
+        if (n := len(self.dense.group_losses)) > 1:
+            target += f", on average over {n} groups," if of_edges else f" in each of {n} groups"
         if not self.feasible:
             outcome = (
                 f"{target} NOT met by any validation evaluation after the first step; kept the "
                 f"weights that came closest, from step {self.best_step}: {edges}. Train for "
-                "longer, start from a smaller threshold or a larger bias, or allow more loss."
+                "longer, "
+                + (
+                    "or allow more edges."
+                    if of_edges
+                    else "start from a smaller threshold or a larger bias, or allow more loss."
+                )
             )
         else:
             outcome = f"{target} met at step {self.best_step}: {edges}.{self._loose}"
@@ -127,7 +133,10 @@ class PostTraining(Result):
     @property
     def _loose(self) -> str:
         """Advice for a longer run; empty if there is none."""
-        if "validation_active_attention_edges" not in self.history:
+        if (
+            isinstance(self.target, TargetEdges)
+            or "validation_active_attention_edges" not in self.history
+        ):
             return ""
         edges = self.history.set_index("step")["validation_active_attention_edges"].dropna()
         if len(edges) < 2:

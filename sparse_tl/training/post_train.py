@@ -19,7 +19,7 @@ from sparse_tl.lens import adapt, check_gates, check_raw
 from sparse_tl.parallel import shards
 from sparse_tl.storage.files import digest
 from sparse_tl.training.config import Precision, TrainingConfig, choose_trained
-from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.constraint import OF_EDGES, LossConstraint, parse_target
 from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import DISTILLED, SparsityObjective
@@ -49,7 +49,8 @@ def post_train(
     stream: TokenStream | Mapping[str, TokenStream],
     *,
     validation: TokenBatch | Mapping[str, TokenBatch],
-    target_loss: float | str = TARGET_LOSS,
+    target_loss: float | str | None = None,
+    target_edges: float | str | None = None,
     held_out: Mapping[str, TokenBatch] | None = None,
     steps: AtLeastOne = 2000,
     learning_rate: Positive | Mapping[str, Positive] = LEARNING_RATE,
@@ -71,6 +72,11 @@ def post_train(
     meet the target, those with the smallest ``mean_g log(1 + size_g)`` of active edges and MLP
     outputs.
 
+    With `target_edges`, the number of edges is given and the divergence is what is minimised: one
+    lambda for all groups steers the edges along a geometric line to the target, at six tenths of
+    the run, and holds them there. The best feasible weights are then, among the evaluations with at
+    most so many edges, those with the smallest mean divergence over groups.
+
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
@@ -81,7 +87,10 @@ def post_train(
             name, in the same order as the streams. Report results on other rows.
         target_loss: in nats per label: the loss (``0.01``), its increase over the frozen dense
             model's on the same rows (``"+0.05"``), or the divergence ``KL(dense || sparse)``
-            (``"kl+0.05"``), which fitting the training text does not lower.
+            (``"kl+0.05"``, the default), which fitting the training text does not lower.
+        target_edges: instead of a target loss, active attention edges per token (``300``), or how
+            many times fewer than in the dense model (``"100x"``): the mean over groups of edges per
+            token, summed over layers and heads, on validation rows under deterministic gates.
         held_out: rows used neither for training nor for selection, by name, measured before and
             after training: further rows of a group, under its name, or rows of another text.
         steps: number of optimizer steps.
@@ -107,9 +116,10 @@ def post_train(
         The outcome; its `verdict` says whether the target was met.
 
     Raises:
-        ValueError: the target is below the dense model's own validation loss, a parameter name is
-            unknown, a cost is invalid, the stream and the validation rows have different groups,
-            or the checkpoint belongs to another run or other data.
+        ValueError: the target is below the dense model's own validation loss or above its number of
+            edges, both targets are given, a parameter name is unknown, a cost is invalid, the
+            stream and the validation rows have different groups, or the checkpoint belongs to
+            another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         MemoryError: out of memory; the message says what uses it and how to use less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
@@ -118,7 +128,7 @@ def post_train(
     controller moves lambda, and the violation is measured on validation rows under deterministic
     gates.
     """
-    target = TargetLoss.parse(target_loss)
+    target = parse_target(target_loss, target_edges, TARGET_LOSS)
     stream = _mixed(stream, validation)
     rates = _rates(learning_rate, gate_learning_rate)
     peak = max(rates.values())
@@ -148,10 +158,15 @@ def post_train(
             sparse,
             dense,
             measuring.loss_budget.clamp(min=LEAST_BUDGET),
-            LossConstraint(len(measuring.loss_budget), evaluated_every=every),
+            LossConstraint(
+                len(measuring.loss_budget),
+                evaluated_every=every,
+                **({} if measuring.target_edges is None else OF_EDGES),
+            ),
             edge_cost,
             head_cost,
             distilled=1.0 if target.of == "divergence" else DISTILLED,
+            target_edges=measuring.target_edges,
         )
         state = train(
             sparse,

@@ -14,7 +14,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt
 from sparse_tl.training.config import Metrics, Precision, Selection, in_precision
-from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.training.constraint import TargetEdges, TargetLoss
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.outcome import DenseAndSparse
@@ -31,12 +31,13 @@ class Validation:
         sparse: the model before training.
         rows: validation rows, or those of every group by name.
         held_out: rows that are only measured, by name.
-        target: the target of every group.
+        target: the target of every group, or that of the mean over groups of edges per token.
         edge_cost: cost per attention edge, as in `evaluate_held_out`.
         precision: precision of the run, in which both models are measured.
 
     Raises:
-        ValueError: a group has no label, or the target is below the dense model's own loss.
+        ValueError: a group has no label, or the target is below the dense model's own loss or above
+            its number of edges.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Validation:
         sparse: SparseTransformer,
         rows: TokenBatch | Mapping[str, TokenBatch],
         held_out: Mapping[str, TokenBatch],
-        target: TargetLoss,
+        target: TargetLoss | TargetEdges,
         edge_cost: Float[Tensor, "*#edge"] | None,
         precision: Precision,
     ) -> None:
@@ -62,7 +63,17 @@ class Validation:
                 {name: self._dense(rows) for name, rows in by_name.items()}
                 for by_name in (self.groups, held_out)
             ]
-        if target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
+        self.target_edges: float | None = None
+        """The target in edges per token, if it is one of edges."""
+        if isinstance(target, TargetEdges):
+            most = self.dense.edges_per_token
+            self.target_edges = target.per_token(most)
+            if self.target_edges > most:
+                raise ValueError(
+                    f"expected a target of at most the dense model's {most:,.1f} edges per token; "
+                    f"got {target}"
+                )
+        elif target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
             raise ValueError(
                 "expected a target loss that the model can reach; the dense model's own validation "
                 f"loss is {worst:.5f} nats, above the target of {target}. Give a larger one, or an "
@@ -98,19 +109,20 @@ class Validation:
 
         def evaluate() -> Metrics:
             measured = self.measured()
-            gaps = self.gaps(measured)
-            objective.record_gaps(gaps)
+            gaps, edges, target = self.gaps(measured), measured.edges_per_token, self.target_edges
+            objective.record(gaps, edges)
             by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
-            violation = (gaps - self.loss_budget).max().item()
+            over = (gaps - self.loss_budget).max().item() if target is None else edges - target
             found = {**measured.numbers, **by_group, "log_size": measured.log_size}
-            return {**found, "violation": violation}
+            return {**found, "gap": gaps.mean().item(), "violation": over}
 
         def better(new: Metrics, old: Metrics) -> bool:
             if old["step"] == 0:
                 return True  # never prefer step 0: it meets most targets but is not sparse
             if is_feasible(new) != is_feasible(old):
                 return is_feasible(new)
-            decisive = "log_size" if is_feasible(new) else "violation"
+            minimised = "log_size" if self.target_edges is None else "gap"
+            decisive = minimised if is_feasible(new) else "violation"
             return new[decisive] < old[decisive]
 
         return Selection(evaluate, better)
@@ -128,7 +140,7 @@ class Validation:
 
 
 def is_feasible(metrics: Metrics) -> bool:
-    """Whether an evaluation meets the target in every group."""
+    """Whether an evaluation meets the target, that of a loss in every group."""
     return metrics["violation"] <= 0
 
 

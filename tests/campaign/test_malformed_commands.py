@@ -83,6 +83,8 @@ def values(command: str, option: Any, places: Places) -> Iterator[str]:
         yield "0"
     if name == "target_loss":
         yield from ("", "little", "nan", "-1", "0", "+0", "+nan", "++1", "1e999")
+    if name == "target_edges":  # the command has a target loss already
+        yield from ("", "few", "nan", "-1", "0x", "x", "2")
     if name in NAMES:
         yield from ("nonsense", "Nonsense[bold]", "é")
     if name == "seeds" and kind is str:

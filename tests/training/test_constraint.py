@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.training import LossConstraint, TargetLoss
+from sparse_tl.training import LossConstraint, TargetEdges, TargetLoss
 from sparse_tl.training.constraint import (
     BOUNDS,
     INTEGRAL,
@@ -85,6 +85,28 @@ def test_what_is_no_target(written: Any) -> None:
         ValueError, match=r'target loss in nats above 0.*"\+0\.05".*"kl\+0\.05"; got'
     ):
         TargetLoss.parse(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "amount", "times_fewer", "shown"),
+    [
+        (300, 300.0, False, "300 edges per token"),
+        (" 2.5", 2.5, False, "2.5 edges per token"),
+        ("100x", 100.0, True, "100 times fewer edges per token"),
+    ],
+)
+def test_target_edges(written: Any, amount: float, times_fewer: bool, shown: str) -> None:
+    target = TargetEdges.parse(written)
+    assert target == TargetEdges(amount, times_fewer) and str(target) == shown
+    assert target.per_token(450.0) == pytest.approx(450 / amount if times_fewer else amount)
+
+
+@pytest.mark.parametrize(
+    "written", ["", "x", "few", "nan", "inf", "infx", 0, "0x", -1, "-3x", "3xx"]
+)
+def test_what_is_no_target_of_edges(written: Any) -> None:
+    with pytest.raises(ValueError, match=r'target edges per token above 0.*"100x"; got'):
+        TargetEdges.parse(written)
 
 
 # The controller, update by update.

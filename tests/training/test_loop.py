@@ -338,20 +338,25 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
     assert not torch.are_deterministic_algorithms_enabled(), "put back at the end"
 
 
+@pytest.mark.parametrize("target", [{}, {"target_loss": None, "target_edges": "3x"}], ids=str)
 @pytest.mark.parametrize("killed_at", [1, 3, 6])
 def test_a_killed_post_training_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path, killed_at: int
+    build_echo: Build,
+    echo_rows: Rows,
+    often: None,
+    tmp_path: Path,
+    killed_at: int,
+    target: dict[str, Any],
 ) -> None:
     validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    expected = _post_train(whole, stream, validation)
+    expected = _post_train(whole, stream, validation, **target)
+    settings = {"checkpoint": tmp_path / "c", **target}
     with pytest.raises(Killed):
-        _post_train(
-            killed, Watched(stream, killed_at, _kill), validation, checkpoint=tmp_path / "c"
-        )
+        _post_train(killed, Watched(stream, killed_at, _kill), validation, **settings)
     torch.manual_seed(killed_at)  # No number may come from the global generator.
-    history = _post_train(resumed, stream, validation, checkpoint=tmp_path / "c")
+    history = _post_train(resumed, stream, validation, **settings)
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 

@@ -63,7 +63,7 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
     by_hand.update(torch.zeros(2, dtype=torch.float64))
     assert measured["over_limit"] == 0.0
     for losses in ([0.3, 0.9], [0.4, 0.45]):
-        objective.record_gaps(torch.tensor(losses, dtype=torch.float64))
+        objective.record(torch.tensor(losses, dtype=torch.float64), 1.0)
         for done in (0.0, NO_NOISE / 2, SILENT):
             _, measured = _measured(objective, batch, done)
             allowed = 0.5 + MARGIN * objective.noise(done) / NOISE
@@ -71,6 +71,29 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
             assert measured["over_limit"] == pytest.approx(max(losses) - allowed)
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
     assert objective.constraint.lambda_[0].item() != pytest.approx(START)
+
+
+def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows) -> None:
+    """A geometric line from 40 edges to 10; both are compared four evaluations ahead."""
+    objective = _objective(SparseTransformer(build_echo()), target_edges=10 / 0.98, n_groups=2)
+    by_hand, batch = LossConstraint(2), echo_rows(4)
+    gap = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    before = 40.0
+    for edges, done, line, ahead in (
+        (40.0, 0.0, 40.0, 40 / 4 ** (1 / 6)),
+        (38.0, 0.2, 40 / 4 ** (1 / 3), 20.0),
+        (20.0, 0.3, 20.0, 40 / 4 ** (2 / 3)),
+        (11.0, 0.6, 10.0, 10.0),
+        (11.0, 0.6, 10.0, 10.0),
+        (0.0, 1.0, 10.0, 10.0),
+    ):
+        objective.record(gap, edges)
+        _, measured = _measured(objective, batch, done)
+        assert measured["over_limit"] == pytest.approx(edges - line, abs=1e-5)
+        excess = math.log(ahead / (edges * (edges / before) ** 4)) / 0.25 if edges else 1.0
+        before = edges
+        by_hand.update(torch.full((2,), excess, dtype=torch.float64))
+        assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
 
 
 def test_noise_and_what_it_may_cost_end_together(build_echo: Build) -> None:

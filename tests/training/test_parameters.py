@@ -85,7 +85,7 @@ def _losses(outcome: PostTraining) -> list[float]:
 
 
 def test_these_are_all_parameters() -> None:
-    names = "sparse stream validation target_loss held_out steps learning_rate"
+    names = "sparse stream validation target_loss target_edges held_out steps learning_rate"
     assert [*inspect.signature(post_train).parameters] == [
         *names.split(),
         *("gate_learning_rate", "edge_cost", "head_cost", "seed"),

@@ -49,6 +49,66 @@ class Untouchable:
         raise AssertionError("training began")
 
 
+# A target of edges.
+
+
+def test_the_edges_that_are_asked_for(build_echo: Build, echo_rows: Rows) -> None:
+    """Reached and held; of the weights with at most so many, those nearest to the dense model."""
+    sparse, dense = SparseTransformer(build_echo(), gates="share"), build_echo()
+    settings = {"target_loss": None, "target_edges": "4x", "steps": 120, "gate_learning_rate": 0.05}
+    outcome = _post_train(sparse, echo_rows, learning_rate=3e-3, **settings)
+    target = outcome.dense.active_attention_edges_per_token / 4
+    assert target == 2 * 2 * 8 * 9 / 2 / 8 / 4
+    history = outcome.history.dropna(subset="validation_loss")
+    edges = history["validation_active_attention_edges_per_token"]
+    held = edges[history["step"] > 100]
+    assert ((0.8 * target < held) & (held < 1.1 * target)).all()
+    few = history[(edges <= target) & (history["step"] > 0)]
+    best = few.loc[few["validation_divergence"].idxmin()]
+    assert outcome.feasible and outcome.best_step == best["step"]
+    # Counted anew, and the divergence by its definition.
+    rows = echo_rows(seed=1)
+    counts = sparse.count_attention_edges(rows.tokens)
+    assert counts.active_per_token == best["validation_active_attention_edges_per_token"] <= target
+    with torch.no_grad():
+        p, q = (model(rows.tokens)[rows.loss_mask].log_softmax(-1) for model in (dense, sparse))
+    divergence = (p.exp() * (p - q)).sum(-1).mean().item()
+    assert outcome.sparse.divergence == pytest.approx(divergence, rel=1e-3)
+    assert "Target of 4 times fewer edges per token met at step" in outcome.verdict
+
+
+def test_edges_are_a_mean_over_groups(build_echo: Build, echo_rows: Rows) -> None:
+    """Groups count alike, whatever the number and the length of their rows."""
+    short = echo_rows(12, length=4, seed=1)
+    validation = {"long": echo_rows(36, seed=1), "short": short}
+    streams = {name: ShuffledStream(rows, 8) for name, rows in validation.items()}
+    settings = {"target_loss": None, "target_edges": 9, "steps": 2, "stream": streams}
+    sparse = SparseTransformer(build_echo(), gates="share")
+    outcome = _post_train(sparse, echo_rows, validation=validation, **settings)
+    assert outcome.dense.edges_per_token == (2 * 2 * 4.5 + 2 * 2 * 2.5) / 2
+    counts = [sparse.count_attention_edges(rows.tokens) for rows in validation.values()]
+    mean = sum(count.active_per_token for count in counts) / 2
+    assert outcome.sparse.edges_per_token == pytest.approx(mean)
+    assert "Target of 9 edges per token, on average over 2 groups," in outcome.verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_edges": 9}, r"target loss or target edges, .*; got '\+0.2' and 9"),
+        ({"target_loss": None, "target_edges": "few"}, "expected target edges per token above 0"),
+        ({"target_loss": None, "target_edges": 19}, "most the dense model's 18.0 edges per token"),
+        ({"target_loss": None, "target_edges": "0.9x"}, "got 0.9 times fewer edges per token"),
+    ],
+    ids=str,
+)
+def test_targets_of_edges_that_make_no_sense(
+    build_echo: Build, echo_rows: Rows, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _post_train(SparseTransformer(build_echo()), echo_rows, stream=Untouchable(), **settings)
+
+
 # What is refused before any training.
 
 
