@@ -36,7 +36,7 @@ from sparse_tl.storage.files import (
     write_tensors,
 )
 
-FORMAT = 6
+FORMAT = 7
 _STATE = "state.json"
 _VERSIONS = ("torch", "transformers", "transformer-lens")
 _SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
