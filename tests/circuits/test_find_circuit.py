@@ -23,15 +23,12 @@ from sparse_tl.circuits import (
     FoundCircuit,
     Scores,
     attribute_circuit_edges,
-    evaluate,
     evaluate_circuit_edges,
     find_circuit,
 )
 from sparse_tl.circuits.found_circuit import reached, rising
 from sparse_tl.circuits.methods import elimination, search
-from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import CircuitEdges
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import NoEffectError, logit_difference
 
@@ -57,11 +54,6 @@ def _same(one: FoundCircuit, other: FoundCircuit) -> None:
     for method, evaluation in one.evaluations.items():
         assert evaluation.sizes == other.evaluations[method].sizes
         torch.testing.assert_close(evaluation.values, other.evaluations[method].values)
-
-
-def _strongest(scores: Scores) -> Scores:
-    """The scores that rank edges: the mean over pairs of the absolute score."""
-    return replace(scores, values=scores.values.abs().mean(dim=0))
 
 
 @pytest.mark.parametrize("name", ["inhibition", "lock"])
@@ -143,10 +135,7 @@ def test_sizes_are_close_to_each_other_where_the_level_is_reached(
     small: Model, many: PromptPairs
 ) -> None:
     found = find_circuit(small, many, logit_difference, at=0.6, held_out=many, **QUIET)
-    scores = _strongest(
-        attribute_circuit_edges(small, many, logit_difference, by_pair=True, **QUIET)
-    )
-    coarse = rising(evaluate_circuit_edges(small, many, logit_difference, scores, **QUIET))
+    coarse = rising(evaluate_circuit_edges(small, many, logit_difference, found.scores, **QUIET))
     first = reached(coarse, 0.6)
     below, above = coarse.sizes[first - 1 : first + 1]
     evaluation, curve = found.evaluations["eap-ig"], found.curves["eap-ig"]
@@ -155,7 +144,7 @@ def test_sizes_are_close_to_each_other_where_the_level_is_reached(
     first = reached(curve, 0.6)
     lower, size = curve.sizes[first - 1 : first + 1]
     assert below <= lower < size <= above
-    tops = map(scores.top, range(scores.grid.n_parts))
+    tops = map(found.scores.top, range(found.scores.grid.n_parts))
     every = {len(circuit.connected(patch="corrupted")) for circuit in tops}
     assert not {some for some in every - {*evaluation.sizes} if lower < some < size}
 
@@ -277,10 +266,9 @@ def test_a_killed_search_ends_as_an_uninterrupted_one(
 
 
 def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: PromptPairs) -> None:
-    how = {"at": 0.6, "held_out": many, "seconds": 1e-9, **QUIET}
-    found = find_circuit(small, many, logit_difference, **how)
+    found = find_circuit(small, many, logit_difference, at=0.6, seconds=1e-9, **QUIET)
     assert found.held_out.explained_effect >= 0.6
-    assert len(found.evaluations["elimination"].sizes) <= 2  # where it starts, and all
+    assert len(found.evaluations["elimination"].sizes) == 2  # where it starts, and all
 
 
 def test_fine_groups_are_left_out_where_there_is_no_time_for_them(
@@ -303,66 +291,6 @@ def test_fine_groups_are_left_out_where_there_is_no_time_for_them(
         coarse = [all(isinstance(index, slice) for index in group) for group in groups]
         assert coarse[:n_coarse] == [True] * n_coarse
         assert not any(coarse[n_coarse : n_coarse + 4])
-
-
-@pytest.mark.long
-def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(small: Model) -> None:
-    """Mean over pairs of ``|m(C) - m(clean)|``, in units of the whole effect."""
-    pairs, graph = random_pairs(), adapt(small).graph
-    runs = PairRuns(small, CircuitEdges(), pairs, "corrupted", 2, keep=True)
-    scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
-    found = elimination.Elimination(runs, logit_difference, scores, 0.6)
-    found.run(progress=False)
-    assert len(found.state.effects) > 2
-    masks = (graph.exists, torch.zeros_like(graph.exists), found.state.mask)
-    whole, none, left = (
-        logit_difference(run_patched(small, graph, pairs, mask), pairs) for mask in masks
-    )
-    expected = (left - whole).abs().mean() / (whole - none).mean().abs()
-    assert found.state.deviation == pytest.approx(expected.item(), rel=1e-6)
-
-
-@pytest.mark.long
-def test_edges_whose_effects_cancel_over_the_pairs_of_a_search_are_ranked_by_their_size(
-    small: Model, many: PromptPairs
-) -> None:
-    found = find_circuit(small, many, logit_difference, at=0.6, held_out=many, **QUIET)
-    scores = attribute_circuit_edges(small, many, logit_difference, by_pair=True, **QUIET)
-    torch.testing.assert_close(found.scores.values, scores.mean())
-    sizes = found.evaluations["eap-ig"].sizes
-    again = evaluate_circuit_edges(
-        small, many, logit_difference, _strongest(scores), sizes, **QUIET
-    )
-    effects = dict(zip(sizes, found.evaluations["eap-ig"].effect.tolist(), strict=True))
-    assert len(again.sizes) > 5
-    for size, effect in zip(again.sizes, again.effect.tolist(), strict=True):
-        if size in effects:
-            assert effects[size] == pytest.approx(effect)
-
-
-def test_a_search_leaves_time_to_evaluate_what_it_finds(
-    small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At a second for each group and for each circuit that is evaluated."""
-    now, groups = [0.0], list[Any]()
-    attempt = elimination.Elimination._try
-
-    def slow_try(own: elimination.Elimination, group: Any) -> None:
-        now[0] += 1
-        groups.append(group)
-        attempt(own, group)
-
-    def slow_evaluate(*args: Any, **options: Any) -> Evaluation:
-        now[0] += len(args[3])
-        return evaluate(*args, **options)
-
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(elimination.Elimination, "_try", slow_try)
-    monkeypatch.setattr(search, "evaluate", slow_evaluate)
-    monkeypatch.setattr(search, "time", clock)
-    monkeypatch.setattr(elimination, "time", clock)
-    find_circuit(small, many, logit_difference, at=0.6, seconds=60, **QUIET)
-    assert groups and now[0] <= 60
 
 
 def test_results_are_shown_and_saved(small: Model, many: PromptPairs, tmp_path: Path) -> None:

@@ -1,23 +1,19 @@
 """Backward elimination: drop a circuit's parts in groups, and run every circuit that is considered.
 
 1. Start from the n best of all N parts by score, with n from a grid of sizes, such that
-   ``left * log(N / n) - (mean deviation)`` is largest, and the mean deviation, defined below, at
-   most ``left / 2``; ``left`` is the explained effect that may be lost.
-   Parts that score exactly 0, such as those behind closed gates, are left out of the grid.
+   ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
 2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
    the heads or the MLP of a layer, those into them, those out of each head, and those into each of
    its inputs. Of heads: every head.
 3. Drop a group, or its weaker half, whichever gains more,
 
-       gain = price * (number of parts dropped) - (increase of the mean deviation)
+       gain = price * (number of parts dropped) - (loss of explained effect)
 
-   if it gains anything and loses at most `STEP` of the explained effect. The mean deviation is
-   ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|``, with means over pairs: what parts do to
-   single pairs may cancel in the explained effect, but hardly on other pairs as well. Parts that
-   are left without effect count as dropped. An effect above 1 counts as one equally far below 1.
+   if it gains anything and loses at most `STEP`. Parts that are left without effect count as
+   dropped. An effect above 1 counts as one equally far below 1.
 4. Go through all groups again at a higher price: what may still be lost, divided among the parts
    that are left; at least twice the last price, and twice the lowest at which a group would have
-   been dropped. The first price is also at least what the ranking deviates more per part next.
+   been dropped. The first price is also at least what the ranking would lose per part next.
    A pass loses at most half of what may still be lost, or `STEP` if that is more; `STEP` doubles
    if every group loses more.
 
@@ -56,6 +52,8 @@ MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
 STEP = 0.02
 """Largest loss of explained effect in one step; doubled whenever no group loses less."""
+HASTE = 4.0
+"""Maximum first price, in units of what may be lost per part of the starting circuit."""
 RATIO = 1.3
 """Ratio between adjacent sizes of the grid that the start is chosen from."""
 SHARES = (0, 1 / 2)
@@ -76,7 +74,6 @@ class EliminationState(Resumable):
     Args:
         dropped: the step at which each part was dropped; 0 for parts that are left.
         effects: explained effect after each step, on the pairs of the search; at most 1.
-        deviation: mean deviation after the last step, in units of the whole effect.
         mask: parts that are left, including those that lost their effect in this sweep.
         begun: parts that were left when this sweep over groups began.
         position: index of the next group.
@@ -92,7 +89,6 @@ class EliminationState(Resumable):
 
     dropped: Int[Tensor, "*axes"]
     effects: list[float]
-    deviation: float
     mask: Bool[Tensor, "*axes"]
     begun: Bool[Tensor, "*axes"]
     position: int = 0
@@ -135,8 +131,7 @@ class Elimination:
         state.identity = search_identity(
             self.runs, pairs, self.grid, self.metric, self.grid.exists, settings
         )
-        means = self._clean.mean().item(), self._none.mean().item()
-        state.measured = (*means, *state.effects, state.deviation)
+        state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
         self.state = resumed(state, folder)
 
     def run(self, seconds: float = math.inf, progress: bool = True) -> None:
@@ -194,30 +189,29 @@ class Elimination:
     def _start(self) -> EliminationState:
         """The state after the first step: the best parts by score, as many as gain most.
 
-        The first price, twice the one set here, is at least what the ranking deviates more per part
-        in its next step down the grid.
+        The first price, twice the one set here, is at least what the ranking loses per part in its
+        next step down the grid, up to `HASTE`.
         """
         order, left = self.scores.order(), 1 - self._lowest
-        start, most = (self._connected(self.grid.exists), 1.0, 0.0), 0.0
-        n, found = float(self._strength.count_nonzero()), 1.0
-        tried = dict[int, float]()
-        while n >= 1 and found > 1 - 2 * left:
-            mask = torch.zeros_like(start[0])
+        best, effect, most, n = self._connected(self.grid.exists), 1.0, 0.0, float(len(order))
+        found, tried = effect, dict[int, float]()
+        while n > 1 and found > 1 - 2 * left:
+            n /= RATIO
+            mask = torch.zeros_like(best)
             mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
-            ((found, deviation),) = self._outcomes(mask[None])
+            (found,) = self._effects(mask[None])
             size = self._size(mask)
-            tried[size] = deviation
-            gain = left * math.log(len(order) / max(1, size)) - deviation
-            if gain > most and deviation <= left / 2:
-                start, most = (mask, found, deviation), gain
-            n /= RATIO
-        best, effect, deviation = start
-        size = self._size(best)
+            tried[size] = max(0.0, 1 - found)
+            gain = left * math.log(len(order) / max(1, size)) - tried[size]
+            if gain > most and found >= 1 - left / 2:
+                best, effect, most = mask, found, gain
+        size, lost = self._size(best), max(0.0, 1 - effect)
         less = max((some for some in tried if some < size), default=size)
-        slope = (tried[less] - deviation) / (size - less) if less < size else 0.0
+        slope = (tried[less] - lost) / (size - less) if less < size else 0.0
+        price = min(slope, HASTE * left / max(1, size)) / 2
         dropped = (self.grid.exists & ~best).long()
-        return EliminationState(dropped, [effect], deviation, best, best.clone(), price=slope / 2)
+        return EliminationState(dropped, [effect], best, best.clone(), price=price)
 
     def _begin_pass(self) -> None:
         state = self.state
@@ -250,26 +244,22 @@ class Elimination:
         masks = state.mask.repeat(len(kept), *[1] * live.ndim)
         for mask, n in zip(masks, kept, strict=True):
             mask[tuple(order[n:].T)] = False
-        size, before, outcomes = self._size(live), state.effects[-1], self._outcomes(masks)
+        size, before, effects = self._size(live), state.effects[-1], self._effects(masks)
         gains = [(0.0, -1)]
-        for row, (effect, deviation) in enumerate(outcomes):
+        for row, effect in enumerate(effects):
             dropped = size - self._size(self._connected(masks[row]))
             if effect >= max(state.floor, before - state.step):
-                loss = max(0.0, deviation - state.deviation)
+                loss = max(0.0, before - effect)
                 gains.append((state.price * dropped - loss, row))
                 state.cheapest = min(state.cheapest, loss / dropped)
         gain, row = max(gains)
         if gain > 0:
             state.mask = masks[row].clone()
-            effect, state.deviation = outcomes[row]
-            state.effects.append(effect)
+            state.effects.append(effects[row])
             state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
 
-    def _outcomes(self, masks: Bool[Tensor, "circuit ..."]) -> list[tuple[float, float]]:
-        """Explained effects and mean deviations of circuits on the pairs of the search.
-
-        An effect above 1 counts as equally far below.
-        """
+    def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
+        """Explained effects on the pairs of the search; any above 1 counts as equally far below."""
         found = list[Float[Tensor, "circuit pair"]]()
         with autograd(False):
             for batch, run in self.runs:
@@ -277,11 +267,8 @@ class Elimination:
                 logits = [row for some in masks.split(at_once) for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
-        values = torch.cat(found, dim=1)
-        effects = explained_effect(values, self._clean, self._none)
-        deviations = (values - self._clean).abs().mean(dim=1)
-        deviations /= (self._clean - self._none).mean().abs()
-        return [*zip((1 - (effects - 1).abs()).tolist(), deviations.tolist(), strict=True)]
+        effects = explained_effect(torch.cat(found, dim=1), self._clean, self._none)
+        return (1 - (effects - 1).abs()).tolist()
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         if not isinstance(self.grid, CircuitGraph):
