@@ -106,6 +106,7 @@ class GroupReader:
             rows = sampled_windows(self.model, n, self.window, **options)
         train, held_out = map(rows.select, parts)
         groups = [self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)]
+        n_held_out = min(HELD_OUT_WINDOWS // self.n_groups, 2 * len(held_out))
         train, held_out = (
             short_rows(rows.tokens, self.model.tokenizer, seed=self.seed)
             for rows in (train, held_out)
@@ -114,8 +115,7 @@ class GroupReader:
             n_tokens = int(rows.loss_mask.sum()) / len(rows) * len(train)
             per_step = max(1, round(self.per_step * self.window / n_tokens))
             stream = self._shuffled(name, rows, per_step)
-            few = held_out[name].select(slice(HELD_OUT_WINDOWS // self.n_groups))
-            groups.append(self._group(name, stream, few))
+            groups.append(self._group(name, stream, held_out[name].select(slice(n_held_out))))
         return groups
 
     def task(self, name: str) -> Group:
