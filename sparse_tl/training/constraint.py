@@ -3,13 +3,17 @@
     min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
-logarithm of lambda by the relative excess at the last validation evaluation,
+logarithm of lambda by the relative excess of the gap, extrapolated from validation evaluations,
 
-    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1).
+    e_t  =  clip((gap_g + lead * change_g - limit_g) / limit_g, -1, 1),
 
-The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
-from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts above
-it and falls to it during the run. Then
+where the *change* is that between the last two evaluations. Edges go on closing for several
+evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
+*lead* is `GAP_LEAD` evaluations for a divergence, and 0 for a loss, whose noise it would multiply.
+The *gap*
+is the increase in loss over the dense model or, for a divergence target, the divergence from it.
+The *loss budget* is the largest gap that the target allows, and the *limit* starts above it and
+falls to it during the run. Then
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
@@ -25,8 +29,7 @@ from its first value to the target at `ARRIVAL` of the run, and to stay there:
 
     e_t  =  clip(log(line / edges) / FACTOR, -1, 1),
 
-both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. Edges
-that close go on closing for several evaluations after lambda has risen, and hardly reopen.
+both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -54,6 +57,8 @@ BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda. A group that has long met its target keeps some weight in case it
 misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
 
+GAP_LEAD = 8
+"""Evaluations over which divergences are extrapolated."""
 OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
 """Settings of the controller under a target of edges."""
 ARRIVAL = 0.6
@@ -62,7 +67,7 @@ BELOW = 0.98
 """Where the line ends, as a share of the target, so that evaluations scatter below the target."""
 LEAD, AHEAD = 4, 0.1
 """Evaluations over which edges are extrapolated, and as a share of the run."""
-FACTOR = 0.25
+FACTOR = 0.5
 """Logarithm of the ratio between edges and line from which lambda moves at its fastest."""
 
 
@@ -242,7 +247,7 @@ class LossConstraint:
         """Move lambda by one step.
 
         Args:
-            excess: of every group's gap over its limit, relative to the limit.
+            excess: of every group's extrapolated gap over its limit, relative to the limit.
         """
         self._log_lambda.grad = excess.clamp(-1, 1).to(self._log_lambda)
         self._controller.step()

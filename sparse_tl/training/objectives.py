@@ -15,7 +15,14 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.training.constraint import AHEAD, ARRIVAL, BELOW, FACTOR, LEAD, LossConstraint
+from sparse_tl.training.constraint import (
+    AHEAD,
+    ARRIVAL,
+    BELOW,
+    FACTOR,
+    LEAD,
+    LossConstraint,
+)
 from sparse_tl.training.distillation import distilled, distilled_from
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
@@ -145,6 +152,7 @@ class SparsityObjective(Objective):
             relative to an MLP output, which costs 1.
         head_cost: cost of a head in use, likewise.
         distilled: weight of the dense model's prediction in the cross-entropy, if `dense` is given.
+        lead: evaluations over which gaps are extrapolated.
         target_edges: edges per token to which lambda steers the model; loss budgets are infinite.
     """
 
@@ -157,6 +165,7 @@ class SparsityObjective(Objective):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
         distilled: float = DISTILLED,
+        lead: int = 0,
         target_edges: float | None = None,
     ) -> None:
         self.sparse, self.dense, self.distilled = sparse, dense, distilled
@@ -165,7 +174,8 @@ class SparsityObjective(Objective):
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise, self._done = NOISE, 0.0
         self._gap = self.limit(NOISE)  # no excess before the first evaluation
-        self.target_edges = target_edges
+        self._change = torch.zeros_like(self._gap)
+        self.lead, self.target_edges = lead, target_edges
         self._edges: list[float] = []  # at the first evaluation and at the last two
         self._sizes = torch.full((len(loss_budget),), math.inf, dtype=torch.float64)
         self._shares = torch.ones(1)
@@ -287,13 +297,14 @@ class SparsityObjective(Objective):
         """
         edges = max(edges, TINY)
         first, *_, last = self._edges or [edges, edges]
+        self._change = gap - self._gap if self._edges else torch.zeros_like(gap)
         self._gap, self._edges = gap, [first, last, edges]
 
     def update(self, measured: dict[str, float]) -> None:
         if self.target_edges is None:
             limit = self.limit(self._noise)
             measured["over_limit"] = (self._gap - limit).max().item()
-            excess = (self._gap - limit) / limit
+            excess = (self._gap + self.lead * self._change - limit) / limit
         else:
             _, before, edges = self._edges
             measured["over_limit"] = edges - self.line(self._done)
@@ -307,6 +318,7 @@ class SparsityObjective(Objective):
     def state(self) -> dict[str, Any]:
         carried = {
             "gap": self._gap.tolist(),
+            "change": self._change.tolist(),
             "sizes": self._sizes.tolist(),
             "edges": self._edges,
         }
@@ -316,6 +328,7 @@ class SparsityObjective(Objective):
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
         self._gap = torch.tensor(state["gap"], dtype=torch.float64)
+        self._change = torch.tensor(state["change"], dtype=torch.float64)
         self._sizes = torch.tensor(state["sizes"], dtype=torch.float64)
         self._edges = state["edges"]
         if self._predictions is not None:

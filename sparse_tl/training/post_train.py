@@ -19,7 +19,7 @@ from sparse_tl.lens import adapt, check_gates, check_raw
 from sparse_tl.parallel import shards
 from sparse_tl.storage.files import digest
 from sparse_tl.training.config import Precision, TrainingConfig, choose_trained
-from sparse_tl.training.constraint import OF_EDGES, LossConstraint, parse_target
+from sparse_tl.training.constraint import GAP_LEAD, OF_EDGES, LossConstraint, parse_target
 from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import DISTILLED, SparsityObjective
@@ -166,6 +166,7 @@ def post_train(
             edge_cost,
             head_cost,
             distilled=1.0 if target.of == "divergence" else DISTILLED,
+            lead=GAP_LEAD if target.of == "divergence" else 0,
             target_edges=measuring.target_edges,
         )
         state = train(

@@ -110,7 +110,6 @@ BY_NAME: dict[str, Callable[[Path], Any]] = {
     "stream": lambda _: stl.ShuffledStream(rows(), 4, 0),
     "validation": lambda _: rows(),
     "target_loss": lambda _: 9.0,
-    "target_edges": lambda _: None,
     "batch_size": lambda _: 2,
     "dataset": lambda _: targets(),
     "retain": lambda _: targets(),
