@@ -67,7 +67,7 @@ BELOW = 0.98
 """Where the line ends, as a share of the target, so that evaluations scatter below the target."""
 LEAD, AHEAD = 4, 0.1
 """Evaluations over which edges are extrapolated, and as a share of the run."""
-FACTOR = 0.5
+FACTOR = 0.25
 """Logarithm of the ratio between edges and line from which lambda moves at its fastest."""
 
 

@@ -116,15 +116,13 @@ class PostTraining(Result):
         if (n := len(self.dense.group_losses)) > 1:
             target += f", on average over {n} groups," if of_edges else f" in each of {n} groups"
         if not self.feasible:
+            advice = "start from a smaller threshold or a larger bias, or allow more loss"
+            if of_edges:
+                advice = "or allow more edges"
             outcome = (
                 f"{target} NOT met by any validation evaluation after the first step; kept the "
                 f"weights that came closest, from step {self.best_step}: {edges}. Train for "
-                "longer, "
-                + (
-                    "or allow more edges."
-                    if of_edges
-                    else "start from a smaller threshold or a larger bias, or allow more loss."
-                )
+                f"longer, {advice}."
             )
         else:
             outcome = f"{target} met at step {self.best_step}: {edges}.{self._loose}"

@@ -18,6 +18,10 @@ from sparse_tl.storage.files import read_tensors
 REFUSED = {
     "form": (["addition", "--form", "roman"], "for form; got 'roman'"),
     "target": (["addition", "--target-loss", "little"], "expected a target loss in nats above 0"),
+    "two targets": (
+        ["post-train", "--model", "gpt2", "--target-loss", "+1", "--target-edges", "300"],
+        "expected a target loss or target edges, since each determines the other",
+    ),
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
     "number": (["addition", "--seed", "one"], "--seed"),
     "seeds": (

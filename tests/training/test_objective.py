@@ -97,7 +97,7 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
         objective.record(gap, edges)
         _, measured = _measured(objective, batch, done)
         assert measured["over_limit"] == pytest.approx(edges - line, abs=1e-5)
-        excess = math.log(ahead / (edges * (edges / before) ** 4)) / 0.5 if edges else 1.0
+        excess = math.log(ahead / (edges * (edges / before) ** 4)) / 0.25 if edges else 1.0
         before = edges
         by_hand.update(torch.full((2,), excess, dtype=torch.float64))
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
