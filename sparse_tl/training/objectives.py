@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.gates.passes import Counted, using
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
@@ -240,12 +241,14 @@ class SparsityObjective(Objective):
     ) -> tuple[_Labels, AttentionEdgeCounts]:
         """The labels' losses and the edge counts of one pass under sampled gates."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
-        settings = {"pressure": PRESSURE, "edge_cost": cost}
+        gates = [some for some in (self.sparse.gates, self.sparse.mlp_gates) if some is not None]
+        layers: list[Counted] = []
+        counted = {"counts": layers, "real": batch.attention_mask}
         adapter, labels, read = adapt(self.sparse), batch.loss_labels(), batch.loss_mask
         dense, sharded = self._predictions, shards.has_sharded_weights(self.sparse)
         with (
             self.sparse.sampled(generator, self._noise),
-            self.sparse.counting(batch.attention_mask, **settings) as layers,
+            using(gates, pressure=PRESSURE, edge_cost=cost, **counted),
         ):
             if dense is None or sharded:
                 with adapter.only_at(read) as logits_at:

@@ -141,22 +141,11 @@ class SparseTransformer(nn.Module):
             **kwargs: keyword arguments of the model; only ``attention_mask`` says what is padding.
         """
         args, kwargs = as_rows(args, kwargs)
+        layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
-        with self.counting(kwargs.get("attention_mask"), **settings) as layers:
+        with self._set(counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.of_pass(layers)
-
-    @scope
-    def counting(self, attention_mask: Tensor | None, **settings: Any) -> Iterator[list[Counted]]:
-        """Inside the block, the layers of a pass over such prompts append their counts to a list.
-
-        Args:
-            attention_mask: 0 at padding.
-            **settings: further fields of `GateSettings`.
-        """
-        layers: list[Counted] = []
-        with self._set(counts=layers, real=attention_mask, **settings):
-            yield layers
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`, under the gates; a single prompt may have one dimension."""
