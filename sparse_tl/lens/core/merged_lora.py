@@ -29,8 +29,8 @@ def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callabl
     """Inside the block, adapters act through merged weights, and frozen linear maps are converted.
 
     Args:
-        model: a model whose weights are on one device; other than adapters, its linear maps that
-            need no gradient stay as they are.
+        model: a model whose weights are on one device. Where it has adapters, nothing else of its
+            projections is trained.
         dtype: type that linear maps compute in; None for that of their weights.
 
     Yields:
