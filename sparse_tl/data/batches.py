@@ -228,13 +228,15 @@ class TokenBatch(Rows):
         n_labelled = np.array([0, *labelled])
         stops = [i + 1 for i, width in enumerate(widths) if width != (*widths, 0)[i + 1]]
         edges, pass_cost = np.array([0, *stops]), PASS.on(ends.device)
+        tokens = (edges - edges[:, None]) * np.array([0, *(widths[stop - 1] for stop in stops)])
+        allowed = n_labelled[edges] > n_labelled[edges][:, None]
+        of_group = np.where(allowed, tokens + pass_cost, np.inf)  # from one edge to another
         # least[i]: the fewest tokens of the rows up to edges[i], in the number of groups so far.
         least, begins = np.where(edges == 0, 0.0, np.inf), list[np.ndarray]()
         for _ in range(min(parts, len(stops))):
-            tokens = (edges - edges[:, None]) * np.array([0, *(widths[s - 1] for s in stops)])
-            allowed = n_labelled[edges] > n_labelled[edges][:, None]
-            cost = np.where(allowed, least[:, None] + tokens + pass_cost, np.inf)
-            cost = np.vstack([cost, least])  # as many groups as before
+            cost = np.vstack(
+                [least[:, None] + of_group, least]
+            )  # the last: as many groups as before
             begins.append(cost.argmin(axis=0))
             least = cost.min(axis=0)
         bounds, at = [len(self)], len(edges) - 1

@@ -310,7 +310,8 @@ def _check(
     if batch_size < n_groups:
         raise ValueError(
             f"expected a window of every text and task in each step; got {batch_size} windows for "
-            f"{n_groups} texts and tasks, short text among them. Use a larger --batch-size."
+            f"{n_groups} of these, as which the model's own short text counts. Use a larger "
+            "--batch-size."
         )
     micro_batch = math.ceil(batch_size / accumulate)
     smallest = batch_size % micro_batch or micro_batch

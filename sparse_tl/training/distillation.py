@@ -44,9 +44,11 @@ def distilled_from(
     share: float,
 ) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"]]:
     """As `distilled`, from the final residual stream of both models."""
-    if not len(labels) or unembed(final[:1].detach()).requires_grad:  # it is trained
+    one = unembed(final[:1].detach())
+    if one.requires_grad or not len(labels):  # it is trained
         return distilled(unembed(final), dense_unembed(dense), labels, share)
-    return _FromFinal.apply(final, unembed, dense, dense_unembed, labels, share)
+    size = LOGITS_AT_ONCE.on(final.device) // one.shape[1]
+    return _FromFinal.apply(final, unembed, dense, dense_unembed, labels, share, size)
 
 
 def distilled(
@@ -106,11 +108,11 @@ class _FromFinal(torch.autograd.Function):
         dense_unembed: Unembed,
         labels: Tensor,
         share: float,
+        size: int,
     ) -> tuple[Tensor, Tensor]:
-        vocab = unembed(final[:1]).shape[1]
         by_final = torch.empty_like(final)
         found = []
-        for rows in _slices(len(final), LOGITS_AT_ONCE.on(final.device) // vocab):
+        for rows in _slices(len(final), size):
             with autograd(True):
                 read = final[rows].detach().requires_grad_()
                 logits = unembed(read)
@@ -128,7 +130,7 @@ class _FromFinal(torch.autograd.Function):
         ctx: Any, by_minimised: Tensor, _by_loss: Tensor
     ) -> Any:
         (by_final,) = ctx.saved_tensors
-        return by_final * by_minimised[:, None].to(by_final.dtype), *[None] * 5
+        return by_final * by_minimised[:, None].to(by_final.dtype), *[None] * 6
 
 
 class _Distilled(torch.autograd.Function):

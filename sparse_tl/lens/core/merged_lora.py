@@ -91,9 +91,9 @@ class _Adapted(_Map):
 
     def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
         base = getattr(layer, BASE)
-        super().__init__(base, dtype)
         self.layer, self.scale = layer, layer.scaling[NAME]
         self.plain = _Map(base, dtype)
+        self.bias = self.plain.bias
         self.a, self.b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         self.known_a, self.known_b = self.a.detach(), self.b.detach()
         self.a_T = self.known_a.T
@@ -102,7 +102,7 @@ class _Adapted(_Map):
         transposed = isinstance(base, Conv1D)
         factors = (self.a_T, self.known_b.T) if transposed else (self.known_b, self.known_a)
         self.factors = weight.to(self.a.dtype), *factors
-        self.merged = torch.empty_like(weight, dtype=self.weight.dtype)
+        self.merged = torch.empty_like(weight, dtype=self.plain.weight.dtype)
         self.weight = self.merged if transposed else self.merged.T
         self.weight_T = self.weight.T
 
