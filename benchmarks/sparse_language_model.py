@@ -1,7 +1,7 @@
 """The sparse SmolLM2 beside the dense one: attention edges, loss, tasks, and sizes of circuits.
 
-1. On every text, in windows of several lengths: open attention edges, loss, and divergence from the
-   dense model.
+1. On every text, in windows of several lengths, and on its sentences alone, cut to 24 tokens:
+   open attention edges, loss, and divergence from the dense model.
 2. On every task: the share of prompts whose most likely next token is right; open attention edges,
    and divergence at the answer.
 3. On four tasks: the fewest heads and circuit edges with an explained effect of 0.9. Scores
@@ -27,6 +27,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparse_tl import (
     SparseTransformer,
     attribute_circuit_edges,
@@ -43,10 +45,12 @@ from sparse_tl.data import TokenBatch, read_documents, text_rows
 from sparse_tl.plots import effect_figure
 from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.tasks import TASKS_BY_NAME
-from sparse_tl.training import evaluate_held_out
+from sparse_tl.training import evaluate_held_out, short_rows
 
 CIRCUITS = ("greater_than", "ioi", "ioi_long", "docstring")
 LEVEL = 0.9
+SENTENCE = 24
+"""Tokens of a sentence."""
 METHODS = {
     "heads": (attribute_heads, evaluate_heads),
     "circuit edges": (attribute_circuit_edges, evaluate_circuit_edges),
@@ -64,6 +68,16 @@ def on_text(models: Models, file: Path, tokens: int, window: int) -> dict[str, A
     """What `measure` finds on the first tokens of a text, in windows."""
     documents, tokenizer = read_documents(file), models["dense"].tokenizer
     return measure(models, text_rows(documents, tokenizer, window, limit=tokens // window))
+
+
+def on_sentences(models: Models, file: Path, n: int, length: int) -> dict[str, Any]:
+    """What `measure` finds on the beginnings of sentences, without BOS."""
+    tokenizer = models["dense"].tokenizer
+    windows = text_rows(read_documents(file), tokenizer, 256, limit=2 * n).tokens
+    rows = short_rows(windows, tokenizer)["short"]
+    whole = rows.select((rows.attention_mask.sum(dim=1) >= length).nonzero()[:n, 0])
+    tokens = torch.cat([whole.tokens[:, :length], whole.labels[:, length - 1 : length]], dim=1)
+    return measure(models, TokenBatch.next_token(tokens))
 
 
 def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
@@ -163,13 +177,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a text")
     parser.add_argument("--window", type=int, nargs="+", default=[64], help="tokens of a window")
+    parser.add_argument("--sentences", type=int, default=96, help="sentences of a text")
     parser.add_argument("--prompts", type=int, default=64, help="prompts of a task")
     parser.add_argument("--pairs", type=int, default=32, help="pairs that score, and that evaluate")
     parser.add_argument("--tasks", nargs="*", default=[*TASKS_BY_NAME], help="tasks to measure")
     parser.add_argument("--circuits", nargs="*", default=CIRCUITS, help="tasks to find circuits of")
     parser.add_argument("--out", type=Path, default=Path("sparse_language_model.json"))
     args = parser.parse_args()
-    names = ("tokens", "prompts", "pairs")
+    names = ("tokens", "sentences", "prompts", "pairs")
     settings = {name: getattr(args, name) for name in names}
     settings |= {side: str(getattr(args, side) or "smollm2") for side in ("dense", "sparse")}
     report = Report(args.out, settings)
@@ -183,8 +198,11 @@ def main() -> None:
 
     counted = "edges per token | open | fewer | per head and query"
     rows = []
-    for file, window in product(args.text, args.window):
+    for file, window in product(args.text, [*args.window, None]):
         measured = partial(on_text, models, file, args.tokens, window)
+        if window is None:
+            measured = partial(on_sentences, models, file, args.sentences, SENTENCE)
+        window = window or f"{SENTENCE} (sentences)"
         found = report.get(f"text {file.name}, {window}", measured)
         dense, sparse = found["dense"], found["sparse"]
         losses = [f"{dense['loss']:.3f}", f"{sparse['loss']:.3f}", f"{sparse['divergence']:.3f}"]

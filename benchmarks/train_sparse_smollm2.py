@@ -1,39 +1,48 @@
-"""Train the sparse SmolLM2 that comes with the package further, on windows of another length.
+"""Train the sparse SmolLM2 that comes with the package further, in a given time.
 
-The model in the package is the result of such runs, on windows of 256 tokens, after two on windows
-of 64 (docs/measurements.md). This continues from its adapters and gates, on the
-model's own text and the texts that are given, as windows and as short text, and on six tasks, each
-group at a divergence of at most 0.1 nats. With three texts and windows of 192, a step takes 9
-seconds on one busy core, evaluations included. Run it again to resume.
+Continues from its adapters and gates, or from others, on the model's own text and the texts that
+are given, as windows and as short text, and on six tasks, each a group. Prints what became of every
+group, and of skills that no group asks for. Run it again to resume.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/train_sparse_smollm2.py \\
-        --text stories.txt wikitext.txt code.txt --window 256 --steps 460 --out runs/longer
+With ``--minutes``, a few steps and an evaluation are timed first, and the run has as many steps as
+fit into the rest, the sampling of the model's own text included.
+
+    python benchmarks/train_sparse_smollm2.py --text stories.txt wikitext.txt code.txt \\
+        --minutes 9 --target-edges 170 --window-step 64 --short-step 256 --task-step 32
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sparse_tl import SparseTransformer, load_language_model
+from sparse_tl import SparseTransformer, load_language_model, measure_skills
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.lens import adapt, merge_lora
 from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
+from sparse_tl.training.constraint import parse_target
+from sparse_tl.training.post_train import EVALUATIONS
+from sparse_tl.training.validation import Validation
 
 TASKS = ("ioi", "ioi_long", "greater_than", "docstring", "induction", "capitals")
 
 
 def main() -> None:
     """Continue post-training, and write the sparse model as a folder."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     shipped = SHIPPED / "smollm2" / "sparse"
     parser.add_argument("--adapters", type=Path, default=shipped, help="folder to continue from")
+    parser.add_argument("--mlps", action="store_true", help="gate MLPs too")
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")
@@ -43,14 +52,15 @@ def main() -> None:
     parser.add_argument("--task-step", type=int, default=2, help="prompts of each task")
     parser.add_argument("--held-out-tokens", type=int, default=1280, help="that select, by group")
     parser.add_argument("--steps", type=int, default=460)
+    parser.add_argument("--minutes", type=float, help="that the whole run takes, instead of steps")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--gate-learning-rate", type=float, default=1e-3)
-    parser.add_argument("--target-loss", default="kl+0.1")
+    parser.add_argument("--target-loss", help="kl+0.1 by default")
+    parser.add_argument("--target-edges")
     parser.add_argument("--out", type=Path, default=Path("runs/longer"))
     args = parser.parse_args()
     dense = load_language_model()
-    base = adapt(dense).copy()
-    sparse = SparseTransformer.from_pretrained(args.adapters, base=base)
+    sparse = loaded(args.adapters, dense, args.mlps)
     args.out.mkdir(parents=True, exist_ok=True)
     streams, validation = dict[str, ShuffledStream](), dict[str, TokenBatch]()
 
@@ -75,21 +85,67 @@ def main() -> None:
     for name in TASKS:
         rows = TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7).answer_rows()
         add(name, rows, args.task_step)
-    outcome = post_train(
-        sparse,
-        streams,
-        validation=validation,
-        target_loss=args.target_loss,
-        steps=args.steps,
-        learning_rate={"lora": args.learning_rate},
-        gate_learning_rate=args.gate_learning_rate,
-        precision="bf16",
-        checkpoint=args.out / "checkpoint",
-    )
+    options: dict[str, Any] = {
+        "validation": validation,
+        "target_loss": None if args.target_edges else args.target_loss or "kl+0.1",
+        "target_edges": args.target_edges,
+        "learning_rate": {"lora": args.learning_rate},
+        "gate_learning_rate": args.gate_learning_rate,
+        "precision": "bf16",
+    }
+    plan = args.out / "steps.json"
+    if plan.exists():
+        args.steps = json.loads(plan.read_text())
+    elif args.minutes:
+        seconds = 60 * args.minutes - (time.monotonic() - began)
+        args.steps = steps_within(seconds, sparse, streams, options)
+        sparse = loaded(args.adapters, dense, args.mlps)
+    plan.write_text(json.dumps(args.steps))
+    checkpoint = args.out / "checkpoint"
+    outcome = post_train(sparse, streams, steps=args.steps, checkpoint=checkpoint, **options)
     print(outcome)
     print(sparse.save_pretrained(args.out / "adapters", adapters_only=True))
+    outcome.history.to_csv(args.out / "history.csv")
+    print(measure_skills(dense, sparse).to_pandas().to_string())
     merge_lora(sparse.model)
     print(sparse.save_pretrained(args.out / "sparse"))
+
+
+def loaded(folder: Path, dense: Any, mlps: bool) -> SparseTransformer:
+    """The sparse model of a folder, with new gates on its MLPs on request."""
+    sparse = SparseTransformer.from_pretrained(folder, base=adapt(dense).copy())
+    if not mlps or sparse.mlp_gates is not None:
+        return sparse
+    gated = SparseTransformer(sparse.unwrap(), mlps=True)
+    gated.gates.load_state_dict(sparse.gates.state_dict())
+    return gated
+
+
+def steps_within(
+    seconds: float,
+    sparse: SparseTransformer,
+    streams: dict[str, ShuffledStream],
+    options: dict[str, Any],
+) -> int:
+    """How many steps a run can have, its evaluations included; `sparse` is trained a little."""
+    target = parse_target(options["target_loss"], options["target_edges"], "")
+    rows = Validation(sparse, options["validation"], {}, target, None, options["precision"])
+
+    def took(work: Any) -> float:
+        started = time.monotonic()
+        work()
+        return time.monotonic() - started
+
+    evaluation = took(rows.measured)
+    one, three = (took(lambda n=n: post_train(sparse, streams, steps=n, **options)) for n in (1, 3))
+    # These have an evaluation before training and one after each step; and a beginning and an end.
+    step = max((three - one) / 2 - evaluation, 0.01)
+    ends = max(0.0, one - step - 2 * evaluation)
+    left = seconds - 2 * one - three - ends - (EVALUATIONS + 1) * evaluation
+    if left < step:
+        raise SystemExit(f"{seconds:.0f} s are left, too few: a step takes {step:.1f} s")
+    print(f"{int(left / step):,} steps of {step:.2f} s; an evaluation takes {evaluation:.1f} s")
+    return int(left / step)
 
 
 if __name__ == "__main__":
