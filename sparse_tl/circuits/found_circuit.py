@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,6 @@ from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
-
-FALL = 0.03
-"""How much further from 1 an explained effect in a curve may be than a smaller circuit's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,20 +44,6 @@ class FoundCircuit(Result):
     scores: Scores
 
     @property
-    def curves(self) -> dict[str, Evaluation]:
-        """The evaluated circuits of each method, without those that a smaller one beats.
-
-        A circuit whose explained effect is over 0.03 further from 1 than that of a smaller one is
-        left out; it remains in `evaluations`.
-        """
-        return {method: rising(evaluation) for method, evaluation in self.evaluations.items()}
-
-    @property
-    def curve(self) -> Evaluation:
-        """The curve of the method that found the smallest circuit."""
-        return rising(self.evaluations[self.method])
-
-    @property
     def interval(self) -> tuple[float, float]:
         """Bootstrap interval of the circuit's explained effect over held-out pairs."""
         row = self.to_pandas().iloc[0]
@@ -76,7 +58,7 @@ class FoundCircuit(Result):
         import pandas as pd
 
         rows = []
-        for method, evaluation in self.curves.items():
+        for method, evaluation in self.evaluations.items():
             found = evaluation.to_pandas().iloc[reached(evaluation, self.at)]
             columns = {name: found[name] for name in ("explained_effect", "low", "high")}
             size = {"method": method, "size": int(found["size"])}
@@ -95,17 +77,6 @@ class FoundCircuit(Result):
             f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
             f"held-out pairs, {self.at:g} asked for{next_best})"
         )
-
-
-def rising(evaluation: Evaluation) -> Evaluation:
-    """The circuits whose effect is at most `FALL` further from 1 than that of any smaller one."""
-    nearest, kept = math.inf, list[int]()
-    for index, distance in enumerate((evaluation.effect - 1).abs().tolist()):
-        nearest = min(nearest, distance)
-        if distance <= nearest + FALL:
-            kept.append(index)
-    sizes = tuple(evaluation.sizes[index] for index in kept)
-    return replace(evaluation, sizes=sizes, values=evaluation.values[kept])
 
 
 def reached(evaluation: Evaluation, level: float) -> int:

@@ -125,7 +125,7 @@ def _(result: Evaluation, *, name: str = "Model", **style: Any) -> Figure:
 @figure.register(FoundCircuit)
 def _(result: FoundCircuit, *, title: str = "Model", **style: Any) -> GridFigure:
     methods = result.to_pandas()["method"].head(2)  # the best, and the next best
-    curves = [result.curves[method].curve(method) for method in reversed([*methods])]
+    curves = [result.evaluations[method].curve(method) for method in reversed([*methods])]
     parts: Parts = "circuit_edges" if isinstance(result.circuit.grid, CircuitGraph) else "heads"
     return effect_figure({title: curves}, parts=parts, level=result.at, **style)
 

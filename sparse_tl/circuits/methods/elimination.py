@@ -2,34 +2,34 @@
 
 1. Start from the n best of all N parts by score, with n from a grid of sizes, such that
    ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
+   Parts that score exactly 0, such as those behind closed gates, are left out of the grid.
 2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
    the heads or the MLP of a layer, those into them, those out of each head, and those into each of
    its inputs. Of heads: every head.
 3. Drop a group, or its weaker half, whichever gains more,
 
-       gain = price * (number of parts dropped) - (loss of explained effect)
+       gain = price * (number of parts dropped) - (increase of the mean deviation)
 
-   if it gains anything and loses at most `STEP`. Parts that are left without effect count as
-   dropped. An effect above 1 counts as one equally far below 1.
-4. Go through all groups again at a higher price: what may still be lost, divided among the parts
-   that are left; at least twice the last price, and twice the lowest at which a group would have
-   been dropped. The first price is also at least what the ranking would lose per part next.
-   A pass loses at most half of what may still be lost, or `STEP` if that is more; `STEP` doubles
-   if every group loses more.
+   if it gains anything and loses at most `STEP` of the explained effect. The mean deviation is
+   ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|``, with means over pairs: what parts do to
+   single pairs may cancel in the explained effect, but hardly on other pairs as well. Parts that
+   are left without effect count as dropped. An effect above 1 counts as one equally far below 1.
+4. Go through all groups again at a higher price: at least twice the last one, and that at which the
+   groups that this pass kept would lose together what may still be lost. The first price is what
+   may be lost, divided among the parts of the start. A pass loses at most half of what may still be
+   lost, or `STEP` if that is more; `STEP` doubles if every group loses more.
 
-What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts. Every
-circuit along the way contains all later ones, so the curve of a search hardly ever falls.
+What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts.
 
-Under a time limit, finer groups that could not all be tried in time are left out of a pass, and the
-next price is at least four times the last one, unless none of the coarser groups can be dropped at
-any price.
+Under a time limit, finer groups that would take more than a share `FINE` of the time left are left
+out of a pass, unless none of the coarser groups can be dropped at any price.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
@@ -52,10 +52,10 @@ MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
 STEP = 0.02
 """Largest loss of explained effect in one step; doubled whenever no group loses less."""
-HASTE = 4.0
-"""Maximum first price, in units of what may be lost per part of the starting circuit."""
 RATIO = 1.3
 """Ratio between adjacent sizes of the grid that the start is chosen from."""
+FINE = 1 / 4
+"""Maximum share of the time left that finer groups may take: the price has yet to rise."""
 SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
 ROWS = 256
@@ -74,12 +74,14 @@ class EliminationState(Resumable):
     Args:
         dropped: the step at which each part was dropped; 0 for parts that are left.
         effects: explained effect after each step, on the pairs of the search; at most 1.
+        deviation: mean deviation after the last step, in units of the whole effect.
         mask: parts that are left, including those that lost their effect in this sweep.
         begun: parts that were left when this sweep over groups began.
         position: index of the next group.
         price: price of a part in this pass, in explained effect.
         floor: explained effect that this pass does not go below.
-        cheapest: lowest price at which a group tried in this pass would be dropped.
+        losses: for each group that this pass could drop, what it would lose, 0 if it was dropped,
+            and its number of parts.
         step: largest loss of explained effect in one step.
         done: whether the search is finished.
         seconds: time spent.
@@ -89,12 +91,13 @@ class EliminationState(Resumable):
 
     dropped: Int[Tensor, "*axes"]
     effects: list[float]
+    deviation: float
     mask: Bool[Tensor, "*axes"]
     begun: Bool[Tensor, "*axes"]
     position: int = 0
     price: float = 0.0
     floor: float = 0.0
-    cheapest: float = 0.0
+    losses: list[tuple[float, int]] = field(default_factory=list)
     step: float = STEP
     done: bool = False
     seconds: float = 0.0
@@ -131,7 +134,8 @@ class Elimination:
         state.identity = search_identity(
             self.runs, pairs, self.grid, self.metric, self.grid.exists, settings
         )
-        state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
+        means = self._clean.mean().item(), self._none.mean().item()
+        state.measured = (*means, *state.effects, state.deviation)
         self.state = resumed(state, folder)
 
     def run(self, seconds: float = math.inf, progress: bool = True) -> None:
@@ -141,9 +145,9 @@ class Elimination:
         total = len(self._groups)
         while not state.done and now < end:
             stop = min(start for start in (*self._sweeps, total) if start > state.position)
-            in_time = now + (stop - state.position) * (now - began) / max(1, tried) < end
-            if state.position and state.cheapest < math.inf and not in_time:
-                state.price *= 2  # so that few passes suffice
+            needed = (stop - state.position) * (now - began) / max(1, tried)
+            in_time = needed < FINE * (end - now)
+            if state.position and state.losses and not in_time:
                 self._end_pass()
                 continue
             if state.position == 0:
@@ -187,48 +191,48 @@ class Elimination:
     # ---- one step --------------------------------------------------------------------------------
 
     def _start(self) -> EliminationState:
-        """The state after the first step: the best parts by score, as many as gain most.
-
-        The first price, twice the one set here, is at least what the ranking loses per part in its
-        next step down the grid, up to `HASTE`.
-        """
+        """The state after the first step: the best parts by score, as many as gain most."""
         order, left = self.scores.order(), 1 - self._lowest
-        best, effect, most, n = self._connected(self.grid.exists), 1.0, 0.0, float(len(order))
-        found, tried = effect, dict[int, float]()
-        while n > 1 and found > 1 - 2 * left:
-            n /= RATIO
-            mask = torch.zeros_like(best)
+        start, most = (self._connected(self.grid.exists), 1.0, 0.0), 0.0
+        n, found = float(self._strength.count_nonzero()), 1.0
+        while n >= 1 and found > 1 - 2 * left:
+            mask = torch.zeros_like(start[0])
             mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
-            (found,) = self._effects(mask[None])
-            size = self._size(mask)
-            tried[size] = max(0.0, 1 - found)
-            gain = left * math.log(len(order) / max(1, size)) - tried[size]
+            ((found, deviation),) = self._outcomes(mask[None])
+            gain = left * math.log(len(order) / max(1, self._size(mask))) - max(0.0, 1 - found)
             if gain > most and found >= 1 - left / 2:
-                best, effect, most = mask, found, gain
-        size, lost = self._size(best), max(0.0, 1 - effect)
-        less = max((some for some in tried if some < size), default=size)
-        slope = (tried[less] - lost) / (size - less) if less < size else 0.0
-        price = min(slope, HASTE * left / max(1, size)) / 2
+                start, most = (mask, found, deviation), gain
+            n /= RATIO
+        best, effect, deviation = start
         dropped = (self.grid.exists & ~best).long()
-        return EliminationState(dropped, [effect], best, best.clone(), price=price)
+        return EliminationState(dropped, [effect], deviation, best, best.clone())
 
     def _begin_pass(self) -> None:
         state = self.state
         left = max(0.0, state.effects[-1] - self._lowest)
         share = left / max(1, self._size(self._connected(state.mask)))
-        state.price = max(2 * state.price, 2 * state.cheapest, share)
+        state.price = max(2 * state.price, self._affordable(left), share)
         state.floor = state.effects[-1] - max(left / 2, state.step)
-        state.cheapest = math.inf
+        state.losses = []
+
+    def _affordable(self, loss: float) -> float:
+        """The price at which the groups that the last pass kept lose so much together."""
+        total, price = 0.0, 0.0
+        for each, lost in sorted((lost / n, lost) for lost, n in self.state.losses):
+            total, price = total + lost, each
+            if total > loss:
+                break
+        return price
 
     def _end_pass(self) -> None:
         """Decide whether to run another pass, with larger steps if this one could drop no group."""
         state = self.state
         left = state.effects[-1] - self._lowest
-        stuck = state.cheapest == math.inf
+        stuck = not state.losses
         state.done = left < 0 or (stuck and state.step > left)
         if stuck:
-            state.step, state.cheapest = 2 * state.step, 0.0
+            state.step *= 2
         state.position = 0
 
     def _try(self, group: Group) -> None:
@@ -244,22 +248,29 @@ class Elimination:
         masks = state.mask.repeat(len(kept), *[1] * live.ndim)
         for mask, n in zip(masks, kept, strict=True):
             mask[tuple(order[n:].T)] = False
-        size, before, effects = self._size(live), state.effects[-1], self._effects(masks)
-        gains = [(0.0, -1)]
-        for row, effect in enumerate(effects):
-            dropped = size - self._size(self._connected(masks[row]))
+        size, before, outcomes = self._size(live), state.effects[-1], self._outcomes(masks)
+        possible = list[tuple[float, int, int]]()
+        for row, (effect, deviation) in enumerate(outcomes):
             if effect >= max(state.floor, before - state.step):
-                loss = max(0.0, before - effect)
-                gains.append((state.price * dropped - loss, row))
-                state.cheapest = min(state.cheapest, loss / dropped)
-        gain, row = max(gains)
-        if gain > 0:
-            state.mask = masks[row].clone()
-            state.effects.append(effects[row])
-            state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
+                n = size - self._size(self._connected(masks[row]))
+                possible.append((max(0.0, deviation - state.deviation), n, row))
+        if not possible:
+            return
+        gain, row = max((state.price * n - loss, row) for loss, n, row in possible)
+        if gain <= 0:
+            state.losses.append(min(possible, key=lambda one: one[0] / one[1])[:2])
+            return
+        state.losses.append((0.0, 1))
+        state.mask = masks[row].clone()
+        effect, state.deviation = outcomes[row]
+        state.effects.append(effect)
+        state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
 
-    def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
-        """Explained effects on the pairs of the search; any above 1 counts as equally far below."""
+    def _outcomes(self, masks: Bool[Tensor, "circuit ..."]) -> list[tuple[float, float]]:
+        """Explained effects and mean deviations of circuits on the pairs of the search.
+
+        An effect above 1 counts as equally far below.
+        """
         found = list[Float[Tensor, "circuit pair"]]()
         with autograd(False):
             for batch, run in self.runs:
@@ -267,8 +278,11 @@ class Elimination:
                 logits = [row for some in masks.split(at_once) for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
-        effects = explained_effect(torch.cat(found, dim=1), self._clean, self._none)
-        return (1 - (effects - 1).abs()).tolist()
+        values = torch.cat(found, dim=1)
+        effects = explained_effect(values, self._clean, self._none)
+        deviations = (values - self._clean).abs().mean(dim=1)
+        deviations /= (self._clean - self._none).mean().abs()
+        return [*zip((1 - (effects - 1).abs()).tolist(), deviations.tolist(), strict=True)]
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         if not isinstance(self.grid, CircuitGraph):

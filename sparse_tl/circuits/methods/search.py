@@ -1,8 +1,9 @@
 """Find a small circuit that explains an effect, by the methods that are worth their time.
 
 1. Divide the pairs: one half is searched on; the other, *held out*, is never seen by a search.
-2. Rank the parts by attribution, heads also by their exact effects, and by backward elimination,
-   which starts from the last of these rankings.
+2. Rank circuit edges by the mean over pairs of the absolute EAP-IG score, heads by that of the
+   mean and by their exact effects, and all by backward elimination, which starts from the last of
+   these rankings.
 3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs;
    so are closer sizes between the last circuit below the level and the next one.
 4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
@@ -27,7 +28,7 @@ from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.evaluation import evaluate, log_sizes
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
-from sparse_tl.circuits.found_circuit import FoundCircuit, reached, rising
+from sparse_tl.circuits.found_circuit import FoundCircuit, reached
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.elimination import Elimination
 from sparse_tl.circuits.methods.exact import patch_exactly
@@ -99,8 +100,8 @@ def find_circuit(
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
         patch: patch at everything outside a circuit, as in `PatchedPairs`.
-        seconds: time after which the elimination stops, and the circuits found so far are
-            evaluated; by default it runs to its end.
+        seconds: time that the call may take: the elimination stops early enough for its circuits to
+            be evaluated in what is left. By default it runs to its end.
         batch_size: prompt pairs per forward pass.
         checkpoint: folder for checkpoints; an elimination interrupted there is resumed.
         seed: random seed of the division into halves.
@@ -114,30 +115,30 @@ def find_circuit(
     if held_out is None:
         pairs, held_out = _halves(pairs, seed)
     site = CircuitEdges() if parts == "circuit_edges" else Heads()
+    began = time.monotonic()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     runs.check_effect(metric)
     report = FaithfulnessRuns(runs, metric, held_out)
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    began = time.monotonic()
-    found = _rankings(model, pairs, metric, parts, options)
-    scores = [*found.values()][-1].scores
+    found, scores = _rankings(model, pairs, metric, parts, options)
+    run, ranked = partial(evaluate, model, held_out, metric, **options), time.monotonic()
+    judged = {method: _evaluated(ranking, run, at, patch) for method, ranking in found.items()}
+    evaluating = time.monotonic() - ranked
     folder = None if checkpoint is None else Path(checkpoint)
     with held(folder):
-        search = Elimination(runs, metric, scores, at)
+        search = Elimination(runs, metric, [*found.values()][-1].scores, at)
         if folder is not None:
             search.save_to(folder, pairs, f"{at} {batch_size}")
-        left = math.inf if seconds is None else seconds - (time.monotonic() - began)
-        search.run(left, progress)
+        # The circuits of the elimination take about as long to evaluate as those of the rankings.
+        spent = time.monotonic() - began + evaluating
+        search.run(math.inf if seconds is None else seconds - spent, progress)
     sizes = _thinned(search.sizes(), search.state.effects)
     found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
-    circuits, evaluations = dict[str, dict[int, Circuit]](), dict[str, Evaluation]()
-    run = partial(evaluate, model, held_out, metric, **options)
-    for method, ranking in found.items():
-        circuits[method], evaluations[method] = _evaluated(ranking, run, at, patch)
-    curves = {method: rising(evaluation) for method, evaluation in evaluations.items()}
-    best = {method: curve.sizes[reached(curve, at)] for method, curve in curves.items()}
+    judged["elimination"] = _evaluated(found["elimination"], run, at, patch)
+    evaluations = {method: evaluation for method, (_, evaluation) in judged.items()}
+    best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
     method = min(best, key=lambda name: best[name])
-    circuit = circuits[method][best[method]]
+    circuit = judged[method][0][best[method]]
     searched, others = report.of(circuit.mask)
     assert others is not None
     return FoundCircuit(
@@ -170,23 +171,30 @@ def _rankings(
     metric: Metric,
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
-) -> dict[str, _Ranking]:
-    """The rankings to compare elimination with; it starts from the last one."""
+) -> tuple[dict[str, _Ranking], Scores]:
+    """The rankings to compare elimination with, which starts from the last one; and its scores.
+
+    Circuit edges are ranked by the mean over pairs of the absolute score: an edge that helps in
+    some pairs and hurts in others averages out on these pairs, but not on others.
+    """
     began = time.monotonic()
     if parts == "circuit_edges":
-        scores = attribute_circuit_edges(model, pairs, metric, **options)
-        sizes = log_sizes(scores.grid.n_parts)
-        return {"eap-ig": _Ranking(scores, sizes, time.monotonic() - began)}
+        scores = attribute_circuit_edges(model, pairs, metric, by_pair=True, **options)
+        strength = replace(scores, values=scores.values.abs().mean(dim=0))
+        sizes = log_sizes(max(1, int(strength.values.count_nonzero())))
+        ranking = _Ranking(strength, sizes, time.monotonic() - began)
+        return {"eap-ig": ranking}, replace(scores, values=scores.mean())
     scores = attribute_heads(model, pairs, metric, **options)
     sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
     middle = time.monotonic()
     grid = adapt(model).graph.heads
     effects = patch_exactly(model, pairs, metric, grid.names(grid.places), **options)
     exact = replace(Scores.of(grid, effects, "exact"), prompt_start=pairs.start)
-    return {
+    rankings = {
         "eap-ig": _Ranking(scores, sizes, middle - began),
         "exact": _Ranking(exact, sizes, time.monotonic() - middle),
     }
+    return rankings, exact
 
 
 def _evaluated(
@@ -202,10 +210,9 @@ def _evaluated(
         ordered = tuple(sorted(rows))
         values = torch.stack([rows[size] for size in ordered])
         evaluation = replace(evaluation, sizes=ordered, values=values)
-        curve = rising(evaluation)
-        if not (first := reached(curve, at)):
+        if not (first := reached(evaluation, at)):
             break
-        low, high = (max(1, cuts[size][0]) for size in curve.sizes[first - 1 : first + 1])
+        low, high = (max(1, cuts[size][0]) for size in ordered[first - 1 : first + 1])
         if high - low <= CLOSE * high:
             break
         sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
