@@ -6,8 +6,8 @@
 
 The second form makes some figures anew, from runs that are there. Runs that are finished in that
 folder are not done again. The third makes the first picture of the README, docs/images/hero.png and
-hero_dark.png, from a saved sparse version of SmolLM2. Each function below makes one figure; the page shows its first words, its
-code, and what the runs that it reads were set to.
+hero_dark.png, from a saved sparse version of SmolLM2. Each other function below makes one figure;
+the page shows its first words, its code, and what the runs that it reads were set to.
 """
 
 from __future__ import annotations

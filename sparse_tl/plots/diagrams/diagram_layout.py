@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import compress, groupby
 
 from jaxtyping import Bool
 from torch import Tensor
@@ -24,6 +24,9 @@ from sparse_tl.plots.page.figure_frame import (
 )
 from sparse_tl.plots.page.palette import LABEL_SIZE
 from sparse_tl.plots.page.token_text import SMALLEST_SIZE, text_width, visible_text
+
+Folds = tuple[tuple[int, int], ...]
+"""First and last layer of each run of layers that is drawn as one band."""
 
 NARROWEST = 726
 """Width at which text of 11 px is 6 pt high in a column of 5.5 in."""
@@ -46,14 +49,14 @@ class PanelLayout(Frame):
     Args:
         levels: y coordinate of each level, the input first; within a fold, they are not drawn.
         row: height of a layer, and of a fold.
-        folds: first and last layer of each run of layers that is drawn as one band.
+        folds: folded layers.
         node_radius: radius of the node circles.
         output_y, input_y: baselines of the token rows.
     """
 
     levels: tuple[int, ...]
     row: int
-    folds: tuple[tuple[int, int], ...]
+    folds: Folds
     node_radius: float
     output_y: int
     input_y: int
@@ -162,14 +165,11 @@ def lay_out(
         y = top
         for graph, folded, row in zip(graphs, folds, rows, strict=True):
             radius = min(4.0 if spacing >= 24 else 3.0, row / 5)
-            panel = _lay_out_panel(graph, y, rotated, label_height, folded, row, radius)
+            panel = _lay_out_panel(graph, folded, y, row, radius, label_height)
             yield panel
             y += panel.height + PANEL_GAP
 
-    n_rows = [
-        graph.n_layers - sum(last - first for first, last in folded)
-        for graph, folded in zip(graphs, folds, strict=True)
-    ]
+    n_rows = [g.n_layers - sum(b - a for a, b in f) for g, f in zip(graphs, folds, strict=True)]
     rows = [min(_HIGHEST_ROW, max(_ROOMY_ROW, 5 * (340 // n // 5))) for n in n_rows]
     if size:
         # A web of lines cannot be followed at any height: the other panels get the room.
@@ -177,9 +177,7 @@ def lay_out(
         followed = [not is_web or all(webs) for is_web in webs]
         *_, lowest = stacked([_LOWEST_ROW] * len(graphs))
         room = max(0, size[1] - lowest.bottom - below)
-        more = room // sum(
-            n for n, is_followed in zip(n_rows, followed, strict=True) if is_followed
-        )
+        more = room // sum(compress(n_rows, followed))
         rows = [min(_HIGHEST_ROW, _LOWEST_ROW + more * is_followed) for is_followed in followed]
     panels = tuple(stacked(rows))
     return Layout(
@@ -206,9 +204,7 @@ def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
     return (SMALLEST_SIZE, True) if spacing < 64 else (12.0, False)
 
 
-def _folded(
-    graph: AttentionGraph, lines: Bool[Tensor, "_layer query key"]
-) -> tuple[tuple[int, int], ...]:
+def _folded(graph: AttentionGraph, lines: Bool[Tensor, "_layer query key"]) -> Folds:
     """The runs of layers of a deep model in which nothing is drawn."""
     used = lines.flatten(1).any(dim=1).tolist()
     if graph.mlps is not None:
@@ -219,14 +215,9 @@ def _folded(
 
 
 def _lay_out_panel(
-    graph: AttentionGraph,
-    top: int,
-    rotated: bool,
-    label_height: int,
-    folds: tuple[tuple[int, int], ...],
-    row: int,
-    node_radius: float,
+    graph: AttentionGraph, folds: Folds, top: int, row: int, node_radius: float, label_height: int
 ) -> PanelLayout:
+    rotated = label_height > 0
     # An arrow from one token to the next arches over the output row.
     has_arch = not rotated and any(column != read_at for column, read_at in graph.targets)
     output_y = top + (52 + label_height if rotated else 88 if has_arch else 68)

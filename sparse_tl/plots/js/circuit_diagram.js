@@ -259,7 +259,7 @@ function start(root, data, live) {
 
   addTargetClicks(addControls());
   panels.forEach(addNodes);
-  addFoldButtons(svg, panels, drawAll);
+  for (const panel of panels) addFoldButtons(svg, panels, panel, drawAll);
   if (live.onEdges) svg.addEventListener("click", onClick);
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", (event) => {
