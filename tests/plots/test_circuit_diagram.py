@@ -278,6 +278,38 @@ def test_an_effect_carries_itself_and_not_its_product_with_later_ones(make_flow)
     assert [line["share"] for line in view["lines"]] == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("weight", ["carried", "first-order"])
+def test_all_panels_have_one_scale(make_flow, weight):
+    """An edge with a tenth of the other panel's largest share is drawn at 0.1, not at 0.11."""
+    shares = torch.zeros(4, 4, 11, 11)
+    shares[0, 0, 10, 3] = 0.5
+    flows = {}
+    for name, share in {"strong": 1.0, "weak": 0.1}.items():
+        scores = {
+            "carried": share * shares,
+            "attribution": (share * shares).expand(5, -1, -1, -1, -1),
+        }
+        flows[name] = make_flow({(0, 0, 10, 3): 0.5}, **scores)
+    for threshold, n_lines in ((0.1, [1, 1]), (0.11, [1, 0])):
+        figure = circuit_diagram(flows, weight=weight, threshold=threshold)
+        assert [
+            len(lines_of(panel, "main", "path", "open")) for panel in panels_of(figure)
+        ] == n_lines
+
+
+@pytest.mark.parametrize(("n_layers", "small"), [(12, 1.0), (13, 0.5)])
+def test_nodes_without_a_line_are_small_in_deep_models(make_flow, n_layers, small):
+    flow = _deep(make_flow, [0], n_layers=n_layers)
+    figure = circuit_diagram({"model": flow})
+    (view,), (panel,) = [selected(figure)], panels_of(figure)
+    ends = {name for line in view["lines"] for name in (line["source"], line["reader"])}
+    nodes = part(panel, "nodes")
+    named = {f"{n.get('data-level')},{n.get('data-column')}": float(n.get("r", "")) for n in nodes}
+    largest = max(named.values())
+    assert 0 < len(ends) < len(named)
+    assert all(r == (largest if name in ends else small * largest) for name, r in named.items())
+
+
 def test_weights_that_no_graph_has(make_flow, circuit):
     with pytest.raises(ValueError, match="from trace_attention, with what edges carry"):
         circuit_diagram({"model": make_flow(circuit)}, weight="carried")

@@ -26,7 +26,7 @@ from sparse_tl.plots.diagrams.rounded_graph import (
     STEPS,
     RoundedGraph,
     quantity_data,
-    round_graph,
+    round_graphs,
     threshold_steps,
 )
 from sparse_tl.plots.page import palette
@@ -68,9 +68,9 @@ def circuit_diagram(
     square below a node is an open MLP that writes to it. In models of more than 12 layers,
     neighbouring layers without a line or an open MLP are folded into a band; a click unfolds them.
 
-    Captions say how many edges are open, and how many of them reach the threshold. The first number
-    compares models: the fewer edges a model has, the more each carries, so that a sparse model can
-    have more edges above a threshold on what edges carry.
+    Captions say how many edges are open, and how many of them reach the threshold, which is the
+    same in all panels. The first number compares models: the fewer edges a model has, the more each
+    carries, so that a sparse model can have more edges above a threshold on what edges carry.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
     6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
@@ -81,7 +81,7 @@ def circuit_diagram(
         target: index into the graphs' targets: the predicted token that is shown first, and in
             images.
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
-            query's residual stream that the edge writes, relative to the panel's largest;
+            query's residual stream that the edge writes, relative to the largest in any panel;
             ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
             ``"first-order"``: estimate of that. Estimates also replace effects that were not
             computed; their lines are dotted.
@@ -102,7 +102,7 @@ def circuit_diagram(
     """
     _check_panels(panels)
     target = _checked_target(panels, target)
-    rounded = [round_graph(graph, name) for name, graph in panels.items()]
+    rounded = round_graphs(panels)
     _check_scores(weight, rounded)
     surround = Surround(tuple(panels), title, transition)
     limit = threshold_steps(threshold)
@@ -263,6 +263,7 @@ def _panel_data(
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
         "levels": panel_layout.levels,
         "row": panel_layout.row,
+        "radii": panel_layout.radii,
         "folds": panel_layout.folds,
         "reach": panel_layout.reach,
         "bend": panel_layout.bend,

@@ -107,7 +107,7 @@ def _panel(
     for path in view["edges"]:
         yield f"<path{_attributes(path)}/>"
     yield "</g>"
-    yield from _nodes(set(view["reached"]), layout, panel)
+    yield from _nodes(set(view["reached"]), set(view["ends"]), layout, panel)
     yield from _mlps(graph, layout, panel)
     yield from _layer_names(graph.n_layers, layout, panel)
     column, read_at = graph.targets[target]
@@ -167,17 +167,18 @@ def _folds(layout: Layout, panel: PanelLayout) -> Iterator[str]:
     yield "</g>"
 
 
-def _nodes(on_path: Set[str], layout: Layout, panel: PanelLayout) -> Iterator[str]:
+def _nodes(on_path: Set[str], ends: Set[str], layout: Layout, panel: PanelLayout) -> Iterator[str]:
     yield f'<g data-role="nodes" stroke-width="{RULE_WEIGHT}">'
     for level, y in enumerate(panel.levels):
         for column, x in enumerate(layout.columns):
-            reached = f"{level},{column}" in on_path
+            node = f"{level},{column}"
+            reached, radius = node in on_path, panel.radii[node in ends]
             fill, stroke = NODE_REACHED if reached else NODE_UNREACHED
             hidden = ' display="none"' if level in panel.hidden else ""
             yield (
                 f'<circle data-level="{level}" data-column="{column}" '
                 f'data-reached="{str(reached).lower()}" cx="{x}" cy="{y}" '
-                f'r="{panel.node_radius:g}" fill="{fill}" stroke="{stroke}"{hidden}/>'
+                f'r="{radius:g}" fill="{fill}" stroke="{stroke}"{hidden}/>'
             )
     yield "</g>"
 

@@ -77,6 +77,12 @@ class PanelLayout(Frame):
         return int(self.row / (self.node_radius + _CLEARANCE))
 
     @property
+    def radii(self) -> tuple[float, float]:
+        """Radius of nodes at which no line ends, which are small in deep models, and of others."""
+        small = self.node_radius / (2 if len(self.levels) > _MOST_UNFOLDED + 1 else 1)
+        return small, self.node_radius
+
+    @property
     def hidden(self) -> set[int]:
         """Levels between the layers of a fold."""
         return {level for first, last in self.folds for level in range(first + 1, last + 1)}

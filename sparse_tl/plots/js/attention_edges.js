@@ -184,6 +184,11 @@ function residualPath({ shape: [nLayers, , n], levels }, view, data) {
   return d;
 }
 
+// The nodes at which a line starts or ends; others are small in deep models.
+function lineEnds({ lines }) {
+  return new Set(lines.flatMap(({ source, reader }) => [source, reader]));
+}
+
 // The numbers of edges in a panel, as attributes of its group.
 function countsOf({ lines, count }) {
   return {
@@ -203,6 +208,7 @@ function firstView(data) {
       edges: linePaths(panel, view, data),
       residual: residualPath(panel, view, data),
       reached: [...view.reached],
+      ends: [...lineEnds(view)],
       estimated: view.lines.some((line) => line.estimated),
     };
   });

@@ -64,14 +64,17 @@ function start(root, data, live) {
   }
 
   function drawNodes(panel, view) {
+    const ends = lineEnds(view);
     for (const circle of panel.part("nodes").children) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
-      const reached = view.reached.has(nodeName(level, column));
+      const name = nodeName(level, column);
+      const reached = view.reached.has(name);
       const [fill, stroke] = data.paint[reached ? "reached" : "unreached"];
       const isFocus = view.focus?.level === level && view.focus.column === column;
       setAttributes(circle, {
         "data-reached": reached, fill: isFocus ? stroke : fill, stroke,
+        r: panel.radii[Number(ends.has(name))],
         opacity: view.focus && !reached ? 0.35 : 1,
         "aria-pressed": isFocus,
       });
