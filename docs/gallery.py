@@ -2,10 +2,12 @@
 
     python docs/gallery.py --runs runs/gallery
     python docs/gallery.py --figure head_roles --figure gate_trajectories
+    python docs/gallery.py --hero FOLDER
 
 The second form makes some figures anew, from runs that are there. Runs that are finished in that
-folder are not done again. Each function below makes one figure; the page shows its first words, its
-code, and what the runs that it reads were set to.
+folder are not done again. The third makes the first picture of the README, docs/images/hero.png and
+hero_dark.png, from a saved sparse version of SmolLM2. Each other function below makes one figure;
+the page shows its first words, its code, and what the runs that it reads were set to.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import typer
 from sparse_tl import (
     IOITask,
     Scores,
+    SparseTransformer,
     ablation_grid,
     attention_view,
     attribute_circuit_edges,
@@ -36,6 +39,7 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import Circuit, SeedCurves
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
+from sparse_tl.lens import adapt
 from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
 from sparse_tl.plots.panels.curves import Parts
@@ -45,6 +49,7 @@ from sparse_tl.runs.head_roles import run_head_roles
 from sparse_tl.storage.files import read_json
 
 OUT = Path(__file__).parent / "gallery"
+IMAGES = Path(__file__).parent / "images"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
 WITHOUT_RUN = {
     "addition": "the built-in addition models of seed 0, dense and sparse, on one sum",
@@ -142,6 +147,15 @@ def head_roles(runs: Path) -> Figure:
 def gate_trajectories(runs: Path) -> Figure:
     """Every head's gate through the three stages of a fit, in the colour of its role."""
     return plots.gate_trajectories(HeadRoles.load(runs / "head-roles/ioi/sparse/roles"))
+
+
+def hero(sparse: Path) -> Figure:
+    """SmolLM2 on one prompt: all edges of the dense model above, those of a sparse one below."""
+    dense, _ = load_language_models()
+    model = SparseTransformer.from_pretrained(sparse, base=adapt(dense).copy())
+    models = {"Base Model": dense, "Sparse Model": model}
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    return circuit_diagram(models, prompt, positions=[-1], size=(960, 1100))
 
 
 # ---- what they read ----------------------------------------------------------------------------
@@ -271,8 +285,16 @@ def main(
         Path("runs/gallery")
     ),
     figure: Annotated[list[str] | None, typer.Option(help="Make only these figures.")] = None,
+    hero_of: Annotated[
+        Path | None, typer.Option("--hero", help="Make only the README's picture, of this model.")
+    ] = None,
 ) -> None:
     """Make every figure of the gallery and its page, or some figures without the page."""
+    if hero_of:
+        picture = hero(hero_of)
+        picture.save(IMAGES / "hero.png", scale=1.5)
+        picture.save(IMAGES / "hero_dark.png", scale=1.5, theme="dark")
+        return
     by_name = {make.__name__: make for make in FIGURES}
     for name in figure or ():
         if name not in by_name:

@@ -60,7 +60,7 @@ def circuit_diagram(
         wrong: the wrong answer, likewise; by default each model's most likely token other than the
             answer.
         labels: text of each column, if not the tokenizer's.
-        **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
+        **style: arguments of `plots.circuit_diagram`: threshold, transition, title, size.
 
     If `positions` is not given and effects at all of them exceed a million numbers (19 tokens in
     GPT-2 small), the figure has no effects or, with effects as the `weight`, only those at

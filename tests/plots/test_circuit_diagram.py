@@ -27,6 +27,7 @@ from sparse_tl.plots.page.token_text import ELLIPSIS, clip_text, text_width, vis
 
 SVG = "{http://www.w3.org/2000/svg}"
 ATTACK = "</script><img src=x onerror=alert(1)>"
+OPEN = "of 1,056 attention edges open; drawn:"
 MakeFlow = Callable[..., AttentionGraph]
 
 SELECTED = "((data) => selectEdges(data.panels[0], data, data.state))"
@@ -257,7 +258,7 @@ def test_an_edge_that_carries_nothing_is_never_dark_however_much_it_is_attended(
     assert lines_of(panel, "path") == {line_of_edge(panel, layer, 10, 0) for layer in range(4)}
     (panel,) = panels_of(circuit_diagram({"model": flow}, weight="carried"))
     assert lines_of(panel, "main") == expected and lines_of(panel, "path", "open") == set()
-    caption = "5 of 1,056 attention edges ≥ 0.10 of the largest share carried"
+    caption = f"9 {OPEN} 5 ≥ 0.10 of the largest share carried"
     assert part(panel, "caption").text == caption
 
 
@@ -275,6 +276,38 @@ def test_an_effect_carries_itself_and_not_its_product_with_later_ones(make_flow)
     flow = make_flow({(0, 0, 9, 3): 0.5, (1, 0, 10, 9): 0.5}, attribution=attribution)
     view = selected(circuit_diagram({"model": flow}, weight="first-order"))
     assert [line["share"] for line in view["lines"]] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("weight", ["carried", "first-order"])
+def test_all_panels_have_one_scale(make_flow, weight):
+    """An edge with a tenth of the other panel's largest share is drawn at 0.1, not at 0.11."""
+    shares = torch.zeros(4, 4, 11, 11)
+    shares[0, 0, 10, 3] = 0.5
+    flows = {}
+    for name, share in {"strong": 1.0, "weak": 0.1}.items():
+        scores = {
+            "carried": share * shares,
+            "attribution": (share * shares).expand(5, -1, -1, -1, -1),
+        }
+        flows[name] = make_flow({(0, 0, 10, 3): 0.5}, **scores)
+    for threshold, n_lines in ((0.1, [1, 1]), (0.11, [1, 0])):
+        figure = circuit_diagram(flows, weight=weight, threshold=threshold)
+        assert [
+            len(lines_of(panel, "main", "path", "open")) for panel in panels_of(figure)
+        ] == n_lines
+
+
+@pytest.mark.parametrize(("n_layers", "small"), [(12, 1.0), (13, 0.5)])
+def test_nodes_without_a_line_are_small_in_deep_models(make_flow, n_layers, small):
+    flow = _deep(make_flow, [0], n_layers=n_layers)
+    figure = circuit_diagram({"model": flow})
+    (view,), (panel,) = [selected(figure)], panels_of(figure)
+    ends = {name for line in view["lines"] for name in (line["source"], line["reader"])}
+    nodes = part(panel, "nodes")
+    named = {f"{n.get('data-level')},{n.get('data-column')}": float(n.get("r", "")) for n in nodes}
+    largest = max(named.values())
+    assert 0 < len(ends) < len(named)
+    assert all(r == (largest if name in ends else small * largest) for name, r in named.items())
 
 
 def test_weights_that_no_graph_has(make_flow, circuit):
@@ -307,7 +340,7 @@ def test_the_words_of_the_figure(two_panels):
     sparse = panels_of(circuit_diagram(two_panels))[1]
     for role, row in (("input", "36+28=?????"), ("output", "36+28=00064")):
         assert [text.text for text in part(sparse, role)] == list(row)
-    assert part(sparse, "caption").text == "5 of 1,056 attention edges ≥ 0.10"
+    assert part(sparse, "caption").text == f"5 {OPEN} 5 with attention ≥ 0.10"
 
 
 def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit):
@@ -317,7 +350,7 @@ def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit)
         circuit_diagram({"a": make_flow(circuit, mlps=mlps), "b": make_flow(circuit)})
     )
     caption = part(with_gates, "caption").text
-    assert caption == "5 of 1,056 attention edges ≥ 0.10; 2 of 44 MLPs"
+    assert caption == f"5 {OPEN} 5 with attention ≥ 0.10; 2 of 44 MLPs open"
     nodes = {(n.get("data-level"), n.get("data-column")): n for n in part(with_gates, "nodes")}
     for square, place in zip(part(with_gates, "mlps"), [("1", "4"), ("3", "10")], strict=True):
         node = nodes[place]
@@ -390,7 +423,50 @@ def test_panels_may_differ_in_layers_and_heads(sparse_flow, make_random_flow):
     assert len(nodes_of(first)) == 55 and len(nodes_of(second)) == 33
 
 
-@pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (2, 3), (12, 40), (3, 70)])
+def _deep(
+    make_flow: MakeFlow, layers: list[int], n_layers: int = 30, **more: Any
+) -> AttentionGraph:
+    """In these layers, the last column attends to the fourth one."""
+    attention = torch.zeros(n_layers, 1, 11, 11)
+    attention[layers, 0, 10, 3] = 0.9
+    return make_flow({}, attention=attention, gates=attention != 0, **more)
+
+
+def test_layers_without_lines_are_folded_in_deep_models(make_flow):
+    mlps = torch.zeros(30, 11, dtype=torch.bool)
+    mlps[20, 4] = True
+    used = [2, 9, 11]
+    graphs = {"a": _deep(make_flow, used), "b": _deep(make_flow, used, mlps=mlps)}
+    graphs["c"] = _deep(make_flow, used, n_layers=12)
+    expected = {
+        "a": ["0–1", "2", "3–8", "9", "10", "11", "12–29"],
+        "b": ["0–1", "2", "3–8", "9", "10", "11", "12–19", "20", "21–29"],
+        "c": [str(layer) for layer in range(12)],
+    }
+    for panel, names in zip(panels_of(circuit_diagram(graphs)), expected.values(), strict=True):
+        shown = [text for text in part(panel, "layers") if text.get("display") != "none"]
+        assert [re.sub("Layers? ", "", text.text or "") for text in shown] == names
+        levels = {n.get("cy") for n in nodes_of(panel).values() if n.get("display") != "none"}
+        assert len(levels) == len(names) + 1
+        assert lines_of(panel, "main") == {line_of_edge(panel, layer, 10, 3) for layer in used}
+        bands = [name for name in names if "–" in name]
+        assert len(part(panel, "folds")) == len(bands)
+
+
+def test_a_given_size_is_filled_and_the_web_leaves_the_room_to_the_other(
+    make_flow, make_random_flow
+):
+    dense, sparse = make_random_flow(n_layers=30), _deep(make_flow, [*range(25)])
+    figure = circuit_diagram({"a": dense, "b": sparse}, size=(960, 1100))
+    root = ElementTree.fromstring(figure.svg)
+    assert root.get("width") == "960" and 1065 < float(root.get("height", "")) <= 1100
+    rows = [panel["row"] for panel in figure.data["panels"]]
+    assert rows[0] == 8 and rows[1] > 14
+    same = circuit_diagram({"a": dense, "b": dense}, size=(960, 1100)).data["panels"]
+    assert same[0]["row"] == same[1]["row"] > 8
+
+
+@pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (2, 3), (12, 40), (3, 70), (30, 15)])
 def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns):
     tokens = tuple(f" token{i}" for i in range(n_columns))
     flow = make_random_flow(n_layers, 2, tokens, tokens, ((n_columns - 1, n_columns - 1),))
@@ -509,7 +585,7 @@ def test_tokens_of_ten_thousand_characters(make_flow, circuit):
         t for t in ElementTree.fromstring(figure.svg).iter(f"{SVG}title") if len(t.text or "") > 9
     ][:1]
     assert title.text == long[:200] + ELLIPSIS + " (10,002 characters)"
-    assert len(str(figure)) < 80_000
+    assert len(str(figure)) < 90_000
 
 
 def test_tokens_and_names_stay_text(make_flow, circuit):
@@ -706,7 +782,7 @@ def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_p
     panels = panels_of(circuit_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
     estimated, known = (part(panel, "caption").text for panel in panels)
     assert estimated.endswith("of the largest first-order attribution of the logit")
-    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect on the logit"
+    assert known == f"5 {OPEN} 5 ≥ 0.10 of the largest effect on the logit"
 
 
 def test_estimates_are_dotted_and_exact_effects_are_not(make_flow, circuit):

@@ -277,6 +277,33 @@ def test_the_keyboard_reaches_nodes(page, tmp_path, two_panels):
     )
 
 
+def test_layers_unfold_on_a_click_and_where_lines_appear(page, tmp_path, make_flow):
+    attention = torch.zeros(30, 1, 11, 11)
+    attention[:, 0, 10, 3] = 0.9
+    attention[[3, 4, 5, 6, 14, 15], 0, 10, 3] = 0.05
+    attention[[20, 21]] = 0
+    mlps = torch.eye(30, 11, dtype=torch.bool)
+    flow = make_flow({}, attention=attention, gates=attention != 0, mlps=mlps)
+    panels = {"a": dataclasses.replace(flow, mlps=None), "b": flow}
+    show(page, tmp_path, circuit_diagram(panels))
+    assert not node(page, 0, 15, 3).is_visible()
+    band = panel(page, 0).locator("rect[data-last='15']")
+    band.hover()
+    assert page.locator(".tip").inner_text().startswith("Layers 14 to 15")
+    band.press("Enter")
+    assert node(page, 0, 15, 3).is_visible() and not node(page, 0, 5, 3).is_visible()
+    set_threshold(page, 0.02)
+    expected = circuit_diagram(panels, threshold=0.02)
+    # Everything stands where it does in a figure that had these lines from the start.
+    parts = "svg, svg text, svg rect, svg circle, svg path:not([data-role=transition] path)"
+    boxes = f"""() => [...document.querySelectorAll("{parts}")].map(part =>
+        Object.values(part.getBoundingClientRect().toJSON()).map(Math.round))
+        .filter(([,, width, height]) => width || height)"""
+    found = page.evaluate(boxes)
+    show(page, tmp_path, expected)
+    assert found == page.evaluate(boxes)
+
+
 def test_one_head_alone(page, tmp_path, two_panels):
     show(page, tmp_path, circuit_diagram(two_panels))
     reached = panel(page, 1).evaluate(READ_REACHED)

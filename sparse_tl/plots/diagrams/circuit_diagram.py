@@ -18,7 +18,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.calls.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagrams.circuit_svg import draw_svg, drawn_token, line_styles
 from sparse_tl.plots.diagrams.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
@@ -26,7 +26,7 @@ from sparse_tl.plots.diagrams.rounded_graph import (
     STEPS,
     RoundedGraph,
     quantity_data,
-    round_graph,
+    round_graphs,
     threshold_steps,
 )
 from sparse_tl.plots.page import palette
@@ -45,7 +45,7 @@ _MAX_WEIGHTS = 25_000
 class CircuitDiagram(PanelFigure):
     """A circuit diagram that displays in notebooks and can be saved to files."""
 
-    scripts = (*CIRCUIT_DRAWING, "scrolled_figure.js", "circuit_diagram.js")
+    scripts = (*CIRCUIT_DRAWING, "scrolled_figure.js", "layer_folds.js", "circuit_diagram.js")
 
 
 @checked
@@ -57,6 +57,7 @@ def circuit_diagram(
     threshold: Threshold = 0.1,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
+    size: tuple[Count, Count] | None = None,
 ) -> CircuitDiagram:
     """Draw which attention edges move information to a predicted token.
 
@@ -64,7 +65,12 @@ def circuit_diagram(
     weight of any head in its layer reaches the threshold; darker and thicker lines have larger
     weights. Edges that are not connected to the predicted token through drawn edges are light; of
     the others, the 32 that carry most are dark (see ``attention_edges.js``). If MLPs have gates, a
-    square below a node is an open MLP that writes to it.
+    square below a node is an open MLP that writes to it. In models of more than 12 layers,
+    neighbouring layers without a line or an open MLP are folded into a band; a click unfolds them.
+
+    Captions say how many edges are open, and how many of them reach the threshold, which is the
+    same in all panels. The first number compares models: the fewer edges a model has, the more each
+    carries, so that a sparse model can have more edges above a threshold on what edges carry.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
     6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
@@ -75,13 +81,15 @@ def circuit_diagram(
         target: index into the graphs' targets: the predicted token that is shown first, and in
             images.
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
-            query's residual stream that the edge writes, relative to the panel's largest;
+            query's residual stream that the edge writes, relative to the largest in any panel;
             ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
             ``"first-order"``: estimate of that. Estimates also replace effects that were not
             computed; their lines are dotted.
         threshold: smallest absolute weight to draw, in 0..1, after rounding to thousandths.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: title above the panels.
+        size: width and height in pixels that columns and rows fill, down to 16 px per token and
+            8 px per layer; by default, as above, and at least 25 px per layer.
 
     Returns:
         The figure: static SVG that a dependency-free script makes interactive.
@@ -94,16 +102,17 @@ def circuit_diagram(
     """
     _check_panels(panels)
     target = _checked_target(panels, target)
-    rounded = [round_graph(graph, name) for name, graph in panels.items()]
+    rounded = round_graphs(panels)
     _check_scores(weight, rounded)
     surround = Surround(tuple(panels), title, transition)
-    layout = lay_out(list(panels.values()), surround)
     limit = threshold_steps(threshold)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
+    drawn = [_drawn(panel, weight, target, limit) for panel in rounded]
+    layout = lay_out(list(panels.values()), surround, drawn, size)
     data = script_json(_script_data(rounded, layout, state))
     views = first_view(CIRCUIT_DRAWING, data)
-    drawn = list(zip(panels.values(), views, strict=True))
-    svg = draw_svg(drawn, layout, surround, target=target, weight=weight)
+    shown = list(zip(panels.values(), views, strict=True))
+    svg = draw_svg(shown, layout, surround, target=target, weight=weight)
     return CircuitDiagram(svg, data, surround)
 
 
@@ -165,6 +174,19 @@ def _checked_target(graphs: Mapping[str, AttentionGraph], target: int) -> int:
     return target % n_targets
 
 
+def _drawn(
+    panel: RoundedGraph, weight: EdgeWeight, target: int, limit: int
+) -> Bool[Tensor, "layer query key"]:
+    """Which lines the first view draws."""
+    weights: Tensor = panel.attention
+    if weight == "carried" and panel.carried is not None:
+        weights = panel.carried
+    elif weight in ("effect", "first-order"):
+        weights = panel.scores[weight if weight in panel.scores else "first-order"][target]
+    # The script rounds halves up.
+    return ((weights.abs() + 0.5).floor() >= limit).any(dim=1)
+
+
 def _script_data(
     panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
@@ -176,7 +198,6 @@ def _script_data(
         "steps": STEPS,
         "columns": layout.columns,
         "bow": layout.bow,
-        "reach": layout.reach,
         "styles": line_styles(layout.line_scale),
         "paint": {
             "reached": palette.NODE_REACHED,
@@ -236,11 +257,15 @@ def _panel_data(
     outputs = [visible_text(token) for token in graph.output_tokens]
     mlps = ""
     if graph.mlps is not None:
-        mlps = f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs"
+        mlps = f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs open"
     return {
         "name": shorten(visible_text(panel.name)),
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
         "levels": panel_layout.levels,
+        "row": panel_layout.row,
+        "radii": panel_layout.radii,
+        "folds": panel_layout.folds,
+        "reach": panel_layout.reach,
         "bend": panel_layout.bend,
         "swing": panel_layout.swing,
         "input": [shorten(visible_text(token)) for token in graph.input_tokens],
@@ -254,6 +279,7 @@ def _panel_data(
         "quantity": quantity_data(graph),
         "nEstimated": int((graph.gates & ~panel.exact).sum()),
         "nPossible": graph.n_possible.tolist(),
+        "nOpen": graph.gates.sum(dim=(-2, -1)).tolist(),
         "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),
         "carried": None if panel.carried is None else _listed(panel.carried, floors["carried"]),

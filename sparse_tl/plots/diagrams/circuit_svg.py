@@ -6,6 +6,7 @@ it redraws the groups with a ``data-role``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, get_args
 
@@ -101,11 +102,12 @@ def _panel(
     yield f'<g data-panel="{index}"{_attributes(view["counts"])}>'
     yield from panel_frame(layout.left, layout.right, panel, name, view["caption"], below=True)
     yield from _residual_stream(view["residual"], layout, panel)
+    yield from _folds(layout, panel)
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     for path in view["edges"]:
         yield f"<path{_attributes(path)}/>"
     yield "</g>"
-    yield from _nodes(set(view["reached"]), layout, panel)
+    yield from _nodes(set(view["reached"]), set(view["ends"]), layout, panel)
     yield from _mlps(graph, layout, panel)
     yield from _layer_names(graph.n_layers, layout, panel)
     column, read_at = graph.targets[target]
@@ -127,7 +129,7 @@ def _residual_stream(on_path: str, layout: Layout, panel: PanelLayout) -> Iterat
     every = "".join(f"M{x} {panel.levels[0]}V{panel.levels[-1]}" for x in layout.columns)
     style = f'fill="none" stroke-width="{RULE_WEIGHT}"'
     yield (
-        f'<path d="{every}" {style} stroke="{palette.RESIDUAL}"/>'
+        f'<path data-role="residual" d="{every}" {style} stroke="{palette.RESIDUAL}"/>'
         f'<path data-role="residual-path" d="{on_path}" {style} '
         f'stroke="{palette.RESIDUAL_ON_PATH}"/>'
     )
@@ -139,22 +141,44 @@ def _layer_names(n_layers: int, layout: Layout, panel: PanelLayout) -> Iterator[
         f'<g data-role="layers" text-anchor="end" font-size="{LABEL_SIZE:g}" '
         f'paint-order="stroke" stroke="{BACKGROUND}" stroke-width="5" stroke-linejoin="round">'
     )
+    step = math.ceil(LABEL_SIZE / panel.row)  # names of low rows would overlap
+    folded = {last: f"Layers {first}–{last}" for first, last in panel.folds}
     for layer in range(n_layers):
         y = panel.levels[layer + 1] + 4.5
-        yield f'<text x="{layout.columns[0] - 24}" y="{y:g}">Layer {layer}</text>'
+        own = f"Layer {layer}" if layer % step == 0 else ""
+        hidden = ' display="none"' if layer + 1 in panel.hidden else ""
+        yield (
+            f'<text x="{layout.columns[0] - 24}" y="{y:g}" data-own="{own}"{hidden}>'
+            f"{folded.get(layer, own)}</text>"
+        )
     yield "</g>"
 
 
-def _nodes(on_path: Set[str], layout: Layout, panel: PanelLayout) -> Iterator[str]:
+def _folds(layout: Layout, panel: PanelLayout) -> Iterator[str]:
+    """A band over the residual streams in place of each run of folded layers."""
+    left, right = layout.columns[0] - 14, layout.columns[-1] + 14
+    yield f'<g data-role="folds" fill="{palette.BAND}" stroke="{palette.BORDER}">'
+    for _, last in panel.folds:
+        top, room = panel.levels[last + 1], panel.row - 2 * panel.node_radius - 4
+        yield (
+            f'<rect data-last="{last}" x="{left}" y="{top + (panel.row - room) / 2:g}" '
+            f'width="{right - left}" height="{room:g}" rx="3" stroke-dasharray="3 3"/>'
+        )
+    yield "</g>"
+
+
+def _nodes(on_path: Set[str], ends: Set[str], layout: Layout, panel: PanelLayout) -> Iterator[str]:
     yield f'<g data-role="nodes" stroke-width="{RULE_WEIGHT}">'
     for level, y in enumerate(panel.levels):
         for column, x in enumerate(layout.columns):
-            reached = f"{level},{column}" in on_path
+            node = f"{level},{column}"
+            reached, radius = node in on_path, panel.radii[node in ends]
             fill, stroke = NODE_REACHED if reached else NODE_UNREACHED
+            hidden = ' display="none"' if level in panel.hidden else ""
             yield (
                 f'<circle data-level="{level}" data-column="{column}" '
                 f'data-reached="{str(reached).lower()}" cx="{x}" cy="{y}" '
-                f'r="{layout.node_radius:g}" fill="{fill}" stroke="{stroke}"/>'
+                f'r="{radius:g}" fill="{fill}" stroke="{stroke}"{hidden}/>'
             )
     yield "</g>"
 
@@ -164,13 +188,14 @@ def _mlps(graph: AttentionGraph, layout: Layout, panel: PanelLayout) -> Iterator
     if graph.mlps is None:
         return
     fill, stroke = palette.MLP_NODE
-    side = layout.node_radius * 1.5
+    side = panel.node_radius * 1.5
     yield f'<g data-role="mlps" fill="{fill}" stroke="{stroke}" stroke-width="{RULE_WEIGHT}">'
     for layer, column in graph.mlps.nonzero().tolist():
         x = layout.columns[column] - side / 2
-        y = panel.levels[layer + 1] + layout.node_radius + 2
+        y = panel.levels[layer + 1] + panel.node_radius + 2
         yield (
-            f'<rect x="{x:g}" y="{y:g}" width="{side:g}" height="{side:g}" rx="1">'
+            f'<rect data-level="{layer + 1}" x="{x:g}" y="{y:g}" width="{side:g}" '
+            f'height="{side:g}" rx="1">'
             f"<title>MLP of layer {layer}, open</title></rect>"
         )
     yield "</g>"

@@ -6,8 +6,12 @@ Python draws the fixed parts with them, and the script draws the edges.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, groupby
+
+from jaxtyping import Bool
+from torch import Tensor
 
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots.diagrams.diagram_legend import legend_height
@@ -21,6 +25,9 @@ from sparse_tl.plots.page.figure_frame import (
 from sparse_tl.plots.page.palette import LABEL_SIZE
 from sparse_tl.plots.page.token_text import SMALLEST_SIZE, text_width, visible_text
 
+Folds = tuple[tuple[int, int], ...]
+"""First and last layer of each run of layers that is drawn as one band."""
+
 NARROWEST = 726
 """Width at which text of 11 px is 6 pt high in a column of 5.5 in."""
 
@@ -30,6 +37,9 @@ _MAX_COLUMN_WIDTH = 80
 _CLEARANCE = 4
 _MAX_ROTATED_LABEL = 104.0
 _ROOMY_COLUMN_WIDTH = 48
+_LOWEST_ROW, _ROOMY_ROW, _HIGHEST_ROW = 8, 25, 45
+_MOST_UNFOLDED = 12  # deeper models are folded
+_WEB = 2  # lines per node
 
 
 @dataclass(frozen=True)
@@ -37,23 +47,45 @@ class PanelLayout(Frame):
     """The layout of one panel: its frame and contents.
 
     Args:
-        levels: y coordinate of each level, the input first.
+        levels: y coordinate of each level, the input first; within a fold, they are not drawn.
+        row: height of a layer, and of a fold.
+        folds: folded layers.
+        node_radius: radius of the node circles.
         output_y, input_y: baselines of the token rows.
     """
 
     levels: tuple[int, ...]
+    row: int
+    folds: Folds
+    node_radius: float
     output_y: int
     input_y: int
 
     @property
     def bend(self) -> int:
         """Vertical extent of the bend of the edge from a column to itself."""
-        return round(0.3 * (self.levels[0] - self.levels[1]))
+        return round(0.3 * self.row)
 
     @property
     def swing(self) -> int:
         """Vertical extent of each bend of an edge that leaves and enters nodes vertically."""
-        return round(0.5 * (self.levels[0] - self.levels[1]))
+        return round(0.5 * self.row)
+
+    @property
+    def reach(self) -> int:
+        """Number of columns that a straight edge may span; longer edges curve round nodes."""
+        return int(self.row / (self.node_radius + _CLEARANCE))
+
+    @property
+    def radii(self) -> tuple[float, float]:
+        """Radius of nodes at which no line ends, which are small in deep models, and of others."""
+        small = self.node_radius / (2 if len(self.levels) > _MOST_UNFOLDED + 1 else 1)
+        return small, self.node_radius
+
+    @property
+    def hidden(self) -> set[int]:
+        """Levels between the layers of a fold."""
+        return {level for first, last in self.folds for level in range(first + 1, last + 1)}
 
 
 @dataclass(frozen=True)
@@ -69,8 +101,6 @@ class Layout:
         rotated: whether tokens are written at 45 degrees.
         bow: horizontal distance from the residual line of the control points of an edge from a
             column to itself, whose curve reaches three quarters of it.
-        node_radius: radius of the node circles.
-        reach: number of columns that a straight edge may span; longer edges curve round nodes.
         line_scale: line thickness relative to a figure with wide columns.
         hook: horizontal distance from a token's middle to the tip of an arrow that curves round its
             side; ``None`` if columns are too narrow.
@@ -86,15 +116,25 @@ class Layout:
     token_width: float
     rotated: bool
     bow: int
-    node_radius: float
-    reach: int
     line_scale: float
     hook: float | None
     panels: tuple[PanelLayout, ...]
 
 
-def lay_out(graphs: Sequence[AttentionGraph], surround: Surround) -> Layout:
-    """The layout of panels of these graphs, one below the other."""
+def lay_out(
+    graphs: Sequence[AttentionGraph],
+    surround: Surround,
+    drawn: Sequence[Bool[Tensor, "_layer query key"]],
+    size: tuple[int, int] | None = None,
+) -> Layout:
+    """The layout of panels of these graphs, one below the other.
+
+    Args:
+        graphs: graph of each panel.
+        surround: title and arrows around the panels.
+        drawn: which lines each panel has at first.
+        size: width and height to fill, as far as columns and rows stay legible.
+    """
     n_columns = graphs[0].n_columns
     tokens = [
         visible_text(token)
@@ -103,35 +143,52 @@ def lay_out(graphs: Sequence[AttentionGraph], surround: Surround) -> Layout:
     ]
     left, top = surround.left, surround.top
     most_layers = max(graph.n_layers for graph in graphs)
-    label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
+    folds = [_folded(graph, lines) for graph, lines in zip(graphs, drawn, strict=True)]
+    name = f"Layers {most_layers}–{most_layers}" if any(folds) else f"Layer {most_layers - 1}"
+    label_width = math.ceil(text_width(name, LABEL_SIZE))
     first_column = left + 14 + label_width + 28
 
     n_gaps = max(n_columns - 1, 1)
-    room = NARROWEST - MARGIN - 34 - first_column
+    narrowest = size[0] if size else NARROWEST
+    room = narrowest - MARGIN - 34 - first_column
     spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     token_size, rotated = _token_style(tokens, spacing)
     if rotated:
         room -= 40  # the last rotated label extends to the right
         spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     spacing = max(spacing, _MIN_COLUMN_WIDTH)
-    width = max(NARROWEST, NARROWEST + n_gaps * spacing - room)
+    width = max(narrowest, narrowest + n_gaps * spacing - room)
     slack = max(0, room - n_gaps * spacing)
     columns = tuple(first_column + slack // 2 + column * spacing for column in range(n_columns))
 
     token_width = _MAX_ROTATED_LABEL if rotated else spacing - 6.0
     longest = min(token_width, max(text_width(token, token_size) for token in tokens))
     label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
-    panels = []
-    for graph in graphs:
-        panel = _lay_out_panel(graph, top, rotated, label_height)
-        panels.append(panel)
-        top += panel.height + PANEL_GAP
     right = width - MARGIN
-    node_radius = 4.0 if spacing >= 24 else 3.0
-    row_height = min(panel.levels[0] - panel.levels[1] for panel in panels)
+    below = legend_height(graphs, left, right)
+
+    def stacked(rows: Sequence[int]) -> Iterator[PanelLayout]:
+        y = top
+        for graph, folded, row in zip(graphs, folds, rows, strict=True):
+            radius = min(4.0 if spacing >= 24 else 3.0, row / 5)
+            panel = _lay_out_panel(graph, folded, y, row, radius, label_height)
+            yield panel
+            y += panel.height + PANEL_GAP
+
+    n_rows = [g.n_layers - sum(b - a for a, b in f) for g, f in zip(graphs, folds, strict=True)]
+    rows = [min(_HIGHEST_ROW, max(_ROOMY_ROW, 5 * (340 // n // 5))) for n in n_rows]
+    if size:
+        # A web of lines cannot be followed at any height: the other panels get the room.
+        webs = [int(lines.sum()) > _WEB * lines[..., 0].numel() for lines in drawn]
+        followed = [not is_web or all(webs) for is_web in webs]
+        *_, lowest = stacked([_LOWEST_ROW] * len(graphs))
+        room = max(0, size[1] - lowest.bottom - below)
+        more = room // sum(compress(n_rows, followed))
+        rows = [min(_HIGHEST_ROW, _LOWEST_ROW + more * is_followed) for is_followed in followed]
+    panels = tuple(stacked(rows))
     return Layout(
         width=width,
-        height=top - PANEL_GAP + legend_height(graphs, left, right),
+        height=panels[-1].bottom + below,
         left=left,
         right=right,
         columns=columns,
@@ -139,11 +196,9 @@ def lay_out(graphs: Sequence[AttentionGraph], surround: Surround) -> Layout:
         token_width=token_width,
         rotated=rotated,
         bow=max(8, min(20, round(0.45 * spacing))),
-        node_radius=node_radius,
-        reach=int(row_height / (node_radius + _CLEARANCE)),
-        line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH)),
+        line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH, max(rows) / _ROOMY_ROW)),
         hook=None if rotated or spacing < longest + 28 else longest / 2 + 5,
-        panels=tuple(panels),
+        panels=panels,
     )
 
 
@@ -155,20 +210,30 @@ def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
     return (SMALLEST_SIZE, True) if spacing < 64 else (12.0, False)
 
 
+def _folded(graph: AttentionGraph, lines: Bool[Tensor, "_layer query key"]) -> Folds:
+    """The runs of layers of a deep model in which nothing is drawn."""
+    used = lines.flatten(1).any(dim=1).tolist()
+    if graph.mlps is not None:
+        used = [has_line or bool(row.any()) for has_line, row in zip(used, graph.mlps, strict=True)]
+    runs = [[*run] for is_used, run in groupby(range(len(used)), used.__getitem__) if not is_used]
+    is_deep = graph.n_layers > _MOST_UNFOLDED
+    return tuple((run[0], run[-1]) for run in runs if is_deep and len(run) > 1)
+
+
 def _lay_out_panel(
-    graph: AttentionGraph, top: int, rotated: bool, label_height: int
+    graph: AttentionGraph, folds: Folds, top: int, row: int, node_radius: float, label_height: int
 ) -> PanelLayout:
-    row_height = min(45, max(25, 5 * (340 // graph.n_layers // 5)))
+    rotated = label_height > 0
     # An arrow from one token to the next arches over the output row.
     has_arch = not rotated and any(column != read_at for column, read_at in graph.targets)
     output_y = top + (52 + label_height if rotated else 88 if has_arch else 68)
-    top_level = output_y + 30
-    levels = tuple(
-        top_level + (graph.n_layers - level) * row_height for level in range(graph.n_layers + 1)
-    )
+    heights = [row] * graph.n_layers
+    for first, last in folds:
+        heights[first : last + 1] = [0] * (last - first) + [row]
+    levels = tuple(output_y + 30 + sum(heights[level:]) for level in range(graph.n_layers + 1))
     input_y = levels[0] + (15 if rotated else 26)
     bottom = input_y + (label_height + 8 if rotated else 14)
-    return PanelLayout(top, bottom - top, levels, output_y, input_y)
+    return PanelLayout(top, bottom - top, levels, row, folds, node_radius, output_y, input_y)
 
 
 def prediction_arrow(
@@ -180,7 +245,7 @@ def prediction_arrow(
     same, it curves from the last node round the token's side, or is straight in narrow columns.
     """
     end_x, start_x = layout.columns[column], layout.columns[read_at]
-    node_top = panel.levels[-1] - layout.node_radius - 3
+    node_top = panel.levels[-1] - panel.node_radius - 3
     size = 8.0
     if layout.hook is not None and column == read_at:
         tip_x, tip_y = end_x + layout.hook, panel.output_y - 0.35 * layout.token_size

@@ -7,6 +7,7 @@ unrounded for tooltips.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +34,11 @@ class RoundedGraph:
         graph: the traced graph.
         attention: gate times attention, 0..1000.
         carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if unknown.
-        most_carried: the largest share carried by an edge.
+        most_carried: the largest share carried by an edge of any panel.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
             edge helps; -1000..1000 for each target, relative to `scales`, and not rounded.
             Estimates replace effects that were not computed.
-        scales: largest absolute effect of each target, in the metric's unit.
+        scales: largest absolute effect of each target in any panel, in the metric's unit.
         exact: which edges have computed effects.
     """
 
@@ -65,17 +66,50 @@ def threshold_steps(threshold: float) -> int:
     return max(1, round(threshold * STEPS))
 
 
-def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
-    """Check a graph and round its weights to thousandths.
+def round_graphs(panels: Mapping[str, AttentionGraph]) -> list[RoundedGraph]:
+    """Check graphs and round their weights to thousandths, on one scale for all panels.
 
     Args:
-        graph: graph to round.
-        name: panel name for error messages.
+        panels: graph of each panel, by name, which error messages mention.
 
     Raises:
         ValueError: a weight is not finite, an attention weight is outside 0..1, or an impossible
             edge (from a later position, or through a closed gate) has a weight.
     """
+    attention = {name: _attention(graph, name) for name, graph in panels.items()}
+    carried = {name: _carried(graph, name) for name, graph in panels.items()}
+    most = max(
+        (float(shares.max()) for shares in carried.values() if shares is not None), default=0
+    )
+    scores = {name: _scores(graph, name) for name, graph in panels.items()}
+    scales = dict[str, Tensor]()
+    for found, _ in scores.values():
+        for kind, values in found.items():
+            largest = values.abs().flatten(start_dim=1).amax(dim=1)
+            scales[kind] = torch.maximum(largest, scales.get(kind, largest))
+
+    def rounded(name: str, graph: AttentionGraph) -> RoundedGraph:
+        shares, (found, exact) = carried[name], scores[name]
+        helps = {
+            kind: -values / scales[kind].clamp(min=1e-30)[:, None, None, None, None] * STEPS
+            for kind, values in found.items()
+        }
+        return RoundedGraph(
+            name,
+            graph,
+            (attention[name].clamp(max=1) * STEPS).round().to(torch.int32),
+            None if shares is None else (shares / max(most, 1e-30) * STEPS).round().to(torch.int32),
+            most,
+            helps,
+            {kind: scales[kind].tolist() for kind in found},
+            exact,
+        )
+
+    return [rounded(name, graph) for name, graph in panels.items()]
+
+
+def _attention(graph: AttentionGraph, name: str) -> Float[Tensor, "layer head query key"]:
+    """The attention of a graph, checked."""
     attention = graph.attention.detach().double().cpu()
     _check_finite(attention, f"attention of panel {name!r}")
     low, high = (float(bound) for bound in attention.aminmax())
@@ -97,24 +131,35 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
             f"expected attention of 0 at closed gates in panel {name!r}; got other weights; "
             "multiply the attention probabilities by the gates first"
         )
-    rounded = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
-    carried, most = None, 0.0
-    if graph.carried is not None:
-        shares = graph.carried.detach().double().cpu()
-        _check_finite(shares, f"what edges carry in panel {name!r}")
-        if shares.shape != attention.shape or bool((shares < 0).any()):
-            raise ValueError(
-                f"expected shares of at least 0 as `carried` of panel {name!r}, one per attention "
-                f"edge; got shape {tuple(shares.shape)} and a minimum of {shares.min():.4g}"
-            )
-        most = float(shares.max())
-        carried = (shares / max(most, 1e-30) * STEPS).round().to(torch.int32)
-    scores, scales, exact = {}, {}, torch.ones_like(graph.gates)
+    return attention
+
+
+def _carried(graph: AttentionGraph, name: str) -> Float[Tensor, "layer head query key"] | None:
+    """What the edges of a graph carry, checked; None if it is unknown."""
+    if graph.carried is None:
+        return None
+    shares = graph.carried.detach().double().cpu()
+    _check_finite(shares, f"what edges carry in panel {name!r}")
+    if shares.shape != graph.attention.shape or bool((shares < 0).any()):
+        raise ValueError(
+            f"expected shares of at least 0 as `carried` of panel {name!r}, one per attention "
+            f"edge; got shape {tuple(shares.shape)} and a minimum of {shares.min():.4g}"
+        )
+    return shares
+
+
+def _scores(
+    graph: AttentionGraph, name: str
+) -> tuple[
+    dict[str, Float[Tensor, "target layer head query key"]], Bool[Tensor, "layer head query key"]
+]:
+    """The changes of the metric by kind of score, checked; and which effects were computed."""
+    scores, exact = dict[str, Tensor](), torch.ones_like(graph.gates)
     for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
         if given is None:
             continue
         values = given.detach().double().cpu()
-        expected = (len(graph.targets), *attention.shape)
+        expected = (len(graph.targets), *graph.attention.shape)
         if values.shape != expected:
             raise ValueError(
                 f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
@@ -125,10 +170,8 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
             if graph.attribution is not None and not bool(exact.all()):
                 values = values.where(exact, graph.attribution.detach().double().cpu())
         _check_finite(values, f"{kind} scores of panel {name!r}")
-        largest = values.abs().flatten(start_dim=1).amax(dim=1)
-        helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
-        scores[kind], scales[kind] = helps * STEPS, largest.tolist()
-    return RoundedGraph(name, graph, rounded, carried, most, scores, scales, exact)
+        scores[kind] = values
+    return scores, exact
 
 
 def _check_finite(values: Tensor, what: str) -> None:

@@ -114,8 +114,9 @@ function selectEdges(panel, data, state) {
   if (!isSigned(kind)) followRoutes(lines, residual, start);
   markMainEdges(lines);
   const shown = (_, head) => state.head < 0 || head === state.head;
-  const total = panel.nPossible.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
-  return { lines, reached, count, total, column, focus };
+  const sum = (layers) => layers.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
+  const [open, total] = [sum(panel.nOpen), sum(panel.nPossible)];
+  return { lines, reached, count, open, total, column, focus };
 }
 
 // Turns the share of each line at its end into its share at the start node, by the best route.
@@ -142,7 +143,7 @@ function markMainEdges(lines) {
 function edgePath(panel, data, { layer, query, key }) {
   const [startX, startY] = [data.columns[key], panel.levels[layer]];
   const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
-  if (Math.abs(query - key) > data.reach) {
+  if (Math.abs(query - key) > panel.reach) {
     return `M${startX} ${startY}C${startX} ${startY - panel.swing} ` +
       `${endX} ${endY + panel.swing} ${endX} ${endY}`;
   }
@@ -183,6 +184,11 @@ function residualPath({ shape: [nLayers, , n], levels }, view, data) {
   return d;
 }
 
+// The nodes at which a line starts or ends; others are small in deep models.
+function lineEnds({ lines }) {
+  return new Set(lines.flatMap(({ source, reader }) => [source, reader]));
+}
+
 // The numbers of edges in a panel, as attributes of its group.
 function countsOf({ lines, count }) {
   return {
@@ -202,6 +208,7 @@ function firstView(data) {
       edges: linePaths(panel, view, data),
       residual: residualPath(panel, view, data),
       reached: [...view.reached],
+      ends: [...lineEnds(view)],
       estimated: view.lines.some((line) => line.estimated),
     };
   });

@@ -13,8 +13,8 @@ function captionText(panel, view, data, state) {
   const { nEstimated } = panel;
   const estimates = kind === "effect" && nEstimated ? `; ${number(nEstimated)} are estimated` : "";
   const share = name ? ` of the largest ${name}` : "";
-  return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
-    thresholdText(data, state) + share + estimates + panel.mlps;
+  return `${number(view.open)} of ${number(view.total)} attention edges open; drawn: ` +
+    `${number(view.count)} ${kind === "attention" ? "with attention " : ""}\u2265 ` + thresholdText(data, state) + share + estimates + panel.mlps;
 }
 
 function thresholdText(data, state) {

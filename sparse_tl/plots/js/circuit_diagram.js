@@ -21,7 +21,6 @@ function start(root, data, live) {
   svg.style.minWidth = `${Math.ceil(0.92 * width)}px`;
   for (const panel of panels) {
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
-    drawRemoved(panel);
   }
   const names = panels.flatMap((panel) => [panel.part("layers"), panel.part("caption").parentElement]);
   const reveal = followScrolling(svg, names, () => {
@@ -33,7 +32,9 @@ function start(root, data, live) {
 
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
+    unfoldLayersOf(svg, panels, panel, [...view.lines, ...panel.removed]);
     drawEdges(panel, view);
+    drawRemoved(panel);
     drawNodes(panel, view);
     drawPrediction(panel, view);
     panel.part("caption").textContent = captionText(panel, view, data, state);
@@ -53,6 +54,7 @@ function start(root, data, live) {
   function drawRemoved(panel) {
     for (const line of panel.removed) line.d = edgePath(panel, data, line);
     const d = panel.removed.map((line) => line.d).join("");
+    panel.part("removed")?.remove();
     if (d) {
       panel.hover.before(makePath({
         "data-role": "removed", d, fill: "none", stroke: REMOVED, "stroke-width": 1.6,
@@ -62,14 +64,17 @@ function start(root, data, live) {
   }
 
   function drawNodes(panel, view) {
+    const ends = lineEnds(view);
     for (const circle of panel.part("nodes").children) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
-      const reached = view.reached.has(nodeName(level, column));
+      const name = nodeName(level, column);
+      const reached = view.reached.has(name);
       const [fill, stroke] = data.paint[reached ? "reached" : "unreached"];
       const isFocus = view.focus?.level === level && view.focus.column === column;
       setAttributes(circle, {
         "data-reached": reached, fill: isFocus ? stroke : fill, stroke,
+        r: panel.radii[Number(ends.has(name))],
         opacity: view.focus && !reached ? 0.35 : 1,
         "aria-pressed": isFocus,
       });
@@ -223,7 +228,7 @@ function start(root, data, live) {
 
   // The line nearest to the pointer in its layer: drawn, or else removed.
   function lineAt(panel, event) {
-    const point = pointIn(svg, event);
+    const point = pointIn(panel.group, event);
     const layer = panel.levels.findLastIndex((level) => level >= point.y);
     const nearest = (lines) => nearestLine(lines.filter((line) => line.layer === layer), point);
     return nearest(panel.view.lines) ?? nearest(panel.removed);
@@ -235,6 +240,7 @@ function start(root, data, live) {
       const { level, column } = event.target.dataset;
       return nodeText(panel, Number(level), Number(column), live);
     }
+    if (event.target.dataset.last) return foldText(panel, event.target);
     const line = lineAt(panel, event);
     if (!line) return null;
     if (live.onEdges) svg.style.cursor = "pointer";
@@ -247,7 +253,7 @@ function start(root, data, live) {
   // A line represents the edge in every head at or above the threshold.
   function onClick(event) {
     const panel = panelAt(panels, event);
-    const line = panel && event.target.tagName !== "circle" && lineAt(panel, event);
+    const line = panel && !event.target.closest("circle, [data-last]") && lineAt(panel, event);
     if (!line) return;
     const { layer, query, key } = line;
     const heads = line.heads ?? [line.head, ...line.others];
@@ -256,6 +262,7 @@ function start(root, data, live) {
 
   addTargetClicks(addControls());
   panels.forEach(addNodes);
+  for (const panel of panels) addFoldButtons(svg, panels, panel, drawAll);
   if (live.onEdges) svg.addEventListener("click", onClick);
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", (event) => {

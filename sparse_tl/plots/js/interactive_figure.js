@@ -70,7 +70,7 @@ function neighbour(element, all, key) {
   const ahead = boxes.map((box, index) => ({
     other: all[index], dx: (box.left + box.right - here.left - here.right) / 2,
     dy: Math.abs(box.top - here.top) < SAME_ROW ? 0 : Math.round(box.top - here.top),
-  })).filter(({ dx, dy }) => (along ? dy === 0 && along * dx > 0 : across * dy > 0));
+  })).filter(({ other, dx, dy }) => other.getClientRects().length && (along ? dy === 0 && along * dx > 0 : across * dy > 0));
   const far = ({ dx, dy }) => 10000 * Math.abs(dy) + Math.abs(dx);
   return ahead.sort((a, b) => far(a) - far(b))[0]?.other ?? null;
 }

@@ -160,8 +160,9 @@ def transition_arrow(left: int, frames: Sequence[Frame], text: str) -> Iterator[
     size = max(12.0, min(17.0, 17.0 * room / max(text_width(text, 17.0), 1.0)))
     middle = (first.top + last.top + last.height) / 2
     yield (
-        f'<text transform="translate(24 {middle:g}) rotate(-90)" text-anchor="middle" '
-        f'font-size="{size:.1f}" font-weight="bold">{xml_text(clip_text(text, size, room))}</text>'
+        f'<g data-role="transition-name"><text transform="translate(24 {middle:g}) rotate(-90)" '
+        f'text-anchor="middle" font-size="{size:.1f}" font-weight="bold">'
+        f"{xml_text(clip_text(text, size, room))}</text></g>"
     )
 
 
