@@ -27,8 +27,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparse_tl import (
     SparseTransformer,
     attribute_circuit_edges,
@@ -76,8 +74,7 @@ def on_sentences(models: Models, file: Path, n: int, length: int) -> dict[str, A
     windows = text_rows(read_documents(file), tokenizer, 256, limit=2 * n).tokens
     rows = short_rows(windows, tokenizer)["short"]
     whole = rows.select((rows.attention_mask.sum(dim=1) >= length).nonzero()[:n, 0])
-    tokens = torch.cat([whole.tokens[:, :length], whole.labels[:, length - 1 : length]], dim=1)
-    return measure(models, TokenBatch.next_token(tokens))
+    return measure(models, TokenBatch.next_token(whole.tokens[:, :length]))
 
 
 def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
