@@ -117,7 +117,11 @@ RESULTS: dict[str, Any] = {
     ),
     "what determines a search": Resumable(identity="edges", measured=(0.5, 1.5)),
     "elimination half way": EliminationState(
-        torch.tensor([[0, 1], [2, 0]]), [0.75, 0.5], *[HEADS.top(2).mask.clone() for _ in range(2)]
+        torch.tensor([[0, 1], [2, 0]]),
+        [0.75, 0.5],
+        0.25,
+        *[HEADS.top(2).mask.clone() for _ in range(2)],
+        losses=[(0.125, 3), (0.0, 1)],
     ),
     "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, RUN, SCORES),
     "faithfulness": RUN,
