@@ -87,20 +87,19 @@ def main() -> None:
         add(name, rows, args.task_step)
     options: dict[str, Any] = {
         "validation": validation,
-        "target_loss": None if args.target_edges else args.target_loss or "kl+0.1",
+        "target_loss": args.target_loss or (None if args.target_edges else "kl+0.1"),
         "target_edges": args.target_edges,
         "learning_rate": {"lora": args.learning_rate},
         "gate_learning_rate": args.gate_learning_rate,
         "precision": "bf16",
     }
     plan = args.out / "steps.json"
-    if plan.exists():
-        args.steps = json.loads(plan.read_text())
-    elif args.minutes:
+    if args.minutes and not plan.exists():
         seconds = 60 * args.minutes - (time.monotonic() - began)
-        args.steps = steps_within(seconds, sparse, streams, options)
+        plan.write_text(json.dumps(steps_within(seconds, sparse, streams, options)))
         sparse = loaded(args.adapters, dense, args.mlps)
-    plan.write_text(json.dumps(args.steps))
+    if args.minutes:
+        args.steps = json.loads(plan.read_text())
     checkpoint = args.out / "checkpoint"
     outcome = post_train(sparse, streams, steps=args.steps, checkpoint=checkpoint, **options)
     print(outcome)
