@@ -1,8 +1,10 @@
 """What post-training and attribution cost on a GPU, in one run.
 
-- A step of post-training at the shape of Llama 3.2 1B, forward passes in bfloat16, one window of
-  1,024 tokens: tokens per second and peak memory of the plain model, of the same with PyTorch's
-  fused attention (SDPA, without hooks), under gates, and under gates with low-rank adapters.
+- A step of post-training, forward passes in bfloat16, at the shape of Llama 3.2 1B on one window of
+  1,024 tokens, and of SmolLM2-135M on 128 windows of 256: tokens per second and peak memory of the
+  plain model, of the same with PyTorch's fused attention (SDPA, without hooks), under gates, and
+  under gates with low-rank adapters.
+- Sampling of windows of 256 tokens from SmolLM2-135M: tokens per second.
 - EAP in float32 at the shapes of GPT-2 small and of 1B, 32 pairs of 16 tokens.
 - The largest window at 7B with low-rank adapters and checkpointed activations.
 
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from own_process import own_process, peak
 from post_training_step import stepper
-from random_gpt2 import GPT2_SMALL, random_gpt2
+from random_gpt2 import GPT2_SMALL, random_gpt2, random_smollm2
 from training_memory import LARGE, random_model
 
 from sparse_tl import (
@@ -32,31 +34,45 @@ from sparse_tl import (
     logit_difference,
 )
 from sparse_tl.data import TokenBatch
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, adapt
+from sparse_tl.training.beginnings import Starts
+from sparse_tl.training.sampling import sampled
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
+SMOLLM2 = "SmolLM2-135M"
 STEPS = 10
 
 
 def build(name: str, window: int, tiny: bool) -> Model:
     """A random model of a shape, on the GPU if there is one."""
+    if name == SMOLLM2:
+        return build("Llama 3.2 1B", window, tiny) if tiny else random_smollm2(_device())
     kind, fields, n_layers = LARGE[name]
     fields, n_layers = (fields | TINY, 2) if tiny else (fields, n_layers)
     return random_model(kind, fields, n_layers, window).to(_device())
 
 
-def step_cost(variant: str, window: int, tiny: bool) -> str:
-    """Tokens per second and peak memory of a training step."""
-    name = "Llama 3.2 1B"
-    vocabulary = TINY["vocab_size"] if tiny else LARGE[name][1]["vocab_size"]
-    tokens = torch.randint(vocabulary, (1, window), generator=torch.Generator().manual_seed(0))
+def step_cost(name: str, variant: str, n: int, window: int, tiny: bool) -> str:
+    """Tokens per second and peak memory of a training step on some windows."""
+    vocabulary = 49152 if name == SMOLLM2 else LARGE[name][1]["vocab_size"]
+    vocabulary = TINY["vocab_size"] if tiny else vocabulary
+    tokens = torch.randint(vocabulary, (n, window), generator=torch.Generator().manual_seed(0))
     if variant == "plain, fused attention":
         step = _fused_step(build(name, window, tiny).original_model, tokens)
     else:
         batch = TokenBatch.next_token(tokens)
         step = stepper(variant, partial(build, name, window, tiny), batch)
     seconds = _seconds(step, 2 if tiny else STEPS)
-    return f"{window / seconds:,.0f} tokens/s, {peak():,.0f} MB"
+    return f"{n * window / seconds:,.0f} tokens/s, {peak():,.0f} MB"
+
+
+def sampling(n: int, window: int, tiny: bool) -> str:
+    """Tokens per second of sampling."""
+    adapter = adapt(build(SMOLLM2, window, tiny))
+    starts = Starts(window, [0], [])
+    sample = partial(sampled, adapter, starts, range(n), 0, lambda: None, check=False)
+    seconds = _seconds(sample, 1, half=False)
+    return f"{n * window / seconds:,.0f} tokens/s, {peak():,.0f} MB"
 
 
 def eap_cost(name: str, tiny: bool) -> str:
@@ -64,7 +80,8 @@ def eap_cost(name: str, tiny: bool) -> str:
     model = build(name, 16, tiny) if name in LARGE else random_gpt2(_gpt2(tiny), device=_device())
     generator = torch.Generator().manual_seed(0)
     clean, corrupted = torch.randint(100, (2, 32, 16), generator=generator)
-    answer, wrong = torch.randint(100, (2, 32, 1), generator=generator)
+    answer = torch.randint(100, (32, 1), generator=generator)
+    wrong = (answer + 1) % 100
     pairs = PromptPairs(clean, corrupted, answer, wrong, torch.full((32,), 15))
     score = partial(
         attribute_circuit_edges, model, pairs, logit_difference, method="eap", progress=False
@@ -138,8 +155,12 @@ def main() -> None:
         parser.error("expected a GPU; --tiny tries the script without one")
     print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")
     window = 256 if tiny else 1024
-    for variant in ("plain", "plain, fused attention", "gated", "paired", "lora"):
-        print(f"step, {variant}: {own_process(step_cost, variant, window, tiny)}", flush=True)
+    for name, n, length in (("Llama 3.2 1B", 1, window), (SMOLLM2, 2 if tiny else 128, 256)):
+        for variant in ("plain", "plain, fused attention", "gated", "paired", "lora"):
+            found = own_process(step_cost, name, variant, n, length, tiny)
+            print(f"step, {name}, {variant}: {found}", flush=True)
+    n = 4 if tiny else 2048
+    print(f"sampling, {SMOLLM2}: {own_process(sampling, n, 256, tiny)}", flush=True)
     for name in ("GPT-2 small", "Llama 3.2 1B"):
         print(f"EAP, {name}: {own_process(eap_cost, name, tiny)}", flush=True)
     while (found := own_process(fits, window, tiny)) is not None:

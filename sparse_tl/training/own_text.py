@@ -24,10 +24,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, in_evaluation_mode
+from sparse_tl.lens import Adapter, Model, adapt, in_evaluation_mode
 from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.storage.files import check_writable, read_metadata, read_tensors, write_tensors
@@ -37,6 +38,8 @@ from sparse_tl.training.sampling import sampled
 
 SAVE_AFTER = 30.0
 """Seconds after which the windows sampled so far are saved."""
+AT_ONCE = SizeByDevice(cpu=64, elsewhere=2048)
+"""Largest number of windows that are sampled together by default."""
 _IDENTITY = "sampled_windows"
 """The entry of a file's metadata that says what its windows depend on."""
 
@@ -50,7 +53,7 @@ def sampled_windows(
     window: AtLeastOne,
     *,
     beginnings: Sequence[str] | None = None,
-    batch_size: AtLeastOne = 64,
+    batch_size: AtLeastOne | None = None,
     seed: Seed = 0,
     save_to: str | Path | None = None,
     progress: bool = True,
@@ -72,7 +75,8 @@ def sampled_windows(
             quarter of a window. With an empty list, all windows start with BOS alone. The default
             is the package's own 125: the first words of stories, articles, letters, proofs,
             dialogues, tables, programs and more.
-        batch_size: number of windows that are sampled together.
+        batch_size: number of windows that are sampled together; by default 64, and on a GPU as
+            many as fit into a third of its free memory, at most 2,048.
         seed: random seed. PyTorch's random state is neither used nor changed.
         save_to: a safetensors file, written every half minute, at the end, and on Ctrl-C. The same
             call continues where the file ends; with another `n`, it takes the first windows or adds
@@ -92,6 +96,7 @@ def sampled_windows(
         file = _File(Path(save_to), starts, _identity(model, starts, seed))
         tokens = ranks.on_first(file.read)
     parts = [tokens]
+    batch_size = batch_size or _fitting(adapter, window)
     batches = [range(at, min(at + batch_size, n)) for at in range(len(tokens), n, batch_size)]
     with tracked("sampling windows", len(batches) * (window - 1), progress) as step:
         try:
@@ -104,6 +109,19 @@ def sampled_windows(
             if file is not None:
                 file.write(torch.cat(parts))
     return starts.as_rows(torch.cat(parts)[:n])
+
+
+def _fitting(adapter: Adapter, window: int) -> int:
+    """How many windows are sampled together by default: as memory allows, since a GPU is as fast.
+
+    A window takes keys and values of all layers, and one column of logits several times.
+    """
+    if adapter.device.type != "cuda":
+        return AT_ONCE.cpu
+    free, _ = torch.cuda.mem_get_info(adapter.device)
+    per_layer = 2 * adapter.n_kv_heads * adapter.model.cfg.d_head * window
+    bytes_each = adapter.n_layers * per_layer * adapter.dtype.itemsize + 32 * adapter.d_vocab
+    return max(1, min(AT_ONCE.elsewhere, free // (3 * bytes_each)))
 
 
 class _File:

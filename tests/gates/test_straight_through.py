@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
+from sparse_tl.calls import compiling
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import BernoulliGate, with_pressure
 from sparse_tl.gates.passes import GateSettings
@@ -94,6 +98,45 @@ def test_values_counts_and_gradients(
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=1e-12, atol=1e-13, msg=name)
     assert found[0]["by bias"].abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "broken"])
+@pytest.mark.parametrize("by_share", [False, True])
+def test_the_compiled_form(monkeypatch: pytest.MonkeyPatch, by_share: bool, backend: str) -> None:
+    """Equals the one that is written, at several scales of noise; so does what runs without it."""
+    compile_with = partial(torch.compile, backend=backend) if backend != "broken" else _broken
+    compiling._compiled.cache_clear()
+
+    def step(noise: float) -> list[Tensor]:
+        scores, pattern, bias = _inputs("padded")
+        now = GateSettings(
+            generator=torch.Generator().manual_seed(2), noise=noise, counts=[], pressure=0.2
+        )
+        given = None if by_share else scores
+        gated, counts = gated_pattern(given, pattern, bias, 0.7, now, None, _valid("padded"))
+        total = gated.square().sum() + counts["expected"].sum()
+        return [gated, *counts.values(), *torch.autograd.grad(total, (scores, bias))]
+
+    expected = [step(noise) for noise in (0.25, 0.0, 0.1)]
+    jaxtyping.config.update("jaxtyping_disable", True)  # shapes are symbols to the compiler
+    monkeypatch.setattr(torch, "compile", compile_with)
+    monkeypatch.setattr(compiling, "COMPILED_ON", ("cpu",))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [step(noise) for noise in (0.25, 0.0, 0.1)]
+    jaxtyping.config.update("jaxtyping_disable", False)
+    compiling._compiled.cache_clear()
+    said = [str(w.message) for w in told if "torch.compile failed" in str(w.message)]
+    assert len(said) == (2 if backend == "broken" else 0)  # of each pass, once
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def _broken(function: Any, **_: Any) -> Any:
+    def run(*_: Any) -> Any:
+        raise RuntimeError("no C++ compiler found")
+
+    return run
 
 
 def test_the_estimator_has_the_slope_of_the_sampled_loss_in_expectation() -> None:

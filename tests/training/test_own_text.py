@@ -6,6 +6,7 @@ import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import sparse_tl
 from sparse_tl import SparseTransformer, sampled_windows
-from sparse_tl.lens import boot
+from sparse_tl.lens import Adapter, boot
 from sparse_tl.training import own_text
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -389,3 +390,16 @@ def test_ranks_divide_the_windows(model: Any, tmp_path: Path) -> None:
 
     assert on_ranks(2, job) == [(expected.digest(), 3 * 11 + 1)] * 2
     assert torch.equal(load_file(file)["tokens"], expected.tokens)
+
+
+def test_windows_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the free memory, of which a window takes its keys and values and its logits."""
+    adapter = Mock(Adapter, n_kv_heads=3, n_layers=30, d_vocab=49_152, dtype=torch.float32)
+    adapter.model = Mock(**{"cfg.d_head": 64})
+    adapter.device = torch.device("cuda")
+    each = 30 * 2 * 3 * 64 * 256 * 4 + 32 * 49_152
+    for free, n in ((30 * each, 10), (80 * 2**30, 2048), (each, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, free))
+        assert own_text._fitting(adapter, 256) == n
+    adapter.device = torch.device("cpu")
+    assert own_text._fitting(adapter, 256) == 64

@@ -15,8 +15,9 @@ as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``lo
 ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
 
 The backward pass needs only ``p``, ``l + n`` and, if they are read, the scores; the same formula
-composed of single operations would keep six tensors of that size. Both passes go through the heads
-a few at a time, so that intermediate values stay small.
+composed of single operations would keep six tensors of that size. On a CPU, both passes go through
+the heads a few at a time, so that intermediate values stay in the cache; on a GPU, `torch.compile`
+makes a few kernels of each.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.calls.compiling import fastest
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import logistic_noise
 from sparse_tl.gates.passes import Counted, GateSettings
@@ -98,23 +100,30 @@ class _GatedPattern(torch.autograd.Function):
         cost: Tensor | None,
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        gate, fused = fastest(_gated, pattern.device)
+        pieces = list(_pieces(pattern, whole=fused))
         gated, noisy = torch.empty_like(pattern), None
         if now.noise:
             noisy = torch.empty_like(pattern, dtype=row.dtype)
+        scale = row.new_full((), now.noise)  # a number would be compiled into the kernel
         sums: dict[str, list[Tensor]] = {}
-        for some in _pieces(pattern):
-            logits = _logits(scores, pattern, row, some)
-            drawn = logits if noisy is None else _part(noisy, some)
-            if noisy is not None:
-                noise = logistic_noise(logits, now.generator)
-                torch.add(logits, noise, alpha=now.noise, out=drawn)
-            torch.mul(_part(pattern, some), _positive(drawn), out=_part(gated, some))
-            if valid is not None:
-                here = _rows(valid, shape, some)
-                weights = None if cost is None else cost[_heads(some, shape[1])]
-                is_open, chance = (of(logits).mul_(here) for of in (_positive, torch.sigmoid))
-                for name, found in open_edges(is_open, chance, weights).items():
-                    sums.setdefault(name, []).append(found)
+        for some in pieces:
+            p, r = _part(pattern, some), _part(row, some)
+            noise = None
+            if now.noise:
+                noise = logistic_noise(r.expand(p.shape), now.generator)
+            here, weights = _counted(shape, some, valid, cost)
+            found = gate(_part(scores, some), p, r, noise, scale, here, weights)
+            if len(pieces) == 1:
+                gated, drawn, counts = found
+                noisy = drawn if now.noise else None
+            else:
+                _part(gated, some).copy_(found[0])
+                if noisy is not None:
+                    _part(noisy, some).copy_(found[1])
+                counts = found[2]
+            for name, count in counts.items():
+                sums.setdefault(name, []).append(count)
         whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
         expected = whole.pop("expected", row.new_zeros(shape))
         weighted = whole.pop("cost", row.new_zeros(shape))
@@ -129,40 +138,75 @@ class _GatedPattern(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         scores, pattern, row, noisy, cost, valid = ctx.saved_tensors
         by_gated, by_expected, by_cost, _ = gradients
+        slopes, fused = fastest(_slopes, pattern.device)
         by_scores = None if scores is None else torch.empty_like(scores)
         by_pattern, by_row = torch.empty_like(pattern), row.new_empty(row.shape)
-        for some in _pieces(pattern):
-            p, r = _part(pattern, some).to(row.dtype), _part(row, some)
-            logits = _logits(scores, pattern, row, some)
-            drawn = logits if noisy is None else _part(noisy, some)
-            by_g = _part(by_gated, some)
-            by_p = by_g * _positive(drawn)
-            soft = torch.sigmoid(drawn if ctx.temperature == 1 else drawn / ctx.temperature)
-            # The derivative with respect to the logit, and the same divided by p.
-            over_p = soft.mul_(1 - soft).mul_(by_g)
-            if ctx.temperature != 1:
-                over_p.div_(ctx.temperature)
-            by_logit = over_p * p
-            if valid is not None:
+        for some in _pieces(pattern, whole=fused):
+            here, weights = _counted(ctx.shape, some, valid, cost)
+            share = None
+            if here is not None:
                 share = by_expected.flatten()[some, None, None]
-                if cost is not None:
-                    weights = cost[_heads(some, ctx.shape[1])]
+                if weights is not None:
                     share = share + by_cost.flatten()[some, None, None] * weights
-                share = share * _rows(valid, ctx.shape, some)
-                chance, is_open = torch.sigmoid(logits), _positive(logits)
-                if scores is None:
-                    over = (1 - chance) / (p + torch.exp(-r.clamp(max=_STEEPEST)))
-                    over += ctx.pressure * (is_open / p.clamp_min(torch.finfo(p.dtype).tiny))
-                    over_p += over * share
-                slope = chance.mul_(1 - chance).add_(is_open, alpha=ctx.pressure)
-                by_logit += slope.mul_(share)
-            if by_scores is None:
-                by_p = by_p + over_p
-            else:
-                _part(by_scores, some).copy_(by_logit)
-            _part(by_pattern, some).copy_(by_p)
-            _part(by_row, some).copy_(by_logit.sum(dim=-1, keepdim=True))
+            parts = [_part(values, some) for values in (scores, pattern, row, noisy, by_gated)]
+            found = slopes(*parts, here, share, ctx.temperature, ctx.pressure)
+            for total, part in zip((by_scores, by_pattern, by_row), found, strict=True):
+                if total is not None:
+                    _part(total, some).copy_(part)
         return by_scores, by_pattern, by_row, *[None] * 5
+
+
+def _gated(
+    scores: Float[Tensor, "some query key"] | None,
+    pattern: Float[Tensor, "some query key"],
+    row: Float[Tensor, "some query 1"],
+    noise: Float[Tensor, "some query key"] | None,
+    scale: Float[Tensor, ""],
+    valid: Bool[Tensor, "#some query key"] | None,
+    cost: Float[Tensor, "#some #query #key"] | None,
+) -> tuple[Tensor, Tensor, Counted]:
+    """The gated pattern, the logits with noise, and the counts of open edges."""
+    logits = edge_term(scores, pattern, row.dtype) + row
+    noisy = logits if noise is None else torch.addcmul(logits, noise, scale)
+    counts: Counted = {}
+    if valid is not None:
+        counts = open_edges(_positive(logits).mul_(valid), logits.sigmoid().mul_(valid), cost)
+    return pattern * _positive(noisy).to(pattern.dtype), noisy, counts
+
+
+def _slopes(
+    scores: Float[Tensor, "some query key"] | None,
+    pattern: Float[Tensor, "some query key"],
+    row: Float[Tensor, "some query 1"],
+    noisy: Float[Tensor, "some query key"] | None,
+    by_gated: Float[Tensor, "some query key"],
+    valid: Bool[Tensor, "#some query key"] | None,
+    share: Float[Tensor, "#some #query #key"] | None,
+    temperature: float,
+    pressure: float,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Gradients of the scores, the pattern and the query terms; `share` is that of every count."""
+    p = pattern.to(row.dtype)
+    logits = edge_term(scores, pattern, row.dtype) + row
+    drawn = logits if noisy is None else noisy
+    soft = torch.sigmoid(drawn if temperature == 1 else drawn / temperature)
+    # The derivative with respect to the logit, and the same divided by p.
+    over_p = soft.mul_(1 - soft).mul_(by_gated)
+    if temperature != 1:
+        over_p.div_(temperature)
+    by_logit = over_p * p
+    if valid is not None and share is not None:
+        chance, is_open, share = torch.sigmoid(logits), _positive(logits), share * valid
+        if scores is None:
+            over = (1 - chance) / (p + torch.exp(-row.clamp(max=_STEEPEST)))
+            over += pressure * (is_open / p.clamp_min(torch.finfo(p.dtype).tiny))
+            over_p += over * share
+        by_logit += chance.mul_(1 - chance).add_(is_open, alpha=pressure).mul_(share)
+    by_pattern = by_gated * _positive(drawn)
+    if scores is None:
+        by_pattern = by_pattern + over_p
+    by_scores = None if scores is None else by_logit.to(scores.dtype)
+    return by_scores, by_pattern.to(pattern.dtype), by_logit.sum(dim=-1, keepdim=True)
 
 
 def _positive(values: Tensor) -> Tensor:
@@ -170,28 +214,29 @@ def _positive(values: Tensor) -> Tensor:
     return values.sign().clamp_min_(0)
 
 
-def _logits(scores: Tensor | None, pattern: Tensor, row: Tensor, some: slice) -> Tensor:
-    """The logits of some prompts and heads, as in `_pieces`."""
-    read = None if scores is None else _part(scores, some)
-    return edge_term(read, _part(pattern, some), row.dtype) + _part(row, some)
-
-
-def _part(values: Float[Tensor, "all ..."], some: slice) -> Float[Tensor, "some ..."]:
+def _part(values: Any, some: slice) -> Any:
     """The values of some prompts and heads, as in `_pieces`."""
-    return values if some.stop - some.start == len(values) else values[some]
+    whole = values is None or some.stop - some.start == len(values)
+    return values if whole else values[some]
 
 
-def _pieces(pattern: Float[Tensor, "all query key"]) -> Iterator[slice]:
-    """A few prompts and heads at a time, as a slice of the flattened axes."""
+def _pieces(pattern: Float[Tensor, "all query key"], whole: bool) -> Iterator[slice]:
+    """A few prompts and heads at a time, as a slice of the flattened axes; or all at once."""
     n, *edges = pattern.shape
     size = max(1, EDGES_AT_ONCE.on(pattern.device) // max(1, edges[0] * edges[1]))
+    size = n if whole else size
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 
 
-def _heads(some: slice, n_heads: int) -> list[int]:
-    """The heads of a piece."""
-    return [place % n_heads for place in range(some.start, some.stop)]
+def _counted(
+    shape: torch.Size, some: slice, valid: Tensor | None, cost: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The valid pairs of some prompts and heads, and the costs of edges that are not all 1."""
+    if valid is None:
+        return None, None
+    heads = [place % shape[1] for place in range(some.start, some.stop)]
+    return _rows(valid, shape, some), None if cost is None else cost[heads]
 
 
 def _rows(
