@@ -27,9 +27,11 @@ Under a target of attention edges, the same controller moves one lambda for all 
 is the divergence from the dense model. The number of edges per token is to follow a line, geometric
 from its first value to the target at `ARRIVAL` of the run, and to stay there:
 
-    e_t  =  clip(log(line / edges) / FACTOR, -1, 1),
+    e_t  =  clip((1 + STEEPNESS |log(first / target)|) log(line / edges), -1, 1),
 
-both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations.
+both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. The
+farther the line falls, the faster lambda has to follow it; where it is flat, such a gain makes it
+oscillate.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -67,8 +69,8 @@ BELOW = 0.98
 """Where the line ends, as a share of the target, so that evaluations scatter below the target."""
 LEAD, AHEAD = 4, 0.1
 """Evaluations over which edges are extrapolated, and as a share of the run."""
-FACTOR = 0.25
-"""Logarithm of the ratio between edges and line from which lambda moves at its fastest."""
+STEEPNESS = 3.0
+"""Gain on the logarithm of the ratio of line to edges, per unit of the line's fall; 1 is added."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from sparse_tl.training.constraint import (
     AHEAD,
     ARRIVAL,
     BELOW,
-    FACTOR,
     LEAD,
+    STEEPNESS,
     LossConstraint,
 )
 from sparse_tl.training.distillation import distilled, distilled_from
@@ -309,11 +309,12 @@ class SparsityObjective(Objective):
             measured["over_limit"] = (self._gap - limit).max().item()
             excess = (self._gap + self.lead * self._change - limit) / limit
         else:
-            _, before, edges = self._edges
+            first, before, edges = self._edges
             measured["over_limit"] = edges - self.line(self._done)
             ahead = self.line(self._done + AHEAD)
             over = math.log(edges / ahead) + LEAD * math.log(edges / before)
-            excess = torch.full_like(self._gap, -over / FACTOR)
+            gain = 1 + STEEPNESS * abs(math.log(first / self.target_edges))
+            excess = torch.full_like(self._gap, -gain * over)
         self.constraint.update(excess)
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)

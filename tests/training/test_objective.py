@@ -85,7 +85,7 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
     objective = _objective(SparseTransformer(build_echo()), target_edges=10 / 0.98, n_groups=2)
     by_hand, batch = LossConstraint(2), echo_rows(4)
     gap = torch.tensor([0.3, 0.9], dtype=torch.float64)
-    before = 40.0
+    before, gain = 40.0, 1 + 3 * math.log(4 * 0.98)
     for edges, done, line, ahead in (
         (40.0, 0.0, 40.0, 40 / 4 ** (1 / 6)),
         (38.0, 0.2, 40 / 4 ** (1 / 3), 20.0),
@@ -97,7 +97,7 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
         objective.record(gap, edges)
         _, measured = _measured(objective, batch, done)
         assert measured["over_limit"] == pytest.approx(edges - line, abs=1e-5)
-        excess = math.log(ahead / (edges * (edges / before) ** 4)) / 0.25 if edges else 1.0
+        excess = gain * math.log(ahead / (edges * (edges / before) ** 4)) if edges else 1.0
         before = edges
         by_hand.update(torch.full((2,), excess, dtype=torch.float64))
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
