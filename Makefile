@@ -1,5 +1,4 @@
-# Everything a newcomer needs: `make demo` runs the main job, `make test` passes the fast tests.
-# `make test TL=3.9` does so on that version of TransformerLens.
+# `make` lists what there is. `TL=3.9` after any target uses that version of TransformerLens.
 PYTHON ?= python3
 TL ?=
 VENV ?= .venv
@@ -18,7 +17,27 @@ FORM ?= placeholder
 # Where this is set, every process compiles torch and all else that it imports anew: 7 seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-lm lab language-model test check contract lint docs doctor gallery notebooks clean
+define HELP
+make demo            the whole method on addition: dense model, sparse model, figure (4 minutes)
+make demo-lm         the same on SmolLM2, in a short run (15 minutes)
+make lab             the notebooks, in a browser
+make language-model  downloads SmolLM2-135M-Instruct (93 MB)
+make test            the fast tests
+make check           all tests, and the notebooks; CASES=all runs every case of each test
+make contract        what differs between versions of TransformerLens; TL=3.9 for one
+make lint            style, types, import layers
+make docs            the site, into site/
+make doctor          what works on this machine
+make gallery         all figures of the docs, from real runs
+make notebooks       runs the notebooks and stores them with pictures
+make clean           removes the environments
+endef
+export HELP
+
+.PHONY: help demo demo-lm lab language-model test check contract lint docs doctor gallery notebooks clean
+
+help:
+	@echo "$$HELP"
 
 demo: $(INSTALLED)
 	$(BIN)/python -m sparse_tl addition --form $(FORM) --out $(OUT)
