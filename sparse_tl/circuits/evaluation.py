@@ -28,7 +28,6 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
@@ -48,8 +47,6 @@ def evaluate(
     progress: bool = True,
 ) -> Evaluation:
     """The metric under each circuit, with everything else patched; one forward pass per circuit.
-
-    Several ranks share the pairs, and each returns the whole result.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -75,7 +72,7 @@ def evaluate(
     check_grid(graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
     positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
     site = Heads() if grid == graph.heads else CircuitEdges()
-    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
+    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
     by_batch: list[tuple[Tensor, ...]] = []
     with autograd(False), tracked("evaluating", len(listed) * len(runs), progress) as step:
         for batch, run in runs:
@@ -85,7 +82,7 @@ def evaluate(
                 values.append(measure(metric, run.logits(circuit.mask), batch))
                 step()
             by_batch.append(tuple(value.cpu().double() for value in values))
-    clean, none, *values = map(torch.cat, zip(*ranks.in_order(by_batch), strict=True))
+    clean, none, *values = map(torch.cat, zip(*by_batch, strict=True))
     sizes = tuple(map(len, listed))
     return Evaluation(sizes, grid.n_parts, torch.stack(values), clean, none, pairs.start)
 
@@ -185,7 +182,7 @@ def accuracy(
     judge = chooses_right if choice else is_right
     runs = clean_logits(model, pairs, batch_size)
     right = [judge(logits, batch).cpu() for batch, logits in runs]
-    return torch.cat(ranks.in_order(right)).double().mean().item()
+    return torch.cat(right).double().mean().item()
 
 
 def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple[int, ...]:

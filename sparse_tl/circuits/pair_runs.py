@@ -18,7 +18,6 @@ from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.gates.run import clean_outputs
 from sparse_tl.lens import HookedModel, Order, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 
 STATES_AT_ONCE = 2**28
@@ -32,29 +31,19 @@ class PairBatches:
         model: dense or sparse model.
         pairs: prompt pairs.
         batch_size: prompt pairs per forward pass.
-        shared: whether ranks share the batches, each having its `own`; batches are then no larger
-            than a rank's share of the pairs.
 
     Raises:
-        ValueError: a prompt does not fit the model, or ranks were given different pairs.
+        ValueError: a prompt does not fit the model.
     """
 
-    def __init__(
-        self, model: HookedModel, pairs: PromptPairs, batch_size: int, *, shared: bool
-    ) -> None:
+    def __init__(self, model: HookedModel, pairs: PromptPairs, batch_size: int) -> None:
         self.model, self.adapter = model, adapt(model)
         check_pairs(self.adapter, pairs)
-        if shared:
-            pairs.check_on_ranks()
-            batch_size = min(batch_size, ranks.largest_share(len(pairs)))
         self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
-        every = range(len(self.batches))
-        self.own: Sequence[int] = ranks.share(every) if shared else every
-        """The batches that this rank runs."""
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.batches)
 
 
 class PatchedPairs(PairBatches):
@@ -70,12 +59,11 @@ class PatchedPairs(PairBatches):
         batch_size: prompt pairs per forward pass.
         order: whether values are recorded before or after other hooks run.
         positions: positions, as in `attribute_circuit_edges`, that are the spans of each batch.
-        shared: as in `PairBatches`.
 
     Raises:
         ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
-            differ in length, the pairs lack the positions, no other prompt has a prompt's length to
-            resample from, or ranks were given different pairs.
+            differ in length, the pairs lack the positions, or no other prompt has a prompt's length
+            to resample from.
     """
 
     def __init__(
@@ -88,12 +76,11 @@ class PatchedPairs(PairBatches):
         *,
         order: Order = Order.LAST,
         positions: Positions | None = None,
-        shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
-        super().__init__(model, pairs, batch_size, shared=shared)
+        super().__init__(model, pairs, batch_size)
         self.patch: Patch = patch
         self.points, self._order = points, order
         # A mean is shared by all batches; other prompts are split into batches.
@@ -133,7 +120,6 @@ class PairRuns(PatchedPairs):
             memory does not grow with the number of pairs.
         positions: positions that gates of `CircuitEdges` or `HookPoints` are at, as in
             `attribute_circuit_edges`.
-        shared: as in `PairBatches`.
 
     Raises:
         ValueError: as in `PatchedPairs`.
@@ -149,7 +135,6 @@ class PairRuns(PatchedPairs):
         *,
         keep: bool = False,
         positions: Positions | None = None,
-        shared: bool = False,
     ) -> None:
         points = site.points(adapt(model))
         super().__init__(
@@ -160,7 +145,6 @@ class PairRuns(PatchedPairs):
             batch_size,
             order=site.order,
             positions=positions,
-            shared=shared,
         )
         self.site = site
         self._by_span = positions is not None
@@ -173,8 +157,8 @@ class PairRuns(PatchedPairs):
             self._n_kept = max(1, STATES_AT_ONCE // per_batch)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
-        for index in self.own:
-            yield self.batches[index], self.run(index)
+        for index, batch in enumerate(self.batches):
+            yield batch, self.run(index)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
@@ -234,11 +218,10 @@ class PairRuns(PatchedPairs):
 def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
-    """Logits of clean prompts at the positions read, batch by batch; ranks share the batches."""
-    batches = PairBatches(model, pairs, batch_size, shared=True)
+    """Logits of clean prompts at the positions read, batch by batch."""
+    batches = PairBatches(model, pairs, batch_size)
     with tracked("running prompts", len(batches), progress) as step:
-        for index in batches.own:
-            batch = batches.batches[index]
+        for batch in batches.batches:
             yield batch, clean_outputs(batches.adapter, batch.clean, read_mask(batch))[1]
             step()
 

@@ -27,7 +27,6 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
-from sparse_tl.parallel import ranks
 from sparse_tl.results import Result
 
 MARGIN = 0.1
@@ -138,12 +137,12 @@ def measure_skill(
         measure(metric, logits, batch).cpu().double()
         for batch, logits in clean_logits(model, swapped, batch_size, progress=progress)
     ]
-    top, right, clean = map(torch.cat, zip(*ranks.in_order(on_clean), strict=True))
+    top, right, clean = map(torch.cat, zip(*on_clean, strict=True))
     return Skill(
         top.double().mean().item(),
         right,
         (n_right / (n_right + n_wrong)).double().mean().item(),
         clean,
-        torch.cat(ranks.in_order(on_corrupted)),
+        torch.cat(on_corrupted),
         pairs.start,
     )

@@ -20,7 +20,6 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.head_roles.likelihood import label_losses
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode, weights_digest
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.resuming import Resumable, resumed
 from sparse_tl.storage.files import digest
@@ -58,29 +57,26 @@ def target_log_probabilities(
     """The log-probability in nats of each row's target under each gate matrix, on the CPU.
 
     A pass has as many prompts and matrices as `ACTIVATIONS_AT_ONCE` allows, and starts at the first
-    layer in which a gate of its matrices is not 1. Several ranks share the rows, and each returns
-    the whole result.
+    layer in which a gate of its matrices is not 1.
 
     Args:
         model: dense or sparse model; left unchanged.
         rows: prompts and their targets.
         gates: gate matrices.
-        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it. With
-            several ranks, none is written.
+        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it.
         title: title of the progress bar.
         progress: whether to show a progress bar.
 
     Raises:
         ValueError: the checkpoint belongs to another measurement.
     """
-    rows.check_on_ranks()
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
     rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
-    n_rows = min(64, rows_at_once, ranks.largest_share(len(rows)))
+    n_rows = min(64, rows_at_once, len(rows))
     stacks = gates.to(adapter.device).split(max(1, rows_at_once // n_rows))
-    batches = ranks.share(rows.split(n_rows))
-    folder = Path(checkpoint) if checkpoint is not None and ranks.count() == 1 else None
+    batches = list(rows.split(n_rows))
+    folder = Path(checkpoint) if checkpoint is not None else None
     n_pieces = len(batches) * len(stacks)
     state = MeasuredPieces()
     if folder is not None:
@@ -101,7 +97,7 @@ def target_log_probabilities(
     by_batch = [
         torch.cat(pieces[first : first + len(stacks)]) for first in range(0, n_pieces, len(stacks))
     ]
-    return torch.cat(ranks.in_order(by_batch), dim=1)
+    return torch.cat(by_batch, dim=1)
 
 
 class _Run:

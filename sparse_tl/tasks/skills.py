@@ -24,7 +24,6 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, evaluation_mode
 from sparse_tl.metrics import check_wrong, chooses_right, is_right
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.tasks.battery import BATTERY
@@ -158,8 +157,8 @@ def _measured(
 ) -> dict[str, Any]:
     """The numbers of one family, and its outcome."""
     check_wrong(pairs)
-    batches, parts = PairBatches(sparse, pairs, batch_size, shared=True), []
-    for batch in map(batches.batches.__getitem__, batches.own):
+    batches, parts = PairBatches(sparse, pairs, batch_size), []
+    for batch in batches.batches:
         rows = batch.answer_rows()
         with batches.adapter.only_at(rows.loss_mask) as logits_at:
             output, counts = sparse.run_with_counts(rows.tokens, **rows.model_kwargs)
@@ -174,7 +173,7 @@ def _measured(
         parts.append([values.cpu() for values in part])
     n_right, n_wrong = ((side >= 0).sum(dim=1) for side in (pairs.answers, pairs.wrong))
     chance = (n_right / (n_right + n_wrong)).double().mean().item()
-    by_prompt = [torch.cat(values, dim=-1) for values in zip(*ranks.in_order(parts), strict=True)]
+    by_prompt = [torch.cat(values, dim=-1) for values in zip(*parts, strict=True)]
     return numbers(chance, *by_prompt)
 
 

@@ -20,7 +20,6 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.exchange.mib import MIB_FRACTIONS
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.parallel import ranks
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.storage.files import atomic_folder, check_replaceable, read_json, write_json
 
@@ -116,7 +115,7 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
     one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
     counts them. Edges on no path from the input to the logits are left out: they have no effect
     under corrupted patches, with which MIB evaluates. The sign is the opposite of that of `Scores`:
-    a positive importance helps. With several ranks, only the first one writes.
+    a positive importance helps.
 
     Args:
         found: scores of circuit edges, or nine circuits, smallest first.
@@ -131,8 +130,6 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
     Reference: arXiv 2504.13151 and github.com/hannamw/MIB-circuit-track.
     """
     folder = Path(folder)
-    if not ranks.is_first():
-        return folder
     if isinstance(found, Scores):
         names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
     else:

@@ -30,7 +30,6 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import HookPoints
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.metrics import Metric, explained_effect, measure
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import Result
 
@@ -180,9 +179,7 @@ def patch_activations(
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     run_pairs = swapped if into == "corrupted" else pairs
     gated_at = None if by_head else positions
-    runs = PairRuns(
-        model, site, run_pairs, "corrupted", batch_size, positions=gated_at, shared=True
-    )
+    runs = PairRuns(model, site, run_pairs, "corrupted", batch_size, positions=gated_at)
     run_alone, other = _unpatched(runs, metric)
     explained_effect(other, other, run_alone)  # raises before any patching
     by_batch: list[Tensor] = []
@@ -199,7 +196,7 @@ def patch_activations(
                         values[:, layer, column] = measure(metric, logits, batch).double()
                         step()
             by_batch.append(values.cpu())
-    values = torch.cat(ranks.in_order(by_batch)).permute(1, 2, 0).contiguous()
+    values = torch.cat(by_batch).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
     if by_head:
         columns = [str(head) for head in range(n_columns)]
@@ -234,5 +231,5 @@ def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
         both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
         values = torch.stack([measure(metric, logits, batch) for logits in both])
         by_batch.append(values.cpu().double())
-    run_alone, other = torch.cat(ranks.in_order(by_batch), dim=1)
+    run_alone, other = torch.cat(by_batch, dim=1)
     return run_alone, other

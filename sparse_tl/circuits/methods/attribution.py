@@ -51,7 +51,6 @@ from sparse_tl.lens import (
     mask_hooks,
 )
 from sparse_tl.metrics import Metric
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import AttentionGrid
@@ -83,9 +82,6 @@ def attribute_circuit_edges(
     positions, ``[position, source, destination]``. For what heads move between positions, see
     `attribute_attention_edges`.
 
-    Several ranks divide the pairs among themselves, and each returns the whole result; the same
-    holds for the functions below.
-
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
@@ -112,7 +108,7 @@ def attribute_circuit_edges(
     spans = None if positions is None else pairs.spans_of(positions)
     adapter = adapt(model)
     graph, points = adapter.graph, adapter.source_points()
-    patched = PatchedPairs(model, points, pairs, patch, batch_size, shared=True)
+    patched = PatchedPairs(model, points, pairs, patch, batch_size)
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
@@ -128,7 +124,7 @@ def attribute_circuit_edges(
     plan = AttributionPlan(metric, method, steps, patched)
     tracking = tracked("scoring circuit edges", plan.count, progress)
     with tracking as step, frozen(adapter.core):
-        for index in patched.own:
+        for index in range(len(patched)):
             for sources, passes in groupby(plan.passes(index), key=plan.sources_of):
                 # Phases 2 and 3.
                 back, change, matters = ReadGradients(adapter), {}, torch.tensor(True)
@@ -142,7 +138,7 @@ def attribute_circuit_edges(
                 contract(scores, back, change, grouped[index].where(changed, -1), sources)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(grid.exists.shape)
-    scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
+    scores = scores.where(graph.exists, 0.0).view(shape)
     return Scores(grid, scores if by_pair else scores / len(pairs), method, pairs.start)
 
 
@@ -167,15 +163,15 @@ def attribute_heads(
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
     points, order = [EMBEDDED, *names], Heads.order
-    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=order, shared=True)
+    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=order)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = AttributionPlan(metric, method, steps, patched, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
-        for index in patched.own:
+        for index in range(len(patched)):
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
     plan.check_effect()
-    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method, pairs.start)
+    return Scores(graph.heads, scores / len(pairs), method, pairs.start)
 
 
 @checked
@@ -201,7 +197,7 @@ def attribute_attention_edges(
     """
     adapter, length = adapt(model), pairs.clean.shape[1]
     points, names = adapter.source_points(), AttentionEdges().points(adapter)
-    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size, shared=True)
+    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size)
     plan = AttributionPlan(metric, method, steps, patched, also=names)
     masks: dict[int, AttentionMask] = {}
     found = []
@@ -210,7 +206,7 @@ def attribute_attention_edges(
         attached(adapter, mask_hooks(adapter, masks)),
         frozen(adapter.core),
     ):
-        for index in patched.own:
+        for index in range(len(patched)):
             reference = patched.batches[index].corrupted if patch == "corrupted" else None
             patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
@@ -219,7 +215,7 @@ def attribute_attention_edges(
             found.append((effects.transpose(0, 1).cpu().double(), allowed))
     if patch == "corrupted":
         plan.check_effect()
-    values, allowed = zip(*ranks.in_order(found), strict=True)
+    values, allowed = zip(*found, strict=True)
     grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
     return Scores(grid, torch.cat(values), method, pairs.start)
 

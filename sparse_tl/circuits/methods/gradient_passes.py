@@ -30,7 +30,6 @@ from sparse_tl.lens import (
     seen_by_hooks,
 )
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
-from sparse_tl.parallel import ranks
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 
@@ -89,7 +88,7 @@ class AttributionPlan:
 
     @property
     def count(self) -> int:
-        """Number of interpolation steps over the batches of this rank."""
+        """Number of interpolation steps over all batches."""
         return len(self.patched) * (self.steps * len(self._interpolated) or 1)
 
     def measured(
@@ -120,7 +119,7 @@ class AttributionPlan:
         Raises:
             NoEffectError: patching everything changes the metric of no pair.
         """
-        check_changed(bool(ranks.summed(torch.tensor(float(self._changed)))))
+        check_changed(self._changed)
 
     def sources_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""

@@ -37,7 +37,6 @@ from sparse_tl.lens import (
     source_outputs,
     tolerance,
 )
-from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import Result
 
@@ -121,13 +120,12 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    batches = PairBatches(model, pairs, batch_size, shared=True)
+    batches = PairBatches(model, pairs, batch_size)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     by_batch: list[Tensor] = []
     with tracked("attributing logits", len(batches), progress) as step:
-        for index in batches.own:
-            batch = batches.batches[index]
+        for batch in batches.batches:
             check_sums_under_hooks(adapter, batch.clean)
             kept, final = record(adapter, batch.clean, names)
             read = read_mask(batch)
@@ -142,7 +140,7 @@ def attribute_logits(
             check_numbers(adapter, added)
             by_batch.append(added.cpu())
             step()
-    values = torch.cat(ranks.in_order(by_batch), dim=1)
+    values = torch.cat(by_batch, dim=1)
     row_of = {name: row for row, name in enumerate([*sources, *biases, "bias"])}
     last_head = f".h{graph.n_heads - 1}"
     components = []
