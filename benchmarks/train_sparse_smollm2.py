@@ -1,14 +1,14 @@
 """Train the sparse SmolLM2 that comes with the package further, in a given time.
 
 Continues from its adapters and gates, or from others, on the model's own text and the texts that
-are given, as windows and as short text, and on six tasks, each a group. Prints what became of every
-group, and of skills that no group asks for. Run it again to resume.
+are given, as windows and as short text, and on tasks on request, each a group. Prints what became
+of every group, and of skills that no group asks for. Run it again to resume.
 
 With ``--minutes``, a few steps and an evaluation are timed first, and the run has as many steps as
 fit into the rest, the sampling of the model's own text included.
 
     python benchmarks/train_sparse_smollm2.py --text stories.txt wikitext.txt code.txt \\
-        --minutes 9 --target-edges 170 --window-step 64 --short-step 256 --task-step 32
+        --minutes 9 --target-edges 320 --window-step 64 --short-step 256
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from sparse_tl.training.constraint import parse_target
 from sparse_tl.training.post_train import EVALUATIONS
 from sparse_tl.training.validation import Validation
 
-TASKS = ("ioi", "ioi_long", "greater_than", "docstring", "induction", "capitals")
-
 
 def main() -> None:
     """Continue post-training, and write the sparse model as a folder."""
@@ -46,6 +44,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--windows", type=int, default=900, help="of each text")
     parser.add_argument("--own-windows", type=int, default=330, help="that the model generates")
+    parser.add_argument("--tasks", nargs="*", default=[], choices=list(TASKS_BY_NAME))
     parser.add_argument("--prompts", type=int, default=1000, help="of each task")
     parser.add_argument("--window-step", type=int, default=1, help="own and other windows")
     parser.add_argument("--short-step", type=int, default=6, help="short rows of each kind")
@@ -82,7 +81,7 @@ def main() -> None:
         for file in args.text
     ]
     add_text("texts", TokenBatch.next_token(torch.cat(texts)), 1)
-    for name in TASKS:
+    for name in args.tasks:
         rows = TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7).answer_rows()
         add(name, rows, args.task_step)
     options: dict[str, Any] = {
