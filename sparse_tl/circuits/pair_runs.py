@@ -16,7 +16,7 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.gates.run import clean_outputs
-from sparse_tl.lens import HookedModel, Order, adapt, check_pairs, held_between
+from sparse_tl.lens import HookedModel, Order, adapt, check_pairs
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.parallel.progress import tracked
 
@@ -98,12 +98,8 @@ class PatchedPairs(PairBatches):
 
     def record_patch(self, index: int) -> PatchValues:
         """Run the prompts that a batch is patched with, if any, and record their values."""
-        batch, other = self.batches[index], self.others[index] if self.others else None
-        read, held = read_mask(batch), None
-        if other is not None:
-            held = held_between(self.adapter, batch.clean, other, read)
-        options: dict[str, Any] = {"order": self._order, "read": read, "held": held}
-        return PatchValues(self.adapter, self.points, self._patch, other, **options)
+        other = self.others[index] if self.others else None
+        return PatchValues(self.adapter, self.points, self._patch, other, order=self._order)
 
 
 class PairRuns(PatchedPairs):

@@ -18,7 +18,7 @@ stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -116,13 +116,7 @@ class CircuitEdgeHooks:
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         self.edges = EdgeWeights(adapter, gates, now.from_layer)
-        self.spans, self._places = spans, None
-        fits = spans is None or spans.at.numel() == now.n_places  # a mismatch raises at the reads
-        if now.places is not None and fits:
-            shifts = torch.arange(now.n_stack, device=now.places.device)[:, None] * now.n_places
-            self._places = (now.places + shifts).flatten()
-            if spans is not None:
-                self.spans = replace(spans, at=spans.at.flatten()[now.places][None])
+        self.spans = spans
         self._shared: Tensor
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
@@ -141,8 +135,6 @@ class CircuitEdgeHooks:
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
-            closes = edges.closes(0, before)
-            self.now.made[layer] = [s for s in moved if closes or self._many(layer, s)]
             for slot in moved:
                 read = partial(self._read_heads, layer, slot)
                 hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))
@@ -170,27 +162,8 @@ class CircuitEdgeHooks:
         changes = SourceChanges(self.edges, self.spans)
         if self.now.changes is not None:
             before = self.edges.before("head", self.now.from_layer)
-            written = self.now.changes[:before]
-            if self._places is not None:
-                written = written.flatten(1, 2)[:, self.now.places][:, None]
-            changes.start_after(written)
+            changes.start_after(self.now.changes[:before])
         return changes
-
-    def _packed(self, value: Float[Tensor, "rows pos *more"]) -> Float[Tensor, "some place *more"]:
-        """The positions that matter, as one prompt for each setting; all if any might."""
-        if self._places is None:
-            return value
-        chosen = value.flatten(0, 1).index_select(0, self._places)
-        return chosen.unflatten(0, (self.now.n_stack, -1))
-
-    def _unpacked(
-        self, packed: Float[Tensor, "some place *more"], value: Float[Tensor, "rows pos *more"]
-    ) -> Float[Tensor, "rows pos *more"]:
-        """The value, with the packed values at the positions that matter."""
-        if self._places is None:
-            return packed
-        flat = value.flatten(0, 1).index_copy(0, self._places, packed.flatten(0, 1))
-        return flat.view_as(value)
 
     def _start(self, cached: Int[Tensor, ""]) -> None:
         """Start a pass after the cached columns; not necessarily the first under these gates."""
@@ -209,10 +182,8 @@ class CircuitEdgeHooks:
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
-        packed = self._packed(residual)
-        shared = self._changes.without_closed(before, packed)
-        reads = self._changes.reads([column], shared)[:, 0].reshape(packed.shape)
-        return self._unpacked(reads, residual)
+        shared = self._changes.without_closed(before, residual)
+        return self._changes.reads([column], shared)[:, 0].reshape(residual.shape)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -224,14 +195,13 @@ class CircuitEdgeHooks:
         Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
         """
         before = self.edges.before("head", layer)
-        packed = self._packed(residual)
-        shared = self._shared = self._changes.without_closed(before, packed)
+        shared = self._shared = self._changes.without_closed(before, residual)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
             reads = self._changes.reads([*chain(*many.values())], shared)
             counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
-        moved = shared is not packed and len(many) < len(slots)
+        moved = shared is not residual and len(many) < len(slots)
         self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
         return residual  # unchanged: the model, and autograd, continue from this very tensor
 
@@ -251,11 +221,11 @@ class CircuitEdgeHooks:
             flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
             out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
             pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
-            return self._unpacked(rearrange(out, pattern, rows=n_rows).to(value.dtype), value)
+            return rearrange(out, pattern, rows=n_rows).to(value.dtype)
         if self._normed is not None:
             normed = self._normed
             out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
-            value = self._unpacked((out + bias.to(normed.dtype)).to(value.dtype), value)
+            value = (out + bias.to(normed.dtype)).to(value.dtype)
         columns = self.edges.heads(layer, slot)
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
@@ -265,9 +235,9 @@ class CircuitEdgeHooks:
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
         ).unflatten(1, self._shape()[:2])
-        packed = self._packed(value).unflatten(0, (self.now.n_stack, -1)).clone()
-        packed[stack, :, :, head] = out.to(value.dtype)
-        return self._unpacked(packed.flatten(0, 1), value)
+        stacked = value.unflatten(0, (self.now.n_stack, -1)).clone()
+        stacked[stack, :, :, head] = out.to(value.dtype)
+        return stacked.flatten(0, 1)
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
@@ -279,7 +249,7 @@ class CircuitEdgeHooks:
     def _note(
         self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        change = self._packed(self.patch.change(name, value, self.now.n_stack, self.now.start))
+        change = self.patch.change(name, value, self.now.n_stack, self.now.start)
         if self.edges.separated(row):
             self._changes.append(change[None])
         if self.edges.closes(row):
@@ -290,7 +260,7 @@ class CircuitEdgeHooks:
         self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
         name = self.adapter.heads_point(layer)
-        change = self._packed(self.patch.change(name, z, self.now.n_stack, self.now.start))
+        change = self.patch.change(name, z, self.now.n_stack, self.now.start)
         heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
         if heads:
             self._changes.append(self.adapter.heads_written(layer, change, heads=heads))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
@@ -14,7 +14,6 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
     Adapter,
-    Held,
     Order,
     check_padding,
     check_reference,
@@ -49,9 +48,6 @@ class PatchValues:
         reference: reference prompts.
         seed: random seed for "resample".
         order: when the gates act relative to other hooks; values are recorded there.
-        read: positions that passes under this patch read. The values of other prompts are undefined
-            at positions that do not influence these. None: all matter.
-        held: keys and values that the reference prompts share with the patched prompts.
 
     Attributes:
         final: final residual stream of the reference prompts; None without them, and for means.
@@ -71,10 +67,8 @@ class PatchValues:
         seed: int = 0,
         *,
         order: Order = Order.LAST,
-        read: Bool[Tensor, "prompt pos"] | None = None,
-        held: Held | None = None,
     ) -> None:
-        self.patch, self.values, self.held = patch, {}, held
+        self.patch, self.values = patch, {}
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: Tensor | None = None
         prompts = reference_prompts(adapter, patch, reference)
@@ -88,9 +82,7 @@ class PatchValues:
                 self.values = mean_activations(adapter, [prompts], names, order)
             else:
                 with autograd(False):
-                    self.values, self.final = _recorded(
-                        adapter, prompts, names, order, read=read, held=held
-                    )
+                    self.values, self.final = _recorded(adapter, prompts, names, order)
 
     def draw(self, n_prompts: int) -> None:
         """Draw new reference prompts for a pass over `n_prompts` prompts."""
@@ -206,11 +198,11 @@ def mean_activations(
 
 
 def _recorded(
-    adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order, **options: Any
+    adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order
 ) -> tuple[dict[str, Tensor], Tensor]:
     first = names if order is Order.FIRST else ()
     with evaluation_mode(adapter.model):
-        return record(adapter, tokens, names, first=first, **options)
+        return record(adapter, tokens, names, first=first)
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:

@@ -30,8 +30,6 @@ from sparse_tl.lens import (
     enters,
     evaluation_mode,
     hooks_besides,
-    only_needed,
-    places_needed,
     record,
     source_outputs,
 )
@@ -211,10 +209,7 @@ class GatedRun:
         if may_skip and self.site.keeps_all(self.adapter, stack):
             return self._clean[0][None]
         adapter, first = self.adapter, self._first_layer(stack)
-        held = self.patch.held
-        alike = None if held is None else held.skipped
         now = GatedPass(n_stack, first, changes=self._changes if first else None)
-        now.places, now.n_places = places_needed(adapter, self.read, alike), self.read.numel()
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
             final = self.site.read_logits(adapter, stack, self.patch, now, final)
@@ -222,12 +217,7 @@ class GatedRun:
             once = self.site.shares_attention
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
             hooks = self.site.hooks(adapter, stack, self.patch, now)
-            hooks += [] if held is None else held.hooks(first)
-            with (
-                attached(adapter, hooks) as own,
-                evaluation_mode(adapter.model),
-                only_needed(adapter, self.read, alike, n_stack, first, now.made, own.ids),
-            ):
+            with attached(adapter, hooks), evaluation_mode(adapter.model):
                 final = adapter.final(
                     self._entering[first].clone() if first else self.tokens,
                     from_layer=first,
@@ -256,7 +246,7 @@ def clean_outputs(
     attention_mask: Int[Tensor, "batch pos"] | None = None,
 ) -> tuple[Float[Tensor, "label d_model"], Float[Tensor, "label vocab"]]:
     """The final residual stream of the whole model at the read positions, and its logits."""
-    with evaluation_mode(adapter.model), only_needed(adapter, read):
+    with evaluation_mode(adapter.model):
         final = adapter.final(tokens, read=read, attention_mask=attention_mask)
         return final[read], adapter.logits_at(final, read)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,9 +33,6 @@ class GatedPass:
         n_prompts: number of prompts, if the first layer's attention runs on one copy only.
         changes: for circuit edges, the patch of each source before `from_layer` minus its write.
         start: position of the first column; above 0 with a key-value cache.
-        made: by layer, which of q, k and v are replaced by hooks, whatever the model computes.
-        places: the positions that matter, by their index among the `n_places` of all prompts; None
-            if any might.
     """
 
     n_stack: int
@@ -43,9 +40,6 @@ class GatedPass:
     n_prompts: int | None = None
     changes: Float[Tensor, "source batch pos d_model"] | None = None
     start: int = 0
-    made: dict[int, list[str]] = field(default_factory=dict)
-    places: Int[Tensor, " place"] | None = None
-    n_places: int = 0
 
 
 SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedEdges

@@ -23,6 +23,7 @@ from sparse_tl.lens.core.attaching import (
     Hook as Hook,
     Order as Order,
     attached as attached,
+    gate_hooks as gate_hooks,
     hooks_besides as hooks_besides,
 )
 from sparse_tl.lens.core.devices import checked_device as checked_device
@@ -78,14 +79,6 @@ from sparse_tl.lens.hooks.recording import (
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
-)
-from sparse_tl.lens.hooks.skipping import (
-    Held as Held,
-    held_between as held_between,
-    needed as needed,
-    only_needed as only_needed,
-    places_needed as places_needed,
-    seen_by_hooks as seen_by_hooks,
 )
 from sparse_tl.lens.loading.booting import boot as boot
 from sparse_tl.lens.loading.hooked_folder import build_model as build_model

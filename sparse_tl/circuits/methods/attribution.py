@@ -127,14 +127,14 @@ def attribute_circuit_edges(
         for index in range(len(patched)):
             for sources, passes in groupby(plan.passes(index), key=plan.sources_of):
                 # Phases 2 and 3.
-                back, change, matters = ReadGradients(adapter), {}, torch.tensor(True)
+                back, change = ReadGradients(adapter), {}
                 for one in passes:
-                    change, matters = one.change, one.matters
+                    change = one.change
                     back.add(one)
                     for _ in range(one.copies):
                         step()
                 # Phase 4.
-                changed = _changed(change, plan.source_points) & matters
+                changed = _changed(change, plan.source_points)
                 contract(scores, back, change, grouped[index].where(changed, -1), sources)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(grid.exists.shape)
@@ -241,7 +241,7 @@ def _effects(
 
 
 def _changed(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
-    """Where a source changes: not before the first token that differs, nor at padding."""
+    """Where any source changes: not before the first token that differs."""
     return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
 
 

@@ -22,12 +22,11 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
 from sparse_tl.lens import (
     EMBEDDED,
-    Held,
-    needed,
+    gate_hooks,
+    hooks_besides,
     record,
     relevance_rules,
     repeated,
-    seen_by_hooks,
 )
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 
@@ -130,7 +129,7 @@ class AttributionPlan:
         batch, patch = self.patched.batches[index], self.patched.record_patch(index)
         single, ig = self.method == "eap-ig-activations", self.method.startswith("eap-ig")
         share = 1 / self.steps if ig else 1.0
-        one = GradientPass(self, batch, share, held=patch.held)
+        one = GradientPass(self, batch, share)
         clean = {name: one.kept[name].detach() for name in (*self.source_points, *self.also)}
         change = {name: patch.change(name, clean[name]) for name in self.source_points}
         if patches is not None:
@@ -143,13 +142,14 @@ class AttributionPlan:
         first = self.steps if single else self.steps - 1  # the clean pass is done
         # Hooks may fit one copy of the prompts only.
         most = TOKENS_AT_ONCE.on(self.adapter.device)
-        n = 1 if seen_by_hooks(self.adapter) else max(1, most // batch.clean.numel())
+        hooked = hooks_besides(self.adapter, gate_hooks(self.adapter))
+        n = 1 if hooked else max(1, most // batch.clean.numel())
         for name in self._interpolated:
             for last in range(first, 0, -n):
                 some = range(last, max(last - n, 0), -1)
                 values = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
                 replaced = {name: torch.cat(values)}
-                one = GradientPass(self, batch, share, replaced, copies=len(some), held=patch.held)
+                one = GradientPass(self, batch, share, replaced, copies=len(some))
                 one.change, one.only = change, name if single else None
                 yield from _lent(one)
                 del one
@@ -164,14 +164,12 @@ class GradientPass:
         share: weight of every interpolation step; gradients include it.
         replaced: activations that replace the model's own.
         copies: number of steps in this pass; each has a copy of the prompts, one after the other.
-        held: keys and values that the pass shares with the one over the reference prompts.
 
     Attributes:
         kept: activations at the hook points, in the autograd graph.
         values: metric of each pair, in each copy.
         value: their sum times the weight.
         change: patch minus clean activation, by hook point.
-        matters: positions at which changes and gradients are meaningful.
         by_relevance: whether gradients follow the rules of relevance propagation.
         only: the one hook point whose sources the pass contributes to; None for all.
 
@@ -190,19 +188,10 @@ class GradientPass:
         replaced: dict[str, Tensor] | None = None,
         *,
         copies: int = 1,
-        held: Held | None = None,
     ) -> None:
         self._plan, self.batch, self._replaced = plan, batch, replaced or {}
         self.copies, self._share = copies, share
-        held = None if plan.also else held  # attention patterns differ where prompts are alike
-        read = read_mask(batch)
-        self._options: dict[str, Any] = {
-            "first": plan.first,
-            "read": read,
-            "held": held,
-            "copies": copies,
-        }
-        self.matters = needed(plan.adapter, read, None if held is None else held.alike)
+        self._options: dict[str, Any] = {"first": plan.first, "copies": copies}
         self.by_relevance = plan.method == "relp"
         # Attached before all other hooks: what is recorded after a norm gets the rules' gradient.
         with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.calls.scopes import autograd
@@ -18,7 +18,6 @@ from sparse_tl.lens.core.masks import AttentionMask
 from sparse_tl.lens.core.points import EMBEDDED, Model
 from sparse_tl.lens.core.rounding import excess
 from sparse_tl.lens.core.shortcuts import hooked
-from sparse_tl.lens.hooks.skipping import Held, only_needed
 
 
 @runtime_checkable
@@ -41,8 +40,6 @@ def record(
     replaced: Activations | None = None,
     differentiable: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
-    read: Bool[Tensor, "batch pos"] | None = None,
-    held: Held | None = None,
     copies: int = 1,
 ) -> tuple[dict[str, Tensor], Float[Tensor, "rows pos d_model"]]:
     """Activations at some hook points, and the final residual stream.
@@ -57,9 +54,6 @@ def record(
         differentiable: keep the autograd graph from the replaced values or the input node on; these
             are leaves, so weights may be frozen and nothing earlier needs a gradient.
         attention_mask: 0 at padding.
-        read: positions that are read after the last layer; all by default. Activations at positions
-            that do not matter to these are meaningless, and have gradients of 0.
-        held: keys and values that this pass shares with others.
         copies: number of copies of the prompts to run, one after the other.
 
     Raises:
@@ -83,14 +77,7 @@ def record(
     hooks: list[Hook] = [
         (name, Order.FIRST if name in places else Order.LAST, partial(keep, name)) for name in every
     ]
-    alike = None if held is None else held.skipped
-    hooks += [] if held is None else held.hooks()
-    everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    with (
-        attached(adapter, hooks) as own,
-        only_needed(adapter, everywhere if read is None else read, alike, copies, own=own.ids),
-        autograd(differentiable),
-    ):
+    with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, copies=copies, attention_mask=attention_mask)
     check_fired(adapter, names, kept)
     return kept, final
