@@ -90,7 +90,7 @@ class Channel(anywidget.AnyWidget):
     def _notify(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})
 
-    def unsay(self) -> None:
+    def clear_message(self) -> None:
         """Close the message."""
         self._present(_message=None)
 

@@ -23,7 +23,7 @@ _METHODS = {
     "metric": "choose_metric",
     "restore": "restore",
     "close": "unselect",
-    "read": "unsay",
+    "read": "clear_message",
     "effects": "compute_effects",
     "settle": "update_saved",
     "send": "send_again",

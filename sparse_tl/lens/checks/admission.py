@@ -33,7 +33,7 @@ from torch import Tensor
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.sums import check_sums
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Hook, Order, attached, others_off
+from sparse_tl.lens.core.attaching import Hook, Order, attached, without_user_hooks
 from sparse_tl.lens.core.limits import check_numbers
 from sparse_tl.lens.core.lora import lora_layers
 from sparse_tl.lens.core.modes import evaluation_mode
@@ -132,7 +132,7 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     if adapter.model in _checked[kind]:
         return
     _check_attention(adapter)
-    with others_off(adapter.model), evaluation_mode(adapter.model):
+    with without_user_hooks(adapter.model), evaluation_mode(adapter.model):
         tokens = _few_tokens(adapter)
         check_numbers(adapter, adapter.model(tokens))
         check_wrapped(adapter.model)

@@ -218,7 +218,7 @@ def _observes(hook: Any) -> bool:
 
 
 @scope
-def others_off(model: HookedModel) -> Iterator[None]:
+def without_user_hooks(model: HookedModel) -> Iterator[None]:
     """Inside the block, hook points run only hooks attached in it; others are restored after it."""
     kept = [
         (point, point._forward_hooks, point._forward_pre_hooks)

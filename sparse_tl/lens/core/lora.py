@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.lens.core.architecture import HALVES
-from sparse_tl.lens.core.attaching import hooks_on, others_off
+from sparse_tl.lens.core.attaching import hooks_on, without_user_hooks
 from sparse_tl.lens.core.points import HookedModel, Model
 
 SCALE = 2
@@ -224,7 +224,7 @@ def projections(model: TransformerBridge) -> list[Any]:
     def note(module: nn.Module, *_: Any) -> None:
         called.add(module)
 
-    with others_off(model), hooks_on([(c.original_component, note) for c in found]):
+    with without_user_hooks(model), hooks_on([(c.original_component, note) for c in found]):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
     read = [component for component in found if component.original_component in called]
     if not read:

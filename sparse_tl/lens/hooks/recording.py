@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Hook, Order, attached, others_off
+from sparse_tl.lens.core.attaching import Hook, Order, attached, without_user_hooks
 from sparse_tl.lens.core.masks import AttentionMask
 from sparse_tl.lens.core.points import EMBEDDED, Model
 from sparse_tl.lens.core.rounding import excess
@@ -141,7 +141,7 @@ def enters(adapter: Adapter) -> bool:
     if model not in _enters:
         last = f"blocks.{adapter.n_layers - 1}.entering"
         tokens = torch.arange(min(3, adapter.n_ctx, adapter.d_vocab), device=adapter.device)[None]
-        with others_off(model):
+        with without_user_hooks(model):
             kept, final = record(adapter, tokens, [last])
             try:
                 found = adapter.final(kept[last], from_layer=adapter.n_layers - 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens.core.attaching import others_off
+from sparse_tl.lens.core.attaching import without_user_hooks
 from sparse_tl.lens.core.modes import evaluation_mode
 
 _LENGTH = 8
@@ -69,7 +69,7 @@ def check_same(
         ValueError: the logits differ, or the bridge fails.
     """
     try:
-        with others_off(bridge), evaluation_mode(bridge):
+        with without_user_hooks(bridge), evaluation_mode(bridge):
             found = bridge(tokens)
     except Exception as error:  # TransformerLens can raise anything
         why = f"it fails with {type(error).__name__}: {str(error).rstrip('.')}"

@@ -90,7 +90,7 @@ def read_model(
             dtype = dtype_named(seen.dtype)
         if tokenizer is None and seen.has_tokenizer:
             tokenizer = _tokenizer_in(seen.data, source, fields=seen.fields)
-        with _said_of(source, "model"), nullcontext() if seen.size > _LARGE else quietly():
+        with _naming_source(source, "model"), nullcontext() if seen.size > _LARGE else quietly():
             loaded: Any = _class_of(seen.config).from_pretrained(
                 str(seen.data),
                 dtype=dtype,
@@ -143,7 +143,7 @@ def _checked_folder(folder: Path, data: Path) -> _Seen:
     for name, layers in depths(config):
         check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
     size = sum(weights.values())
-    with _said_of(folder, "model"):
+    with _naming_source(folder, "model"):
         made = _config_in(data)
         _check_plan(made, size, others)
     dtype = config.get("dtype") if own else "float32"
@@ -153,13 +153,13 @@ def _checked_folder(folder: Path, data: Path) -> _Seen:
 def _checked_gguf(file: Path, data: Path) -> _Seen:
     header = read_header(file)
     link(file, data, NAME)
-    with _said_of(file, "model"):
+    with _naming_source(file, "model"):
         config = _config_in(data)
     vars(config).pop("_model_name_or_path", None)  # free text
     for name, layers in depths(config.to_dict()):
         check_depth(layers, len(header.sizes), f"{file} as {name}")
     size = sum(header.sizes.values())
-    with _said_of(file, "model"):
+    with _naming_source(file, "model"):
         take_fields(header.fields, config)
         check_taken(header, config.model_type, _check_plan(config, size, set()))
     options, fields = gguf_options(config), header.fields
@@ -284,7 +284,7 @@ def _tokenizer_in(
     # AutoTokenizer would pick the class of the model family, with its own vocabulary.
     whole = named in _WHOLE or bool(_file_in(data))
     reader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
-    with _said_of(folder, "tokenizer"):
+    with _naming_source(folder, "tokenizer"):
         tokenizer: Any = reader.from_pretrained(str(data), **_file_in(data), **_LOCAL)
         if adds_bos and tokenizer.bos_token is not None:
             # If the template cannot hold this BOS token, TransformerLens prepends it.
@@ -299,7 +299,7 @@ def _tokenizer_in(
 
 
 @scope
-def _said_of(source: Path, what: str) -> Iterator[None]:
+def _naming_source(source: Path, what: str) -> Iterator[None]:
     """Inside the block, errors that transformers or tokenizers raise name the folder or file."""
     try:
         yield

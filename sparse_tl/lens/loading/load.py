@@ -79,7 +79,7 @@ def load_model(
     placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
     if not isinstance(source, (str, Path)):
         _check_unset("a model object, which is used as it is", **placed)
-        return _begun(_of_object(source, tokenizer, prepend_bos), prepend_bos)
+        return _with_bos_setting(_of_object(source, tokenizer, prepend_bos), prepend_bos)
     folder, name = Path(source).expanduser(), None
     if not folder.is_dir() and find_gguf(folder) is None:
         _placed(device, device_map)  # check arguments before downloading
@@ -95,10 +95,10 @@ def load_model(
         check_sums(folder)
         return load_folder(folder, name, tokenizer, **placed)
 
-    return _begun(read_steadily(folder, read), prepend_bos)
+    return _with_bos_setting(read_steadily(folder, read), prepend_bos)
 
 
-def _begun(model: Model, prepend_bos: bool | None) -> Model:
+def _with_bos_setting(model: Model, prepend_bos: bool | None) -> Model:
     """The model, set to start prompts with BOS or not; unchanged if `prepend_bos` is None."""
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)

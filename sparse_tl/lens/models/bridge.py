@@ -25,7 +25,7 @@ from sparse_tl.lens.checks.admission import circuit_graph
 from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.architecture import HALVES
-from sparse_tl.lens.core.attaching import others_off
+from sparse_tl.lens.core.attaching import without_user_hooks
 from sparse_tl.lens.core.lora import effective_weight
 from sparse_tl.lens.core.norms import Norm, bridge_norm
 from sparse_tl.lens.core.points import Analysis, NormPlace, hook_point
@@ -171,7 +171,7 @@ class BridgeAdapter(Adapter):
         if self._left_padded_float64(attention_mask):
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
             mask = torch.tensor([[0, 1]], device=self.device)
-            with others_off(self.model):
+            with without_user_hooks(self.model):
                 check_left_padded(self.model(tokens, attention_mask=mask), self.name)
 
     def _left_padded_float64(self, attention_mask: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens.core.attaching import hooks_on, others_off
+from sparse_tl.lens.core.attaching import hooks_on, without_user_hooks
 from sparse_tl.lens.models.bridge_passes import stopped
 
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
@@ -62,7 +62,7 @@ def _calls(model: TransformerBridge) -> list[list[Call]]:
         for name in ("attn", "mlp", *_NORMS)
         if isinstance(part := getattr(block, name, None), nn.Module)
     ]
-    with others_off(model), hooks_on(hooks, with_kwargs=True), stopped(model):
+    with without_user_hooks(model), hooks_on(hooks, with_kwargs=True), stopped(model):
         model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.W_E.device))
     return calls
 
