@@ -150,16 +150,6 @@ def test_a_chat_begins_by_itself(bos: bool) -> None:
         PromptPairs.from_texts(_model(_smollm2()), ROWS, chat=True, prepend_bos=bos)
 
 
-def test_rules_hold_in_a_chat() -> None:
-    model = _model(_smollm2())
-    for change, said in (
-        ({"corrupted": "The horse sat"}, "row 0: expected clean and corrupted prompts of equal"),
-        ({"answer": " horse"}, "row 0: expected answers of a single token"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            PromptPairs.from_texts(model, [{**ROWS[0], **change}], chat=True)
-
-
 def test_docstring_in_a_chat() -> None:
     names = [*docstring.ARGUMENTS[:20], *docstring.NOUNS[:10]]
     tokenizer = byte_level(*(f" {name}" for name in names))

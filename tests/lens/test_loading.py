@@ -181,14 +181,6 @@ def test_prompts_begin_as_the_tokenizer_begins_them(
     assert other.clean[0].tolist() == [tokenizer.bos_token_id, *bare]
 
 
-def test_bos_cannot_be_asked_for_where_there_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
-        load_model(_folder(tmp_path / "bare"), prepend_bos=True, device="cpu")
-    model = load_model(_folder(tmp_path / "model", tokenizer=True), device="cpu")
-    with pytest.raises(ValueError, match="expected no prepend_bos for a model of TransformerLens"):
-        load_model(model, prepend_bos=True)
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_saved_bridge_is_a_hugging_face_folder(tmp_path: Path, family: str) -> None:
     model = load_model(_folder(tmp_path / "first", family, tokenizer=True), device="cpu")

@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 import torch
 from component_examples import neurons_of
-from legibility import WIDTHS, problems_of
+from legibility import problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
 
@@ -45,8 +45,7 @@ from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
-from sparse_tl.plots.page.rendering import html_page, notebook_style
-from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
+from sparse_tl.plots.page.rendering import html_page
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.tasks.skills import numbers
 
@@ -302,18 +301,6 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
     assert "1600 px, dark: 'small' is 9.0" in found
 
 
-def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_page: Any) -> None:
-    drawn = figure_of("head_map").plotly
-    drawn.layout.annotations[0].font.update(size=9, color="#bbbbbb")
-    drawn.layout.annotations[1].x = 1.2
-    said = [drawn.layout.annotations[place].text for place in range(2)]
-    problems = _problems(saved_page, by_plotly(drawn))
-    for width in WIDTHS:
-        assert f"{width} px, light: {said[0]!r} is 9.0" in problems
-        assert f"{width} px, dark: {said[0]!r} has a contrast of" in problems
-        assert f"{width} px, dark: {said[1]} is cut off" in problems
-
-
 # ---- in print ----------------------------------------------------------------------------------
 
 
@@ -385,18 +372,3 @@ def test_figures_follow_the_theme_of_the_notebook(
         turned = int(theme == "dark")
         # The dark picture has dark colours; other dark HTML is turned by a filter.
         assert page.evaluate(FILTERS) == [turned, 0, 1, turned, 0, 0]
-
-
-def test_plotlys_display_follows_the_theme_of_the_notebook(figure_of: Any, saved_page: Any) -> None:
-    """Every figure that plotly draws has a mark that the style of the notebook finds."""
-    figures = [f for name in FUNCTIONS if isinstance(f := figure_of(name), GridFigure)]
-    shown = [*figures, figures[0].light(), figures[0].dark()]
-    data = json.dumps([f._repr_mimebundle_()[PLOTLY_DATA] for f in shown]).replace("<", "\\u003c")
-    html = f"""{notebook_style()}<script>for (const f of {data}) {{
-        const div = document.createElement("div"); div.className = "figure";
-        document.body.append(div); Plotly.newPlot(div, f.data, f.layout, f.config); }}</script>"""
-    saved_page.emulate_media(color_scheme="light")
-    saved_page.evaluate(SHOW, [html, 0])
-    for is_light, n_turned in ((True, 0), (False, 1)):
-        saved_page.evaluate(f"document.body.dataset.jpThemeLight = {json.dumps(is_light)}")
-        assert saved_page.evaluate(FILTERS) == [*[n_turned] * len(figures), 0, 0]

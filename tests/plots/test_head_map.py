@@ -95,21 +95,6 @@ def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
     assert _behaviour().figure(title="Dense").svg == head_map({"Dense": _behaviour()}).svg
 
 
-def test_labels_that_do_not_fit_are_left_out() -> None:
-    wide = HeadBehaviour({"induction": torch.ones(2, 40), "copying": torch.ones(2, 40)})
-    assert not _labels(head_map({"Model": wide}))
-    middle = HeadBehaviour({"induction": torch.ones(2, 25), "copying": torch.ones(2, 25)})
-    assert {text for text, *_ in _labels(head_map({"Model": middle}))} == {"ind"}
-
-
-def test_models_without_heads_of_a_kind_say_so() -> None:
-    none = HeadBehaviour({"sink": torch.zeros(2, 3), "copying": torch.zeros(2, 3)})
-    both = {"Dense": none, "Sparse": _behaviour()}
-    for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
-        texts = [text.text for text in head_map(panels).plotly.layout.annotations]
-        assert f"No head of Dense is of any kind.{said}" in " ".join(texts)
-
-
 def test_scores_of_nothing_are_drawn() -> None:
     none = Scores(GRID, torch.zeros(2, 3), "eap")
     assert none.figure().plotly.data[0].zmax == 1

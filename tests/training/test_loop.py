@@ -23,7 +23,6 @@ from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 from sparse_tl.training.checkpoints import FORMAT, TrainingState, load_checkpoint, save_checkpoint
 
@@ -619,15 +618,6 @@ def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(content)
 
 
-def _changed(**fields: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        content = read_json(folder / "state.json")
-        content["state"] |= fields
-        write_json(folder / "state.json", content)
-
-    return change
-
-
 def _truncate(folder: Path) -> None:
     path = folder / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -637,11 +627,6 @@ def _foreign(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "holiday.jpg").touch()
-
-
-def _file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("not a folder")
 
 
 @pytest.mark.parametrize(
