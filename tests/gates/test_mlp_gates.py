@@ -468,12 +468,8 @@ def test_folders_without_gates_on_mlps_load_as_before(tokens: Tensor, tmp_path: 
     ("damage", "message"),
     [
         ({"mlp_gates.weight": None}, "weights of gates on the MLPs of 2 layers.*got None"),
-        ({"mlp_gates.bias": None}, "biases of gates on the MLPs of 2 layers.*got None"),
-        ({"mlp_gates.weight": torch.zeros(2, 15)}, r"that read 16 numbers.*\(2, 15\)"),
         ({"mlp_gates.bias": torch.zeros(3)}, r"biases of gates on.*\(3,\)"),
-        ({"mlp_gates.weight": torch.zeros(2, 16, dtype=torch.long)}, "int64"),
         ({"mlps": False}, "expected `mlps` in .* to be true.*got False beside .*mlp_gates.bias"),
-        ({"mlps": "yes"}, "expected `mlps` in .* to be true.*got 'yes'"),
     ],
 )
 def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
@@ -503,12 +499,6 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
     with pytest.raises(ValueError, match="expected a model with MLPs.*'tiny' has attention alone"):
         SparseTransformer(model, mlps=True)
     SparseTransformer(model)(tokens)  # nothing of the attempt is left
-
-
-@pytest.mark.parametrize("mlps", ["yes", 1, None])
-def test_mlps_that_are_no_bool_are_refused(unchecked_types: None, mlps: Any) -> None:
-    with pytest.raises(TypeError, match=f"expected True or False for mlps; got {mlps!r}"):
-        SparseTransformer(build("plain"), mlps=mlps)
 
 
 def test_gates_of_another_model_are_refused() -> None:

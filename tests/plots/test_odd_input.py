@@ -10,11 +10,9 @@ import torch
 from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
-from sparse_tl.circuits import Circuit, EffectCurve, Scores
+from sparse_tl.circuits import EffectCurve, Scores
 from sparse_tl.head_roles import ROLES, AblationCurve
-from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
-from sparse_tl.parts.positioned_graph import PositionedGraph
 
 
 def _curve(name: str) -> EffectCurve:
@@ -34,8 +32,6 @@ def _attention(n: int) -> torch.Tensor:
 
 def _heads(n: int) -> Scores:
     return Scores(HeadGrid(n, n), torch.zeros(n, n), "eap")
-
-
 
 
 @pytest.fixture(scope="module")
