@@ -117,19 +117,3 @@ def test_heads_can_be_chosen(models):
 
 def test_a_prompt_without_mask_tokens_is_shown_whole(models):
     assert shown(attention_view(models["Dense"], "36+28=")).shape == (4, 6, 6)
-
-
-def test_what_cannot_be_shown_is_refused(models):
-    model = models["Dense"]
-    for problem, options in {
-        r"of 2 layers of 2 heads; got \(2, 0\)": {"layer": 2},
-        r"of 2 layers of 2 heads; got \(0, 5\)": {"heads": [(0, 5)]},
-        "at least one head .*; got none": {"heads": []},
-        "a layer or heads": {"layer": 0, "heads": [(0, 0)]},
-    }.items():
-        with pytest.raises(ValueError, match=problem):
-            attention_view(model, PROMPT, **options)
-    with pytest.raises(ValueError, match="no token for 'x'"):
-        attention_view(model, "3x6")
-    with pytest.raises(ValueError, match="at most 16 tokens"):
-        attention_view(model, "1" * 20)

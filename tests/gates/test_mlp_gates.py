@@ -393,32 +393,6 @@ def test_autocast_leaves_the_gates_precise(tokens: Tensor) -> None:
 # The wrapper.
 
 
-def test_unwrapping_leaves_nothing_behind(tokens: Tensor) -> None:
-    model = build("plain")
-    dense = model(tokens)
-
-    def hooked() -> set[str]:
-        kinds = ("_forward_hooks", "_forward_pre_hooks")
-        return {n for n, m in model.named_modules() if any(getattr(m, kind) for kind in kinds)}
-
-    before = hooked()
-    sparse = SparseTransformer(model, mlps=True)
-    assert hooked() > before
-    sparse.unwrap()
-    assert hooked() == before
-    assert torch.equal(model(tokens), dense)
-
-
-def test_gates_survive_reset_hooks_and_their_removal_is_noticed(tokens: Tensor) -> None:
-    sparse = sparse_of("plain")
-    before = sparse(tokens)
-    sparse.reset_hooks()
-    assert torch.equal(sparse(tokens), before)
-    sparse.reset_hooks(including_permanent=True)
-    with pytest.raises(RuntimeError, match="removed from the model"):
-        sparse(tokens)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_have_gates_of_their_own(tokens: Tensor, kind: str) -> None:
     sparse = sparse_of(kind, initial_bias=1e4)

@@ -104,10 +104,6 @@ def test_it_is_saved_as_a_plain_folder(tmp_path: Path) -> None:
     assert again.tokenizer.chat_template == TEMPLATE
 
 
-def _array(kind: int, length: int, content: bytes = b"") -> bytes:
-    return struct.pack("<IQ", kind, length) + content
-
-
 HUGE = 2**60
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "text": (b"PK\x03\x04" + bytes(64), "does not begin with the letters GGUF"),

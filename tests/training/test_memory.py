@@ -70,19 +70,6 @@ def test_out_of_memory_says_where_it_goes(
         assert part in said, part
 
 
-def test_evaluations_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SparseTransformer.run_with_counts
-
-    def fail(self: SparseTransformer, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len(tokens) == 32:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return plain(self, tokens, *args, **kwargs)
-
-    monkeypatch.setattr(SparseTransformer, "run_with_counts", fail)
-    with pytest.raises(MemoryError, match=r"measuring the validation rows.*evaluate_held_out ran"):
-        _post_train(*_addition())
-
-
 def test_prompts_that_do_not_fit_at_once() -> None:
     sparse, _ = _addition()
 
@@ -96,24 +83,6 @@ def test_prompts_that_do_not_fit_at_once() -> None:
         expected = f"attribute_heads ran out of memory with batch_size={batch_size}. A smaller"
         with pytest.raises(MemoryError, match=expected):
             attribute_heads(sparse, pairs, logit_difference, progress=False, **given)
-
-
-def test_a_dense_copy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: SparseTransformer) -> Model:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    monkeypatch.setattr(SparseTransformer, "dense_copy", fail)
-    with pytest.raises(MemoryError, match=r"the dense model .*--precision"):
-        _post_train(*_addition())
-
-
-def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("another")
-
-    monkeypatch.setattr(SparsityObjective, "measure", fail)
-    with pytest.raises(RuntimeError, match="^another$"):
-        _post_train(*_addition())
 
 
 def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:
