@@ -130,12 +130,8 @@ def test_templates_that_cannot_be_used_are_refused_in_one_sentence() -> None:
     ):
         PromptPairs.from_texts(_model(_smollm2(), None), ROWS, chat=True)
     for template, said in {
-        "{{ messages[1].content.__class__.__mro__ }}": "SecurityError",
         "{{ messages[0].content }}": "ValueError",  # without the assistant's turn
         "{{ messages[1].content | upper }}": "ValueError",
-        "{{ raise_exception('no') + messages[1].content }}": "TemplateError: no",
-        "{% for message in messages %}{{ message.content }}": "TemplateSyntaxError",
-        "{{ messages[1].content }}{{ 1 / 0 }}": "ZeroDivisionError",
     }.items():
         with pytest.raises(
             ValueError, match=f"expected a chat template that takes .*{said}"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
 import subprocess
 import sys
-import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -354,31 +351,12 @@ def test_lines_that_are_no_rows(tmp_path: Path, line: str, message: str) -> None
 # The thread, and memory.
 
 
-def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
-
-
 def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
     """Other calls set truncation and padding on the object, which would cut documents."""
     given = Counting(tokenizer)
     stream = TextStream(_texts(80), given, 8, 4)
     given.refused = "w"
     assert stream.batch(0).tokens.shape == (4, 8)
-
-
-def test_the_next_block_is_tokenised_in_the_background(tokenizer: Any) -> None:
-    stream = TextStream(_texts(400), Counting(tokenizer), 8, 4, shuffle=32)
-    counting = stream.tokenizer
-    stream.batch(0)
-    deadline = time.monotonic() + 10
-    while counting.characters < 2 * 32 * 8 * 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 2 * 32 * 8 * 4 <= counting.characters < 3 * 32 * 8 * 5
-    del stream
-    gc.collect()
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads(), "the thread is gone with the stream"
 
 
 def test_a_process_ends_although_the_thread_is_at_work() -> None:

@@ -21,7 +21,6 @@ from sparse_tl.explorer import (
 from sparse_tl.metrics import logit_difference
 
 PROMPT = "36+28=?????"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 
 
 def ask(explorer: CircuitExplorer, **content: Any) -> None:
@@ -360,12 +359,6 @@ def test_a_notebook_gets_the_figure_and_the_live_view(explorer, monkeypatch):
     ask(explorer, action="settle")
     updated, _ = shown[2]
     assert "without 1 head" in updated["text/html"]
-
-
-def test_hostile_titles_and_tokens_are_escaped(build_small):
-    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
-    assert "<img" not in explorer._figure["svg"]
-    assert "<img" not in explorer._saved_bundle()["text/html"]
 
 
 def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):

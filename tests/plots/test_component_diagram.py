@@ -304,26 +304,6 @@ def test_positions_are_the_least_squares_ones_under_the_separations():
 # ---- one piece of HTML, and files ---------------------------------------------------------------
 
 
-def test_names_titles_and_units_stay_text(make_circuit):
-    circuit = make_circuit(EDGES)
-    figure = draw(
-        {ATTACK: circuit, "\x00" + "x" * 10_000: circuit},
-        title=ATTACK,
-        transition=ATTACK,
-        unit=ATTACK,
-    )
-    marks = draw({"m": circuit}, marked={ATTACK: ["a0.h0"]})
-    assert ATTACK in texts_of(ElementTree.fromstring(marks.svg))
-    root = ElementTree.fromstring(figure.svg)
-    assert {element.tag for element in root.iter()} == {
-        SVG + name for name in ("svg", "g", "path", "rect", "text")
-    }
-    html = str(figure)
-    assert "<img" not in html and html.count("</script>") == 1
-    payload = html.rsplit("startFigures(", 1)[1].split(");\n", 1)[0]
-    assert not set("<>&") & set(payload) and "alert" in payload
-
-
 def test_figures_are_drawn_in_any_thread_and_event_loop(make_circuit):
     panels = {"m": make_circuit(EDGES)}
 
