@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import HAS_HOOKED
 
 from sparse_tl import load_addition_models
 from sparse_tl.gates import SparseTransformer
@@ -54,30 +53,12 @@ def test_a_sparse_folder_without_a_tokenizer(
     assert not failed(found), found
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "weights",
-    ],
-)
-def test_a_broken_folder(
-    build_tiny: Callable[..., Model],
-    tmp_path: Path,
-    broken: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path / "model"
-    if broken != "absent":
-        folder.mkdir()
-    if broken in {"weights", "configuration"}:
-        save_model(build_tiny(), folder)
-        configuration = "tl_config.json" if HAS_HOOKED else "config.json"
-        file = folder / ("model.safetensors" if broken == "weights" else configuration)
-        file.write_bytes(file.read_bytes()[:100])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (found,) = failed(run_doctor(folder, device="cpu"))
-    assert found.name == f"model {folder}"
-    assert "expected" in found.found
+def test_a_broken_folder(build_tiny: Callable[..., Model], tmp_path: Path) -> None:
+    save_model(build_tiny(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    (found,) = failed(run_doctor(tmp_path, device="cpu"))
+    assert found.name == f"model {tmp_path}"
 
 
 def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Explained effect against parts kept: sizes at a level, and what a curve refuses."""
+"""Explained effect against parts kept: sizes at a level, and curves that are none."""
 
 from __future__ import annotations
 

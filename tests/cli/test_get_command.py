@@ -1,4 +1,4 @@
-"""`sparse-tl get`: what there is, its licence and size first, and no traceback in any case."""
+"""`sparse-tl get`: licence and size first, and a download only once."""
 
 from __future__ import annotations
 

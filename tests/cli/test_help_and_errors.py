@@ -1,4 +1,4 @@
-"""The help that users read, and errors that say whose fault they are and what to do."""
+"""Examples in the help that run, and errors that say whose fault they are."""
 
 from __future__ import annotations
 
@@ -68,19 +68,8 @@ def test_a_bug_is_called_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in outcome.err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("circuits", "--debug"),
-    ],
-)
-@pytest.mark.parametrize("error", [KeyError("x"), OSError(28, "No space left on device")])
-def test_debug_shows_the_traceback_wherever_it_stands(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], error: Exception
-) -> None:
-    _circuits_that_raise(monkeypatch, error)
-    outcome = run_command(*words)
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    _circuits_that_raise(monkeypatch, KeyError("x"))
+    outcome = run_command("circuits", "--debug")
     assert outcome.code == 1
     assert outcome.err.startswith("Traceback (most recent call last)")
-    assert "in fail raise error" in outcome.err
-    assert "Error: " in outcome.err

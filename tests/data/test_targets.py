@@ -132,18 +132,10 @@ def test_records_without_a_target_are_refused(
         TargetDataset.from_records(tokenizer, records)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "JSON in the line at byte 0"),
-    ],
-)
-def test_broken_files_are_refused(tokenizer: Any, tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(line, encoding="latin-1")
-    with pytest.raises(ValueError, match=message):
+def test_a_broken_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{")
+    with pytest.raises(ValueError, match="JSON"):
         TargetDataset.from_jsonl(tokenizer, tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match="there is no"):
-        TargetDataset.from_jsonl(tokenizer, tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize(("text", "target"), [("The capital is", " Paris"), ("A is ", "Paris")])

@@ -14,7 +14,6 @@ from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
 from sparse_tl.plots.page.interactive_html import script_json
 
 PROMPT = "36+28=?????"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_metric", "_effects", "_node", "_message")
 TRAITS += ("_revision", "_theme", "_saved_id")
 QUIET = ("settle", "hello", "effects", "choose")
@@ -129,23 +128,6 @@ def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_
     assert sorted(heads) == [head for head in range(2) if weights[head] >= 0.0005]
 
 
-def test_removed_parts_are_chips_and_broken_lines(page, tmp_path, explorer):
-    explorer.toggle_head("Dense", 1, 1)
-    explorer.toggle_attention_edges("Dense", [(0, 0, query, 0) for query in range(1, 11)])
-    explorer.toggle_attention_edges("Dense", [(0, 1, query, 1) for query in range(1, 11)])
-    show(page, tmp_path, explorer)
-    chips = page.locator(".card[data-panel='0'] .chip")
-    assert chips.count() == 16
-    assert page.locator(".more-chips").inner_text() == "and 5 more"
-    assert page.locator(".card[data-panel='0'] .cell[aria-pressed='true']").count() == 1
-    assert page.locator("[data-panel='0'] [data-role='removed']").count() == 1
-    chips.first.locator("button").click()
-    chips.nth(1).locator("button").click()
-    page.locator(".restore").click()
-    assert [m["action"] for m in sent(page)] == ["head", "edges", "restore"]
-    assert sent(page)[1]["edges"] == [[0, 0, 1, 0]]
-
-
 def test_choices_outlive_a_new_figure(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     page.locator("input[name=threshold]").fill("0.3")
@@ -198,19 +180,6 @@ def test_the_saved_figure_is_hidden_while_the_view_lives(page, tmp_path, explore
     assert not saved.is_visible()
     page.evaluate("window.clean()")
     assert saved.is_visible()
-
-
-def test_hostile_texts_stay_texts(page, tmp_path, build_small):
-    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
-    explorer.select(ATTACK, 1, 3)
-    node, panels = trait(explorer, "_node"), trait(explorer, "_panels")
-    node["text"] = node["keys"][0]["text"] = node["tokens"][0]["token"] = ATTACK
-    for rows in panels[0]["outputs"]:
-        rows[0]["token"] = ATTACK
-    show(page, tmp_path, explorer, _node=node, _panels=panels)
-    page.locator(".heat .cell").first.hover()
-    assert page.locator("img").count() == 0
-    assert page.get_by_text(ATTACK).count() >= 4
 
 
 def actions(page: Any) -> list[str]:

@@ -52,22 +52,6 @@ def test_style_and_position_reach_the_figure(models):
     assert str(explorer.figure()) == str(expected)
 
 
-def test_everything_sent_is_json(explorer):
-    explorer.select("Sparse", 1, 4)
-    names = (
-        "_prompt",
-        "_figure",
-        "_panels",
-        "_metric",
-        "_node",
-        "_message",
-        "_effects",
-        "_positions",
-    )
-    for name in names:
-        json.dumps(getattr(explorer, name), allow_nan=False)
-
-
 def test_a_clicked_head_is_removed_and_restored(explorer):
     before = explorer._panels[0]["outputs"][-1]
     assert all(row["logit_before"] == row["logit"] for row in before)
@@ -291,7 +275,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_done_is_a_message(explorer, unchecked_types):
+def test_what_cannot_be_done_is_a_message(explorer):
     explorer.toggle_head("Dense", 0, 0)
     old = explorer._prompt, explorer._figure, explorer._panels, explorer._node
     for content, problem in IMPOSSIBLE:
@@ -302,31 +286,14 @@ def test_what_cannot_be_done_is_a_message(explorer, unchecked_types):
     assert explorer._message is None
 
 
-@pytest.mark.parametrize(
-    ("prompt", "options", "problem"),
-    [
-        ("3x6", {}, "no token for 'x'"),
-    ],
-)
-def test_what_cannot_be_shown_is_a_message_from_the_start(models, prompt, options, problem):
-    explorer = explore(models, prompt, **options)
+def test_what_cannot_be_shown_is_a_message_from_the_start(models):
+    explorer, problem = explore(models, "3x6"), "no token for 'x'"
     assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
-    assert explorer._prompt == prompt and explorer._figure == {} and explorer._panels == []
+    assert explorer._prompt == "3x6" and explorer._figure == {} and explorer._panels == []
     assert escape(problem) in explorer._saved_bundle()["text/html"]
     for use in (lambda: explorer.exploration, explorer.figure, explorer.restore):
         with pytest.raises(ValueError, match=problem):
             use()
-
-
-def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, models):
-    late = explore(models, "3x6")
-    ask(late, action="prompt", prompt="")
-    for said in (late._message["text"], repr(late), late._saved_bundle()["text/html"]):
-        assert "empty text" in said and "'x'" not in said
-    ask(late, action="settle")
-    ask(late, action="prompt", prompt=PROMPT)
-    assert late._message is None and late._figure == explorer._figure
-    assert late._state == explorer._state and str(late.figure()) == str(explorer.figure())
 
 
 def test_another_prompt_chooses_its_columns_anew(models):

@@ -239,24 +239,6 @@ def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: P
     assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
 
 
-@pytest.mark.parametrize("name", ["a configuration", "gates.json"])
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        "{",
-    ],
-)
-@FORMS
-def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: str) -> None:
-    folder = _own_sparse(tmp_path / "sparse", form)
-    written = [config for config in CONFIGS.values() if (folder / config).exists()]
-    name = name.replace("a configuration", written[0])
-    (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=f"expected .*{name}"):
-        SparseTransformer.from_pretrained(folder, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("said", "message"),
     [

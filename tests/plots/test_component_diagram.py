@@ -1,4 +1,4 @@
-"""The component diagram as its script draws it, here without a page; and what it refuses."""
+"""The component diagram as its script draws it, here without a page."""
 
 from __future__ import annotations
 

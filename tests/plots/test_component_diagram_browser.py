@@ -335,26 +335,6 @@ def test_a_state_is_saved_and_opened_again(page, tmp_path, make_random_circuit):
     assert ElementTree.parse(tmp_path / "picture.svg").getroot().tag.endswith("svg")
 
 
-def test_the_keyboard_reaches_nodes(page, tmp_path, make_circuit):
-    show(page, tmp_path, draw({"m": make_circuit(EDGES)}))
-    page.locator("g[tabindex='0']").focus()
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Enter")
-    assert page.locator(".sparse-tl-circuit").get_attribute("data-focus") == "a2.h1"
-    assert page.evaluate("document.activeElement.dataset.node") == "a2.h1"
-    page.keyboard.press("Enter")
-    assert page.locator(".sparse-tl-circuit").get_attribute("data-focus") == ""
-    # Shift selects; the group that is made has the nodes that were selected.
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("Shift+Space")
-    selected = "all => all.map(e => e.dataset.node)"
-    assert page.locator("g[data-selected]").evaluate_all(selected) == ["m1", "a2.h1"]
-    page.locator("button[name=group]").press("Enter")
-    assert page.evaluate(NAMES) == ["input", "a0.h0", "logits", "Group 1"]
-    assert page.locator(".card p").first.text_content() == "m1, a2.h1"
-
-
 def test_positions_and_grouped_queries(page, tmp_path, make_random_circuit):
     site = PositionedGraph(CircuitGraph(2, 2, 2), ("0", "1"))
     names = [

@@ -7,7 +7,6 @@ result types that draw themselves. A new figure of known results is looked at wi
 from __future__ import annotations
 
 import inspect
-import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -340,35 +339,3 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(
     drawn = np.asarray(Image.open(path).convert("RGB")).astype(int)
     for edge in (drawn[:2], drawn[-2:], drawn[:, :2], drawn[:, -2:]):
         assert edge.min() > 245
-
-
-# ---- in notebooks ------------------------------------------------------------------------------
-
-NOTEBOOKS = {
-    "JupyterLab": '<html><body data-jp-theme-light="{is_light}">',
-    "VS Code": '<html><body data-vscode-theme-kind="vscode-{theme}">',
-    "Colab": '<html theme="{theme}"><body>',
-}
-FILTERS = """[...document.querySelectorAll(".figure")].map((figure) =>
-  [figure, ...figure.querySelectorAll("*")].filter((e) => getComputedStyle(e).filter !== "none")
-    .length)"""
-"""How many filters turn each figure."""
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_figures_follow_the_theme_of_the_notebook(
-    notebook: str, examples: Any, sparse_flow: Any, page: Any, tmp_path: Path
-) -> None:
-    """Those of one piece of HTML, and pictures; light and dark ones stay as they are."""
-    figures: list[Any] = [plots.circuit_diagram({"Model": sparse_flow})]
-    figures.append(plots.head_map({"Model": examples[Scores][0]}))
-    shown = [one for f in figures for one in (f, f.light(), f.dark())]
-    html = "".join(f'<div class="figure">{f._repr_html_()}</div>' for f in shown)
-    for theme in ("light", "dark"):
-        start = NOTEBOOKS[notebook].format(theme=theme, is_light=json.dumps(theme == "light"))
-        file = tmp_path / f"{theme}.html"
-        file.write_text(f"<!DOCTYPE html>{start}{html}</body></html>", encoding="utf-8")
-        page.goto(file.as_uri())
-        turned = int(theme == "dark")
-        # The dark picture has dark colours; other dark HTML is turned by a filter.
-        assert page.evaluate(FILTERS) == [turned, 0, 1, turned, 0, 0]

@@ -1,4 +1,4 @@
-"""The gallery: every figure is there in both themes, and the page leads to files that exist."""
+"""The gallery leads to files that exist."""
 
 from __future__ import annotations
 

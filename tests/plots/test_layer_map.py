@@ -1,4 +1,4 @@
-"""Layer maps show what they are given, at every size, and escape what tokens say."""
+"""Layer maps show what they are given."""
 
 from __future__ import annotations
 

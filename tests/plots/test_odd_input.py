@@ -1,4 +1,4 @@
-"""Every figure of texts that are long or turn the direction of writing, and of next to nothing."""
+"""Every figure of next to nothing."""
 
 from __future__ import annotations
 

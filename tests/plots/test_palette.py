@@ -1,4 +1,4 @@
-"""All figures share one palette, which everybody can read, on a light and on a dark ground."""
+"""Colours that mean different things are apart for everyone, on a light and on a dark ground."""
 
 from __future__ import annotations
 
@@ -78,23 +78,6 @@ class TestReadable:
             assert distance > (9 if sight == "tritanopia" else 18), (first, second)
 
 
-def pixels(page: Any, x: int, rows: list[int]) -> list[tuple[int, int, int]]:
-    """Red, green and blue as the page shows them."""
-    script = """async ([png, x, rows]) => {
-        const image = await createImageBitmap(new Blob([new Uint8Array(png)]));
-        const context = new OffscreenCanvas(image.width, image.height).getContext("2d");
-        context.drawImage(image, 0, 0);
-        return rows.map((y) => [...context.getImageData(x, y, 1, 1).data].slice(0, 3));
-    }"""
-    return page.evaluate(script, [list(page.screenshot()), x, rows])
-
-
-def inside_a_panel(page: Any) -> tuple[int, int]:
-    """A place just within the frame, where nothing else is drawn."""
-    box = page.locator("g[data-panel] rect").first.bounding_box()
-    return round(box["x"] + 5), round(box["y"] + 60)
-
-
 class TestDiagrams:
     """Figures that are one piece of HTML are turned whole; the text in them stays."""
 
@@ -107,19 +90,3 @@ class TestDiagrams:
         assert any(palette.ACCENT in text for text in texts)
         assert not re.search(r'(fill|stroke)="#ffffff"', svg)
         assert figure.dark().svg in svg and figure.svg != figure.dark().svg
-
-    def test_pages_of_readers_with_a_dark_system(
-        self, page: Any, sparse_flow: Any, tmp_path: Path
-    ) -> None:
-        figure, file = circuit_diagram({"model": sparse_flow}), tmp_path / "figure.html"
-        page.set_viewport_size({"width": 800, "height": 300})
-        page.emulate_media(color_scheme="dark")
-        for theme, expected in {"auto": "dark", "light": "light", "dark": "dark"}.items():
-            figure.save(file, theme=theme)
-            page.goto(file.as_uri())
-            ground = palette.channels(THEMES[expected](palette.BACKGROUND))
-            # In the margin of the page, and within a panel.
-            for x, y in ((5, 5), inside_a_panel(page)):
-                assert np.abs(np.subtract(pixels(page, x, [y]), ground)).max() <= 2, theme
-        turned = figure.dark().save(file).read_text(encoding="utf-8")
-        assert turned == figure.save(file, theme="dark").read_text(encoding="utf-8")

@@ -674,21 +674,17 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
 # Schedules, clipping, and what an objective carries
 
 
-def test_a_linear_schedule_falls_along_a_line(unchecked_types: None) -> None:
+def test_a_linear_schedule_falls_along_a_line() -> None:
     config = TrainingConfig(
         steps=10, learning_rate=2.0, warmup=0, decay=1.0, final_rate=0.1, schedule="linear"
     )
     assert [config.rate(step) for step in (0, 5, 9)] == pytest.approx([2.0, 1.1, 0.38])
-    with pytest.raises(ValueError, match="'cosine' or 'linear' for schedule; got 'steps'"):
-        TrainingConfig(steps=1, learning_rate=1.0, schedule="steps")
 
 
 def test_no_clip_lets_every_gradient_pass(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
     assert TrainingConfig(steps=1, learning_rate=1.0, clip=None).clip is None
-    with pytest.raises(ValueError, match="above 0 .* or None for clip; got 0.0"):
-        TrainingConfig(steps=1, learning_rate=1.0, clip=0.0)
     weights = []
     for clip in (None, 1e9):
         model = build_tiny()

@@ -1,4 +1,4 @@
-"""What is said when there is not enough memory."""
+"""What needs how much memory, and what is said when there is not enough."""
 
 from __future__ import annotations
 
