@@ -15,7 +15,7 @@ from tiny import HAS_HOOKED
 from sparse_tl.data import read_documents, text_rows
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt, load_model, lora_parameters
-from sparse_tl.runs import text, texts
+from sparse_tl.runs import text
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.training import HeldOut, evaluate_held_out
 
@@ -220,19 +220,3 @@ def test_what_is_refused_before_anything_loads(
         outcome = run_command("post-train", "--model", tiny, "--out", tmp_path / "out", *more)
     assert outcome.code == 1 and said in " ".join(outcome.err.split())
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--initial-bias", "2"), "initial_threshold with gates='share'; got initial_bias"),
-        (("--trained", "gates", "--lora", "4"), "expected no lora with trained='gates'"),
-    ],
-)
-def test_what_is_refused_before_text_is_sampled(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.setattr(texts, "sampled_windows", None)
-    own = ("--window", "8", "--batch-size", "4", "--steps", "1", "--trained", "all")
-    outcome = run_command("post-train", "--model", tiny, "--out", tmp_path / "out", *own, *more)
-    assert outcome.code == 1 and said in " ".join(outcome.err.split())

@@ -282,13 +282,6 @@ def test_settings_that_cannot_be(tokenizer: Any, changed: dict[str, Any], messag
         TextStream(**(settings | changed))
 
 
-@pytest.mark.parametrize(("texts", "count"), [([], 0), (["w1 w2 w3"], 4)])
-def test_text_shorter_than_a_window(tokenizer: Any, texts: list[str], count: int) -> None:
-    stream = TextStream(texts, tokenizer, 8, 4)
-    with pytest.raises(ValueError, match=f"one window of 8 tokens; got {count} tokens"):
-        stream.batch(0)
-
-
 def test_all_text_held_out(tokenizer: Any) -> None:
     stream = TextStream(["w1 w2 w3 w4"] * 4, tokenizer, 8, 4, left_out=range(100))
     with pytest.raises(ValueError, match="more windows of text than are left out; got 2"):
@@ -331,20 +324,6 @@ def test_bytes_that_are_no_text(
     path = tmp_path / "b.jsonl"
     path.write_bytes(b'{"text": "w1"}\n{"text": "\xe4"}\n')
     with pytest.raises(ValueError, match=r"UTF-8 text in .*b\.jsonl; at byte 25"):
-        list(read_documents(path))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "expected JSON in the line at byte 15 of .*a.jsonl"),
-        ('{"story": "w1"}', r"a column 'text' in the line at byte 15 of .*it has \['story'\]"),
-    ],
-)
-def test_lines_that_are_no_rows(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "w1"}\n' + line)
-    with pytest.raises(ValueError, match=message):
         list(read_documents(path))
 
 

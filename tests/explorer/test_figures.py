@@ -90,17 +90,6 @@ def test_small_prompts_and_empty_circuits(build_tiny):
     assert 'data-edges-shown="2"' in circuit_diagram({"m": open_one}, tokens).svg  # one a layer
 
 
-def test_positions_that_cannot_be_shown_are_refused(models):
-    for problem, options in {
-        r"position to be one of \[6, 7\]; got 9": {"positions": [6, 7], "position": 9},
-        r"positions in 1\.\.11, .*; got 0": {"position": 0},
-        r"positions in 1\.\.11, .*; got 12": {"position": 12},
-        "at least one position": {"positions": []},
-    }.items():
-        with pytest.raises(ValueError, match=problem):
-            circuit_diagram(models, PROMPT, **options)
-
-
 # ---- attention patterns --------------------------------------------------------------------------
 
 

@@ -174,14 +174,6 @@ def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_pat
     assert sent(page) == []
 
 
-def test_the_saved_figure_is_hidden_while_the_view_lives(page, tmp_path, explorer):
-    show(page, tmp_path, explorer)
-    saved = page.locator("[data-saved-explorer]")
-    assert not saved.is_visible()
-    page.evaluate("window.clean()")
-    assert saved.is_visible()
-
-
 def actions(page: Any) -> list[str]:
     return page.evaluate("window.sent.map((m) => m.action)")
 

@@ -7,7 +7,6 @@ result types that draw themselves. A new figure of known results is looked at wi
 from __future__ import annotations
 
 import inspect
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -49,9 +48,6 @@ from sparse_tl.tasks import SkillComparison
 from sparse_tl.tasks.skills import numbers
 
 pytestmark = pytest.mark.every_case
-
-PRINTED_WIDTH, SMALLEST_PRINT = 5.5 * 72, 6.0
-"""In points."""
 
 
 def _draws(function: Any) -> bool:
@@ -300,32 +296,7 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
     assert "1600 px, dark: 'small' is 9.0" in found
 
 
-# ---- in print ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_text_can_be_read_in_print(name: str, figure_of: Any) -> None:
-    figure = figure_of(name)
-    if isinstance(figure, GridFigure):
-        # In the drawing, text is outlines.
-        width, sizes = figure.plotly.layout.width, list(_font_sizes(figure.plotly.to_dict()))
-    else:
-        root = ElementTree.fromstring(figure.svg)
-        width = float(root.get("width", ""))
-        sizes = [float(e.get("font-size", "")) for e in root.iter() if e.get("font-size")]
-    assert len(sizes) > 2
-    assert min(sizes) * PRINTED_WIDTH / width >= SMALLEST_PRINT - 0.01
-
-
-def _font_sizes(drawn: Any, key: str = "") -> Any:
-    if isinstance(drawn, dict):
-        for name, part in drawn.items():
-            if name == "size" and key.endswith("font"):
-                yield part
-            yield from _font_sizes(part, name)
-    elif isinstance(drawn, list | tuple):
-        for part in drawn:
-            yield from _font_sizes(part, key)
+# ---- as pictures -------------------------------------------------------------------------------
 
 
 @pytest.mark.long
