@@ -71,7 +71,7 @@ check: $(INSTALLED)
 contract: $(INSTALLED)
 	$(PYTEST) tests/lens tests/gates/test_numbers.py tests/head_roles/test_models.py \
 		tests/circuits/test_trace.py tests/explorer/test_exploration.py \
-		tests/cli/test_addition_command.py::test_addition_prints_a_table
+		tests/cli/test_addition_command.py::test_addition_writes_everything
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import json
 import re
 import textwrap
 import warnings
@@ -24,7 +23,6 @@ if not (ROOT / "mkdocs.yml").exists():
     pytest.skip("the documentation is in the repository alone", allow_module_level=True)
 
 PAGES = sorted(DOCS.rglob("*.md")) + [ROOT / "README.md"]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # The gallery shows the bodies of functions, cut from the script that makes it.
 CODE_PAGES = [page for page in PAGES if page.parent.name != "gallery"]
 # Pages whose blocks are run one after the other.
@@ -146,27 +144,3 @@ def test_relative_links_lead_to_files(page: Path):
         path = target.partition("#")[0]
         if path and not re.match(r"[a-z]+:", path):
             assert (page.parent / path).exists(), f"{named(page)} links to {target}"
-
-
-@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=named)
-def test_explained_effect_is_defined_before_it_is_used(page: Path):
-    """The first mention is a heading, emphasised beside the definition, or a link to one."""
-    text = page.read_text("utf-8")
-    if page.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        parts = [
-            cell["source"]
-            + [some for out in cell.get("outputs", []) for some in out.get("text", [])]
-            for cell in cells
-        ]
-        text = "\n".join("".join(part) for part in parts)
-    first = re.search(r"^(.*?)explained\s+effect", text, re.IGNORECASE | re.MULTILINE)
-    if first is not None:
-        before = first.group(1)
-        assert before.endswith(("*", "[")) or before.startswith("#"), first.group()
-
-
-def test_every_code_fence_is_closed():
-    for page in PAGES:
-        fences = re.findall(r"^ *```", page.read_text("utf-8"), re.MULTILINE)
-        assert len(fences) == 2 * len(blocks_of(page)), named(page)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from architectures import plain_transformer
 from tiny import tiny_model
 
@@ -15,7 +14,6 @@ from sparse_tl.lens import boot
 from sparse_tl.runs import run_doctor
 
 PARTS = ("gates", "circuits", "padding", "saving")
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 
 
 def found(source: Any) -> dict[str, tuple[bool, str]]:
@@ -61,20 +59,6 @@ def test_all_works(kind: str, tmp_path: Path) -> None:
     assert "circuit edges" in said["circuits"][1]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_what_does_not_work_is_named(tmp_path: Path) -> None:
-    config: Any = transformers.OPTConfig(
-        **SIZES, ffn_dim=48, max_position_embeddings=40, word_embed_proj_dim=32, pad_token_id=0
-    )
-    said = found(of_folder(transformers.OPTForCausalLM(config), tmp_path / "opt"))
-    assert [part for part, (works, _) in said.items() if not works] == ["gates", "circuits"]
-    assert "edits to its attention scores do not reach the pattern" in said["gates"][1]
-    assert "never fires" in said["circuits"][1]
-    config = transformers.PhiConfig(**SIZES, intermediate_size=48, max_position_embeddings=40)
-    said = found(of_folder(transformers.PhiForCausalLM(config), tmp_path / "phi"))
-    assert [part for part, (works, _) in said.items() if not works] == ["circuits"]
-
-
 def test_processed_weights_and_padding_in_float64() -> None:
     model = boot(plain_transformer("qwen2"))
     model.enable_compatibility_mode(disable_warnings=True)
@@ -98,15 +82,3 @@ def test_padding_that_is_ignored_beside_a_large_activation() -> None:
     plain.__dict__["forward"] = unpadded
     works, said = found(model)["padding"]
     assert not works and "expected the same outputs for prompts with and without padding" in said
-
-
-def test_another_model_than_that_of_transformers(tmp_path: Path) -> None:
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=20, scale_attn_weights=False
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    for weight in model.parameters():
-        weight.data.mul_(5)
-    said = found(of_folder(model, tmp_path / "gpt2"))
-    assert set(said) == {"load"} and not said["load"][0]
-    assert "computes what transformers does" in said["load"][1]

@@ -20,18 +20,6 @@ def _code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_they_are_numbered() -> None:
-    assert [path.stem[:2] for path in NOTEBOOKS] == [
-        f"{number}_" for number in range(1, len(NOTEBOOKS) + 1)
-    ]
-
-
-@each
-def test_no_cell_needs_more_than_twelve_lines(path: Path) -> None:
-    for cell in _code_cells(path):
-        assert len(cell["source"]) <= 12, "".join(cell["source"])
-
-
 @each
 def test_stored_outputs_are_small_pictures_and_tables(path: Path) -> None:
     outputs = [output for cell in _code_cells(path) for output in cell["outputs"]]
@@ -41,12 +29,6 @@ def test_stored_outputs_are_small_pictures_and_tables(path: Path) -> None:
         assert output["output_type"] != "error"
         html = "".join(output.get("data", {}).get("text/html", ""))
         assert "<script" not in html and "sparse-tl-auto" not in html
-
-
-@each
-def test_they_say_first_that_stored_figures_are_pictures(path: Path) -> None:
-    first = json.loads(path.read_text("utf-8"))["cells"][0]
-    assert "Figures are stored here as pictures" in "".join(first["source"])
 
 
 @each

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sparse_tl.circuits import (
     Circuit,
-    Scores,
     acdc,
     acdc as acdc_function,
     attribute_circuit_edges,
@@ -230,23 +229,6 @@ def test_a_killed_search_ends_as_an_uninterrupted_one(
     for changed in ({"threshold": 1e-2}, {"patch": "zero"}):
         with pytest.raises(ValueError, match="checkpoint of another search"):
             acdc(model, pairs, checkpoint=tmp_path / "c", **{**settings, **changed})
-
-
-def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:
-    model = build_tiny()
-    with pytest.raises(ValueError, match="expected a threshold above 0, or a size"):
-        acdc(model, pairs, progress=False)
-    with pytest.raises(ValueError, match="expected a size in 0.."):
-        acdc(model, pairs, size=10**6, progress=False)
-    grouped = adapt(build_tiny("grouped")).graph
-    other = Circuit(grouped, grouped.exists)
-    with pytest.raises(ValueError, match="of the model's own"):
-        acdc(model, pairs, threshold=0.1, start=other, progress=False)
-    with pytest.raises(ValueError, match="from 1 to .* for size; got 0"):
-        prune_circuit_edges(model, pairs, size=0, progress=False)
-    scores = Scores(grouped, grouped.exists.double(), "eap")
-    with pytest.raises(ValueError, match="of the model's own"):
-        prune_circuit_edges(model, pairs, size=3, start=scores, progress=False)
 
 
 def test_edges_on_no_path_are_left_out() -> None:

@@ -93,14 +93,3 @@ def test_it_has_the_schema_and_whole_links(positions):
         total = -sum(scores[str(edge)] for edge in circuit.edges)
         assert sum(link["weight"] for link in found["links"]) == pytest.approx(total, rel=1e-5)
         assert "adder" in [node["clerp"] for node in found["nodes"]]
-
-
-def test_it_refuses_other_parts():
-    graph = CircuitGraph(2, 2, 2)
-    scores = Scores(graph, torch.zeros(graph.exists.shape), "eap")
-    with pytest.raises(ValueError, match="a circuit of circuit edges"):
-        to_circuit_tracer(Scores(graph.heads, torch.zeros(2, 2), "eap").top(1))
-    with pytest.raises(ValueError, match="expected scores of"):
-        to_circuit_tracer(scores.top(1), Scores(graph.heads, torch.zeros(2, 2), "eap"))
-    with pytest.raises(ValueError, match="each of 1 positions; got 2"):
-        to_circuit_tracer(scores.top(1), prompt_tokens=["a", "b"])

@@ -242,18 +242,6 @@ def test_nothing_is_left_behind(build_tiny: Build, pairs: PromptPairs) -> None:
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None:
-    model = build_tiny()
-    with pytest.raises(ValueError, match="own .*; got HeadGrid.3 layers x 4"):
-        wrong = Circuit(HeadGrid(3, 4), torch.ones(3, 4, dtype=torch.bool))
-        evaluate(model, pairs, logit_difference, wrong, progress=False)
-    with pytest.raises(ValueError, match="expected one circuit or more"):
-        evaluate(model, pairs, logit_difference, [], progress=False)
-    scores = Scores(adapt(model).graph, torch.zeros(adapt(model).graph.exists.shape), "none")
-    with pytest.raises(ValueError, match="expected a size in 0.."):
-        evaluate_circuit_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
-
-
 CIRCUITS = ("circuits", "readers", "start")
 RESULTS = {name: f for kind in (Scores, Circuit, HeadRoles) for name, f in taking(kind).items()}
 

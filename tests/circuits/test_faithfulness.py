@@ -218,19 +218,6 @@ def test_a_search_that_is_worse_than_attribution_says_so() -> None:
     assert any("best edges by attribution" in note for note in found.notes())
 
 
-@pytest.mark.parametrize(
-    ("divergence", "effect", "said"),
-    [
-        (0.123456, 0.9964, "0.123 nats, explained effect 0.996, on 1,000 pairs"),
-        (12.5142, -0.0001, "12.5 nats, explained effect 0.000, on 1,000 pairs"),
-        (-3e-9, 1.0, "0 nats, explained effect 1.000, on 1,000 pairs"),
-        (0.00032, math.nan, "0.00032 nats, explained effect nan, on 1,000 pairs"),
-    ],
-)
-def test_rounding_says_nothing_untrue(divergence: float, effect: float, said: str) -> None:
-    assert str(Faithfulness(divergence, effect, 1000)) == said
-
-
 def test_planted_circuits_are_faithful() -> None:
     planted: Planted = next(iter(PLANTED.values()))()
     found = acdc(planted.model, planted.pairs, threshold=1e-4, metric="kl", **QUIET)

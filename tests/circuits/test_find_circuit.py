@@ -364,16 +364,6 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
     assert groups and now[0] <= 60
 
 
-def test_results_are_shown_and_saved(small: Model, many: PromptPairs, tmp_path: Path) -> None:
-    found = find_circuit(small, many, logit_difference, at=0.6, **QUIET)
-    said = repr(found)
-    assert f"FoundCircuit({len(found.circuit)} of" in said and f"by {found.method}" in said
-    assert "4 held-out pairs, 0.6 asked for; next best: " in said
-    again = FoundCircuit.load(found.save(tmp_path / "found"))
-    assert repr(again) == said and again.to_pandas().equals(found.to_pandas())
-    found.figure(title="Random")
-
-
 def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:
     with pytest.raises(ValueError, match="expected at least two prompt pairs"):
         find_circuit(small, many.select(slice(0, 1)), logit_difference, **QUIET)

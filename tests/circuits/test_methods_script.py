@@ -13,7 +13,6 @@ from sparse_tl.circuits import EffectCurve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import circuit_methods  # noqa: E402
-import smallest_circuit  # noqa: E402
 
 SMALL = ("--task", "greater_than", "--pairs", "8", "--device", "cpu")
 SMALL += ("--acdc-start", "12", "--pruning-steps", "2")
@@ -71,22 +70,3 @@ def test_of_two_circuits_with_one_size_the_better_counts() -> None:
     assert found is not None
     assert (found.sizes, found.mean) == ((5, 20), (0.1, 0.7))
     assert circuit_methods.curve_of("m", []) is None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("others", [[], ["--others", "--pruning-steps", "2"]])
-def test_the_smallest_circuit_beside_other_methods(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, others: list[str]
-) -> None:
-    monkeypatch.setattr(smallest_circuit, "load_task_models", small_task_models)
-    words = ("--task", "greater_than", "--pairs", "4", "--device", "cpu", "--seconds", "1")
-    smallest_circuit.main([*words, *others])
-    head, _, *rows, _, found, _ = capsys.readouterr().out.splitlines()
-    assert head.startswith("| model | task | method | circuit edges |")
-    cells = [row.strip("| ").split(" | ") for row in rows]
-    assert len(rows) == (6 if others else 2)
-    assert all(row[:2] == ["dense", "greater_than"] for row in cells)
-    assert {row[2] for row in cells[:2]} == {"find_circuit: eap-ig", "find_circuit: elimination"}
-    size = int(cells[0][3].replace(",", ""))
-    assert f"FoundCircuit({size:,} of " in found
-    assert all(int(row[3].replace(",", "")) <= size for row in cells[2:])

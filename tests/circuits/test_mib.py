@@ -158,13 +158,6 @@ def test_cpr_and_cmd_are_those_of_mib(
     assert list(found.to_pandas()["fraction"]) == list(PERCENTAGES)
 
 
-def test_scores_of_heads_have_no_such_circuits(build_tiny: Build, pairs: PromptPairs) -> None:
-    model = build_tiny()
-    heads = Scores(adapt(model).graph.heads, torch.ones(2, 2), "test")
-    with pytest.raises(ValueError, match="expected a circuit of circuit edges; got one of heads"):
-        evaluate_mib(model, pairs, logit_difference, heads)
-
-
 @pytest.mark.parametrize("graph", [PLAIN, CircuitGraph(2, 4, 4, parallel=True)])
 def test_mib_cuts_the_same_circuits_from_saved_scores(graph: CircuitGraph, tmp_path: Path) -> None:
     scores = _random_scores(graph)

@@ -104,11 +104,3 @@ def test_a_pair_that_falls_short_is_infinite(model: Model, pairs: PromptPairs) -
     ask = {"progress": False, "steps": 1}
     found = circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[0], **ask)
     assert found.sizes.tolist() == [math.inf] * len(pairs)
-
-
-def test_refuses_what_makes_no_sense(model: Model, pairs: PromptPairs) -> None:
-    ask = {"progress": False, "steps": 1}
-    with pytest.raises(ValueError, match="above 0 to 1 for level; got 1.5"):
-        circuit_sizes_per_prompt(model, pairs, logit_difference, level=1.5, **ask)
-    with pytest.raises(ValueError, match="expected at least one size"):
-        circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[], **ask)

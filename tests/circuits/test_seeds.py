@@ -119,11 +119,8 @@ def test_results_are_saved_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "curves", "message"),
     [
-        ((-1,), (), "whole numbers from 0"),
-        ((), (), "expected one curve for each seed, all different"),
         ((1, 1), (SHORT, SHORT), "got seeds [1, 1]"),
         ((1, 2), (SHORT,), "and curves of ['m']"),
-        ((1, 2), (SHORT, curve({1: 1.0}, "other")), "and curves of ['m', 'other']"),
         ((1, 2), (curve({1: 0.1}), curve({2: 0.1})), "with a size in common"),
     ],
 )

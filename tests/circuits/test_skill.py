@@ -84,14 +84,6 @@ def test_the_corruption_lowers_the_metric_by_two_standard_errors_and_a_tenth() -
     assert _skill(1, 2).lack  # one prompt, or two, show nothing
 
 
-def test_a_lack_is_one_sentence() -> None:
-    for skill in (_skill(40, 64), _skill(64, 64, change=0.1)):
-        assert skill.lack.startswith("the model does not do this task: ")
-        assert skill.lack.endswith("so there is no circuit to find")
-        assert "; not done)" in repr(skill)
-    assert repr(_skill(64, 64)) == "Skill(50.0% of 64 prompts right; choice 100.0%, chance 50.0%)"
-
-
 def test_a_pair_without_a_wrong_answer(
     build_tiny: Callable[..., Model], pairs: PromptPairs
 ) -> None:

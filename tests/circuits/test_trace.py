@@ -194,12 +194,8 @@ def test_tracing_leaves_the_model_as_it_was(model):
 @pytest.mark.parametrize(
     ("prompt", "positions", "message"),
     [
-        ("", None, "empty text"),
         ("36+28=000640", None, "at most 11 tokens"),
-        ("36+28=", [0], r"positions in 1\.\.6"),
         ("36+28=", [7], r"positions in 1\.\.6"),
-        ("36+28=", [], "at least one position"),
-        ("36x28=", None, "no token for 'x'; it knows"),
         (torch.tensor([1, 99]), None, r"tokens in 0\.\.12; got 99"),
     ],
 )
@@ -304,17 +300,13 @@ def test_a_bidirectional_model_without_mask_tokens_asks_for_positions(build_tiny
         trace_attention(model, torch.tensor([1, 2]), positions=[2])
 
 
-def test_a_model_without_a_tokenizer_takes_labels(build_tiny, unchecked_types):
+def test_a_model_without_a_tokenizer_takes_labels(build_tiny):
     model, tokens = build_tiny(), torch.tensor([1, 5, 2])
     graph = trace_attention(model, tokens, labels=["a", "b", "c"])
     assert graph.input_tokens == ("a", "b", "c", "?")
     assert trace_attention(model, tokens).input_tokens == ("1", "5", "2", "?")
     with pytest.raises(ValueError, match="3 labels, one per token; got 2"):
         trace_attention(model, tokens, labels=["a", "b"])
-    with pytest.raises(TypeError, match="for labels; got .*5"):
-        trace_attention(model, tokens, labels=["a", 5, "b"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="the model has no tokenizer; got the text '1\\+1='"):
-        trace_attention(model, "1+1=")
 
 
 def test_outputs_that_are_no_tokens_are_numbers(build_tiny):

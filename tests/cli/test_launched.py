@@ -51,24 +51,6 @@ def test_post_train_on_two_ranks(
     assert again.code == 0 and metrics["verdict"] in again.out, "the folder is whole"
 
 
-@pytest.mark.parametrize(("accumulate", "least"), [(1, 4), (3, 2)])
-def test_fewer_windows_than_ranks(
-    tmp_path: Path,
-    tiny: Path,
-    story: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    accumulate: int,
-    least: int,
-) -> None:
-    monkeypatch.setattr(ranks, "count", lambda: 5)
-    run = ("post-train", "--model", tiny, "--text", story, "--target-loss", "+0.1")
-    more = ("--batch-size", 4, "--accumulate", accumulate, "--out", tmp_path / "out")
-    outcome = run_command(*run, *more)
-    assert outcome.code == 1 and not (tmp_path / "out").exists()
-    assert "one window for each of 5 ranks" in outcome.err
-    assert f"--batch-size 4 and --accumulate {accumulate}, the smallest has {least}." in outcome.err
-
-
 def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "count", lambda: 2)
     outcome = run_command("circuits", "--out", tmp_path / "out")

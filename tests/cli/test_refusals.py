@@ -16,33 +16,14 @@ from sparse_tl.data.streams import ShuffledStream
 from sparse_tl.storage.files import read_tensors
 
 REFUSED = {
-    "form": (["addition", "--form", "roman"], "for form; got 'roman'"),
-    "target": (["addition", "--target-loss", "little"], "expected a target loss in nats above 0"),
     "two targets": (
         ["post-train", "--model", "gpt2", "--target-loss", "+1", "--target-edges", "300"],
         "expected a target loss or target edges, since each determines the other",
     ),
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
-    "number": (["addition", "--seed", "one"], "--seed"),
     "seeds": (
         ["circuits", "--seeds", "0,-1"],
         "expected --seeds as whole numbers, such as 0,1,2; got '0,-1'",
-    ),
-    "no seeds": (["circuits", "--seeds", ","], "expected a list, separated by commas; got ','"),
-    "no tasks": (["circuits", "--tasks", ""], "expected a list, separated by commas; got ''"),
-    "no roles": (["head-roles", "--tasks", " ,"], "expected a list, separated by commas"),
-    "device": (
-        ["circuits", "--device", "abacus"],
-        "a device that PyTorch can use here, .* got 'abacus' .*See `sparse-tl circuits --help`",
-    ),
-    "command": (["multiplication"], "No such command 'multiplication'.* See `sparse-tl --help`"),
-    "no model": (
-        ["post-train", "--model", "nowhere/model", "--text", "STORY", "--target-loss", "+1"],
-        "nowhere/model",
-    ),
-    "offline model": (
-        ["post-train", "--model", "gpt2", "--text", "STORY", "--target-loss", "+1"],
-        "gpt2",
     ),
     "no text": (
         [
@@ -50,41 +31,6 @@ REFUSED = {
             *("--window", "8"),
         ],
         "missing.txt is not a file",
-    ),
-    "brackets": (
-        [
-            *("post-train", "--model", "MODEL", "--text", "story[bold].txt", "--target-loss", "+1"),
-            *("--window", "8"),
-        ],
-        r"story\[bold\]\.txt",
-    ),
-    "window": (
-        [
-            *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
-            *("--window", "17"),
-        ],
-        "a window of at most 16 tokens, the model's context; got 17",
-    ),
-    "precision": (
-        [
-            *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
-            *("--window", "8", "--steps", "1", "--precision", "fp16"),
-        ],
-        "fp16",
-    ),
-    "trained": (
-        [
-            *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
-            *("--window", "8", "--steps", "1", "--trained", "some"),
-        ],
-        "for trained; got 'some'",
-    ),
-    "lora": (
-        [
-            *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
-            *("--window", "8", "--steps", "1", "--lora", "-1"),
-        ],
-        "whole number from 1 .* for lora; got -1",
     ),
 }
 

@@ -79,11 +79,6 @@ def test_next_token() -> None:
     assert batch.model_kwargs == {}
 
 
-def test_one_token_predicts_nothing() -> None:
-    with pytest.raises(ValueError, match="at least one position with a loss"):
-        TokenBatch.next_token(torch.tensor([[3], [1]]))
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
 def test_pieces_of_a_batch_are_its_rows_in_turn(size: int, padded: bool) -> None:
@@ -210,28 +205,10 @@ def test_groups_are_part_of_what_a_batch_is() -> None:
     assert len(digests) == 3
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([0, 1], r"for groups; got .* shape \(2,\), where tokens is .* shape \(5, "),
-        ([0, 0, -1, 0, 0], "expected groups of at least 0; got -1"),
-    ],
-)
-def test_groups_that_are_none(groups: list[int], message: str, unchecked_types: None) -> None:
-    with pytest.raises(ValueError, match=message):
-        _batch(groups=groups)
-
-
 def test_an_empty_loss_mask_is_refused() -> None:
     tokens = torch.zeros(2, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"shape \(2, 3\); `loss_mask` is false everywhere"):
         TokenBatch(tokens, tokens, torch.zeros(2, 3, dtype=torch.bool))
-
-
-def test_an_empty_batch_is_refused() -> None:
-    tokens = torch.zeros(0, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match="at least one position with a loss"):
-        TokenBatch(tokens, tokens, torch.zeros(0, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("name", ["labels", "loss_mask", "attention_mask"])

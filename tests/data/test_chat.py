@@ -130,12 +130,8 @@ def test_templates_that_cannot_be_used_are_refused_in_one_sentence() -> None:
     ):
         PromptPairs.from_texts(_model(_smollm2(), None), ROWS, chat=True)
     for template, said in {
-        "{{ messages[1].content.__class__.__mro__ }}": "SecurityError",
         "{{ messages[0].content }}": "ValueError",  # without the assistant's turn
         "{{ messages[1].content | upper }}": "ValueError",
-        "{{ raise_exception('no') + messages[1].content }}": "TemplateError: no",
-        "{% for message in messages %}{{ message.content }}": "TemplateSyntaxError",
-        "{{ messages[1].content }}{{ 1 / 0 }}": "ZeroDivisionError",
     }.items():
         with pytest.raises(
             ValueError, match=f"expected a chat template that takes .*{said}"
@@ -148,16 +144,6 @@ def test_templates_that_cannot_be_used_are_refused_in_one_sentence() -> None:
 def test_a_chat_begins_by_itself(bos: bool) -> None:
     with pytest.raises(ValueError, match=f"prepend_bos or chat.*prepend_bos={bos}"):
         PromptPairs.from_texts(_model(_smollm2()), ROWS, chat=True, prepend_bos=bos)
-
-
-def test_rules_hold_in_a_chat() -> None:
-    model = _model(_smollm2())
-    for change, said in (
-        ({"corrupted": "The horse sat"}, "row 0: expected clean and corrupted prompts of equal"),
-        ({"answer": " horse"}, "row 0: expected answers of a single token"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            PromptPairs.from_texts(model, [{**ROWS[0], **change}], chat=True)
 
 
 def test_docstring_in_a_chat() -> None:

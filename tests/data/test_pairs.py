@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jaxtyping
 import pandas as pd
 import pytest
 import torch
@@ -110,45 +109,14 @@ def test_wrong_answers_may_be_left_out() -> None:
             r"row 1: .* 4 and 5 tokens, where \['cat'\] is compared with \['dog', 'ran'\]",
         ),
         ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
-        ({"answer": ""}, "row 1: .* single token; '' has 0"),
-        ({"answer": []}, "an answer for every pair; pair 1 has none"),
         ({"answer": ["far", "ran"]}, r"pair 1 has the tokens \[5\] as both"),
-        ({"answer": None}, "a text as answer .* row 1 has None"),
-        ({"answer": 7}, "a text as answer .* row 1 has 7"),
-        ({"wrong": math.nan}, "a text as wrong .* row 1 has nan"),
-        ({"clean": ["the cat", "the dog"]}, "one text as clean in every row; row 1 has"),
         ({"clean": ""}, "row 1: expected a clean prompt; got an empty text"),
-        ({"clean": "<s> the cat"}, "row 1: .* without '<s>', which this model prepends"),
-        ({"clean": "the cow"}, "row 1, clean: .* 'the cow'"),
-        ({"wrnog": "far"}, "row 1 also has 'wrnog'"),
     ],
 )
 def test_texts_that_are_no_pairs(change: dict[str, Any], message: str) -> None:
     same = {"clean": "the cat sat", "corrupted": "the dog sat", "answer": "far", "wrong": "ran"}
     with pytest.raises(ValueError, match=message):
         PromptPairs.from_texts(_reader(), [RECORDS[0], {**same, **change}])
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "at least one row"),
-        (pd.DataFrame(columns=["clean", "corrupted", "answer"]), "at least one row"),
-        ([{"clean": "the cat", "answers": "sat"}], "lacks 'corrupted', 'answer' and also has"),
-        (["the cat"], "row 0 is 'the cat'"),
-        (None, "got None"),
-    ],
-)
-def test_tables_that_are_no_pairs(rows: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        PromptPairs.from_texts(_reader(), rows)
-
-
-def test_a_model_without_a_tokenizer_has_no_texts() -> None:
-    reader = _reader()
-    reader.tokenizer = None
-    with pytest.raises(ValueError, match="a model with a tokenizer"):
-        PromptPairs.from_texts(reader, RECORDS)
 
 
 @pytest.mark.parametrize("metric", [log_probability, logit_difference, probability_difference])
@@ -173,12 +141,6 @@ def test_whole_numbers_of_any_size_are_tokens() -> None:
     assert torch.equal(small.select(torch.tensor([1], dtype=torch.int32)).clean, pairs.clean[1:])
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "nowhere"])
-def test_a_device_that_is_not_there(device: str) -> None:
-    with pytest.raises(ValueError, match=f"got '{device}'"):
-        _pairs().to(device)
-
-
 def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
     """As in GPT-2's vocabulary, where a name without its space is in pieces, or another token."""
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "gpt2")
@@ -199,13 +161,6 @@ def test_tensors_that_are_no_pairs() -> None:
         pairs.select(slice(0, 0))
     with pytest.raises(ValueError, match=r"positions in 0\.\.3; pair 1 has 4"):
         PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.tensor([0, 4]))
-
-
-def test_answers_at_several_positions_are_several_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user
-    pairs, both = _pairs(), torch.tensor([[1, 2], [2, 3]])
-    with pytest.raises(TypeError, match=r"'pair'\] for positions; got .* shape \(2, 2\)"):
-        PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, both)
 
 
 @pytest.mark.parametrize("metric", [logit_difference, log_probability, margin])

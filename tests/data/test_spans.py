@@ -61,10 +61,6 @@ def test_rows_keep_their_spans(pairs: PromptPairs) -> None:
 @pytest.mark.parametrize(
     ("spans", "said"),
     [
-        ({}, "expected span names"),
-        ({"3": 1}, "which name tokens"),
-        ([{"S": 0}], "spans for 3 pairs; got 1"),
-        ([{"S": 0}, {"S": 0}, {"T": 0}], "pair 2 has"),
         ({"S": 2}, "2 tokens of pair 2; got 2 in 'S'"),
         ({"S": [0, 1], "T": -1}, "column 1 of pair 2 is in 'S' and in 'T'"),
     ],

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-import huggingface_hub.constants
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -49,16 +47,6 @@ def test_text_shorter_than_a_window(documents: list[str], count: int) -> None:
         token_windows(documents, _tokenizer(), 8)
 
 
-def test_a_window_that_predicts_nothing() -> None:
-    with pytest.raises(ValueError, match="a window of at least 2 tokens; got 1"):
-        token_windows(["a b"], _tokenizer(), 1)
-
-
-def test_text_needs_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
-        token_windows(["a b"], None, 2)
-
-
 def test_documents_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "stories.txt"
     path.write_text("\nOne — día.\n<|endoftext|>\n\n<|endoftext|>Two\nlines.", encoding="utf-8")
@@ -90,29 +78,6 @@ def test_separators_between_blocks(
     assert list(read_documents(tmp_path / "text.txt", separator="<|end|>")) == written
 
 
-def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "latin.txt"
-    path.write_bytes("día".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"expected UTF-8 text in .*latin\.txt"):
-        list(read_documents(path))
-
-
-def test_without_a_network_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`load_dataset` asked six times, over half a minute."""
-    asked: list[str] = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name[0]))
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="no-such-set is not a file, and loading it as a dataset"):
-        list(read_documents("no-such-set"))
-    assert asked == []
-
-
-@pytest.mark.usefixtures("offline")
-def test_neither_a_file_nor_a_dataset() -> None:
-    with pytest.raises(ValueError, match="no-such-dataset is not a file, and loading it as a"):
-        list(read_documents("no-such-dataset"))
-
-
 def _dataset_folder(folder: Path) -> str:
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -134,11 +99,6 @@ def test_empty_rows_of_a_dataset_are_no_documents(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     assert list(read_documents(tmp_path)) == ["one", "two"]
-
-
-def test_a_dataset_without_the_column_names_those_it_has(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a column 'story' in dataset .*it has \['text'\]"):
-        list(read_documents(_dataset_folder(tmp_path / "data"), column="story"))
 
 
 # Long documents.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
 import subprocess
 import sys
-import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -275,10 +272,7 @@ def test_the_state_of_another_stream_is_refused(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 0}, "from 1 to .* for batch_size; got 0"),
-        ({"shuffle": 0}, "from 1 to .* for shuffle; got 0"),
         ({"window": 1}, "a window of at least 2 tokens; got 1"),
-        ({"tokenizer": None}, "a model with a tokenizer"),
         ({"documents": (some for some in "ab")}, "read again from the start.*got a generator"),
     ],
 )
@@ -286,18 +280,6 @@ def test_settings_that_cannot_be(tokenizer: Any, changed: dict[str, Any], messag
     settings = {"documents": ["w1 w2"], "tokenizer": tokenizer, "window": 8, "batch_size": 4}
     with pytest.raises(ValueError, match=message):
         TextStream(**(settings | changed))
-
-
-def test_a_text_is_no_list_of_documents(tokenizer: Any) -> None:
-    with pytest.raises(TypeError, match="an iterable of texts for documents; got 'text.txt'"):
-        TextStream("text.txt", tokenizer, 8, 4)
-
-
-@pytest.mark.parametrize(("texts", "count"), [([], 0), (["w1 w2 w3"], 4)])
-def test_text_shorter_than_a_window(tokenizer: Any, texts: list[str], count: int) -> None:
-    stream = TextStream(texts, tokenizer, 8, 4)
-    with pytest.raises(ValueError, match=f"one window of 8 tokens; got {count} tokens"):
-        stream.batch(0)
 
 
 def test_all_text_held_out(tokenizer: Any) -> None:
@@ -345,33 +327,7 @@ def test_bytes_that_are_no_text(
         list(read_documents(path))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "expected JSON in the line at byte 15 of .*a.jsonl"),
-        ('{"story": "w1"}', r"a column 'text' in the line at byte 15 of .*it has \['story'\]"),
-        ('["w1"]', "a column 'text' in .*got a list"),
-        ('{"text": 1}', "expected text in column 'text' of .*got a int"),
-    ],
-)
-def test_lines_that_are_no_rows(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "w1"}\n' + line)
-    with pytest.raises(ValueError, match=message):
-        list(read_documents(path))
-
-
-def test_several_paths_are_all_files(tmp_path: Path) -> None:
-    path = _as_text(tmp_path / "a.txt", _texts(2))
-    with pytest.raises(ValueError, match=r"paths of text files; .*b\.txt is not a file"):
-        read_documents([path, tmp_path / "b.txt"])
-
-
 # The thread, and memory.
-
-
-def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
 
 
 def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
@@ -380,21 +336,6 @@ def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
     stream = TextStream(_texts(80), given, 8, 4)
     given.refused = "w"
     assert stream.batch(0).tokens.shape == (4, 8)
-
-
-def test_the_next_block_is_tokenised_in_the_background(tokenizer: Any) -> None:
-    stream = TextStream(_texts(400), Counting(tokenizer), 8, 4, shuffle=32)
-    counting = stream.tokenizer
-    stream.batch(0)
-    deadline = time.monotonic() + 10
-    while counting.characters < 2 * 32 * 8 * 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 2 * 32 * 8 * 4 <= counting.characters < 3 * 32 * 8 * 5
-    del stream
-    gc.collect()
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads(), "the thread is gone with the stream"
 
 
 def test_a_process_ends_although_the_thread_is_at_work() -> None:

@@ -100,12 +100,6 @@ def test_the_loss_heeds_boundaries_as_asked() -> None:
     assert split.loss_labels().tolist() == [2, 3, 4, 5, 6, 7, 8, 10]
 
 
-@pytest.mark.parametrize("read", [text_rows, token_windows])
-def test_a_model_is_no_tokenizer(build_tiny: Callable[..., Model], read: Any) -> None:
-    with pytest.raises(ValueError, match=r"model\.tokenizer"):
-        read(DOCUMENTS, build_tiny(), 4)
-
-
 def test_a_limit_counts_windows_of_documents() -> None:
     rows = text_rows(iter(DOCUMENTS), tokenizer(), 4, limit=2, boundaries="split")
     assert len(rows) == 2

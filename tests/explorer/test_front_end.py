@@ -12,10 +12,8 @@ from legibility import problems_of
 
 from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
 from sparse_tl.plots.page.interactive_html import script_json
-from sparse_tl.plots.page.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_metric", "_effects", "_node", "_message")
 TRAITS += ("_revision", "_theme", "_saved_id")
 QUIET = ("settle", "hello", "effects", "choose")
@@ -97,22 +95,6 @@ def test_clicks_become_requests(page, tmp_path, explorer):
     ]
 
 
-@pytest.mark.long
-def test_everything_can_be_read(page, tmp_path, explorer):
-    explorer.toggle_head("Dense", 1, 1)
-    explorer.select("Sparse", 1, 8)
-    explorer.compute_effects()
-    show(page, tmp_path, explorer)
-    page.evaluate(JUPYTERLAB_THEME)
-    problems = problems_of(page)
-    assert not problems, problems
-    explorer.choose_metric("logit_difference")
-    show(page, tmp_path, explorer)
-    page.evaluate(JUPYTERLAB_THEME)
-    problems = problems_of(page)
-    assert not problems, problems
-
-
 @pytest.mark.parametrize("shape", [(4, 4), (12, 12), (30, 9)], ids=str)
 def test_explorers_of_all_depths_can_be_read(page, tmp_path, build_small, shape):
     """Each with the card of a node, a head that is removed, and effects of which some are known."""
@@ -144,23 +126,6 @@ def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_
     heads = [edge[1] for edge in request["edges"]]
     weights = explorer.exploration.graph("Dense").attention[layer, :, query, key]
     assert sorted(heads) == [head for head in range(2) if weights[head] >= 0.0005]
-
-
-def test_removed_parts_are_chips_and_broken_lines(page, tmp_path, explorer):
-    explorer.toggle_head("Dense", 1, 1)
-    explorer.toggle_attention_edges("Dense", [(0, 0, query, 0) for query in range(1, 11)])
-    explorer.toggle_attention_edges("Dense", [(0, 1, query, 1) for query in range(1, 11)])
-    show(page, tmp_path, explorer)
-    chips = page.locator(".card[data-panel='0'] .chip")
-    assert chips.count() == 16
-    assert page.locator(".more-chips").inner_text() == "and 5 more"
-    assert page.locator(".card[data-panel='0'] .cell[aria-pressed='true']").count() == 1
-    assert page.locator("[data-panel='0'] [data-role='removed']").count() == 1
-    chips.first.locator("button").click()
-    chips.nth(1).locator("button").click()
-    page.locator(".restore").click()
-    assert [m["action"] for m in sent(page)] == ["head", "edges", "restore"]
-    assert sent(page)[1]["edges"] == [[0, 0, 1, 0]]
 
 
 def test_choices_outlive_a_new_figure(page, tmp_path, explorer):
@@ -195,47 +160,6 @@ def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
     assert not tip.is_visible()
 
 
-def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
-    show(page, tmp_path, explorer)
-    message = page.locator(".message")
-    assert not message.is_visible()
-    page.evaluate("t => window.change('_message', {kind: 'error', text: t})", ATTACK)
-    assert ATTACK in message.inner_text()
-    message.locator("button").click()
-    assert not message.is_visible()
-    # Python knows that it is closed: the same words again are a change.
-    assert [m["action"] for m in sent(page)] == ["read"]
-
-
-def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_path, models):
-    broken, whole = explore(models, ATTACK), explore(models, PROMPT)
-    show(page, tmp_path, broken)
-    message = page.locator(".message")
-    assert "no token for '<'" in message.inner_text() and message.is_visible()
-    assert page.locator("svg, .card").count() == 0 and page.locator("img").count() == 0
-    assert page.locator(".restore").is_disabled()
-    page.locator("input[name=prompt]").fill(PROMPT)
-    page.locator("input[name=prompt]").press("Enter")
-    assert [(m["action"], m["prompt"]) for m in sent(page)] == [("prompt", PROMPT)]
-    for name in ("_prompt", "_panels", "_metric", "_message", "_figure"):
-        page.evaluate("args => window.change(...args)", [name, trait(whole, name)])
-    assert page.locator(".diagram svg").count() == 1 and page.locator(".card").count() == 3
-    assert not message.is_visible()
-
-
-def test_a_restarted_kernel_after_a_bad_start_is_told(page, tmp_path, models):
-    show(page, tmp_path, explore(models, ""))
-    page.evaluate("window.fire('comm_live_update')")
-    assert page.locator(".message").inner_text().startswith("The kernel was restarted")
-    assert page.locator("input[name=prompt]").is_disabled()
-
-
-def test_the_dark_theme_has_a_dark_ground(page, tmp_path, models):
-    show(page, tmp_path, explore(models, PROMPT, theme="dark"))
-    seen = "getComputedStyle(document.querySelector('.sparse-tl-explorer')).filter"
-    assert page.evaluate(seen) == DARK_FILTER
-
-
 def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     page.evaluate("window.fire('comm_live_update')")
@@ -248,39 +172,6 @@ def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_pat
     assert page.locator("g[data-panel='0']").get_attribute("data-edges-shown") != before
     page.locator("g[data-panel='0'] circle").first.click()
     assert sent(page) == []
-
-
-def test_a_silent_kernel_is_waited_for_in_words(page, tmp_path, explorer):
-    stop_clock(page)
-    show(page, tmp_path, explorer)
-    page.locator(".heads .cell").first.click()
-    status = page.locator(".status")
-    assert status.inner_text() == "computing …"
-    page.clock.fast_forward(4000)
-    assert status.inner_text().startswith("waiting")
-    answer(page)
-    assert status.inner_text() == ""
-
-
-def test_the_saved_figure_is_hidden_while_the_view_lives(page, tmp_path, explorer):
-    show(page, tmp_path, explorer)
-    saved = page.locator("[data-saved-explorer]")
-    assert not saved.is_visible()
-    page.evaluate("window.clean()")
-    assert saved.is_visible()
-
-
-def test_hostile_texts_stay_texts(page, tmp_path, build_small):
-    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
-    explorer.select(ATTACK, 1, 3)
-    node, panels = trait(explorer, "_node"), trait(explorer, "_panels")
-    node["text"] = node["keys"][0]["text"] = node["tokens"][0]["token"] = ATTACK
-    for rows in panels[0]["outputs"]:
-        rows[0]["token"] = ATTACK
-    show(page, tmp_path, explorer, _node=node, _panels=panels)
-    page.locator(".heat .cell").first.hover()
-    assert page.locator("img").count() == 0
-    assert page.get_by_text(ATTACK).count() >= 4
 
 
 def actions(page: Any) -> list[str]:
@@ -312,56 +203,6 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
     page.evaluate(f"fire('msg:custom', {{done: 2, {told}, more: true}})")
     page.evaluate(f"fire('msg:custom', {{done: 3, {told}, more: false}})")
     assert actions(page) == ["hello", "effects", "effects"]
-
-
-def test_effects_to_come_are_counted_and_their_squares_look_like_no_number(
-    page, tmp_path, build_small
-):
-    explorer = explore(build_small(n_layers=4), PROMPT)
-    stop_clock(page)
-    show(page, tmp_path, explorer)
-    status, squares = page.locator(".status"), page.locator(".heads .cell")
-    assert status.inner_text() == ""
-    fire = "more => fire('msg:custom', {done: sent.at(-1).id, revision: traits._revision, more})"
-    page.evaluate(fire, True)
-    assert status.inner_text() == "effects: 0 of 8 heads …"
-    look = """cells => cells.map((cell) => {
-      const { borderTopStyle, backgroundImage, backgroundColor } = getComputedStyle(cell);
-      return [cell.dataset.head, borderTopStyle, backgroundImage !== "none", backgroundColor];
-    })"""
-    unknown = squares.evaluate_all(look)
-    assert [row[1:3] for row in unknown] == [["dashed", True]] * 8
-    explorer.compute_effects(0.0)  # one piece: the last layer
-    page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
-    page.evaluate(fire, True)
-    assert status.inner_text() == "effects: 2 of 8 heads …"
-    known = {name: row for name, *row in squares.evaluate_all(look)}
-    for layer in range(4):
-        style = ["dashed", True] if layer < 3 else ["solid", False]
-        assert [known[f"{layer},{head}"][:2] for head in (0, 1)] == [style] * 2
-    explorer.compute_effects()
-    page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
-    page.evaluate(fire, True)
-    assert status.inner_text() == "effects of edges …"
-    page.evaluate(fire, False)
-    assert status.inner_text() == ""
-    assert page.locator(".cell.unknown").count() == 0
-
-
-def test_a_new_figure_stays_where_the_reader_has_scrolled_to(page, tmp_path, explorer):
-    page.set_viewport_size({"width": 400, "height": 900})
-    show(page, tmp_path, explorer)
-    canvas = page.locator(".canvas")
-    shown = canvas.evaluate("canvas => canvas.scrollLeft")
-    assert shown > 0  # the predicted column, at the right
-    canvas.evaluate("canvas => { canvas.scrollLeft = 20; }")
-    explorer.toggle_head("Dense", 0, 0)
-    page.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
-    assert page.locator(".canvas").evaluate("canvas => canvas.scrollLeft") == 20
-    page.locator("select[name=target]").select_option("4")
-    page.locator("select[name=target]").select_option("0")
-    page.locator("select[name=target]").select_option("4")
-    assert page.locator(".canvas").evaluate("canvas => canvas.scrollLeft") == shown
 
 
 def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
@@ -465,37 +306,6 @@ def test_the_metric_is_chosen_and_the_second_token_typed(page, tmp_path, explore
     # What is asked for is what Python understands.
     explorer._handle_custom_msg(asked[1], [])
     assert explorer._metric["wrong"] == "7" and explorer._message is None
-
-
-THEMES = {
-    "<body data-jp-theme-light='false'>": True,
-    "<body data-jp-theme-light='true'>": False,
-    "<body class='vscode-dark' style='background: transparent'>": True,
-    "<body class='vscode-light'>": False,
-    "<html theme='dark'><body>": True,
-    "<body style='background: #1e1e1e; color: #ddd'>": True,
-    "<body>": False,
-}
-
-
-@pytest.mark.parametrize("body", THEMES)
-def test_the_theme_of_the_notebook_is_followed(page, tmp_path, explorer, body):
-    show(page, tmp_path, explorer)
-    html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    html = html.replace("<body>", body.replace("<html theme='dark'>", ""), 1)
-    if "<html" in body:
-        html = html.replace("<meta", "<html theme='dark'><meta", 1)
-    (tmp_path / "page.html").write_text(html, encoding="utf-8")
-    page.reload()
-    page.wait_for_selector("[data-live]")
-    root = page.locator(".sparse-tl-explorer")
-    assert (root.get_attribute("data-dark") is not None) == THEMES[body]
-    # A change of the theme is followed too.
-    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
-    page.wait_for_selector(".sparse-tl-explorer[data-dark]")
-    if not THEMES[body]:
-        page.evaluate("document.body.removeAttribute('data-jp-theme-light')")
-        page.wait_for_selector(".sparse-tl-explorer:not([data-dark])")
 
 
 def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models):

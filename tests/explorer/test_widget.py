@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from IPython.core.formatters import DisplayFormatter
 
 from sparse_tl import ablate_attention_edges, trace_attention
 from sparse_tl.explorer import (
@@ -18,12 +17,10 @@ from sparse_tl.explorer import (
     effects,
     explore,
     figures,
-    widget,
 )
 from sparse_tl.metrics import logit_difference
 
 PROMPT = "36+28=?????"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 
 
 def ask(explorer: CircuitExplorer, **content: Any) -> None:
@@ -53,22 +50,6 @@ def test_style_and_position_reach_the_figure(models):
         title="T",
     )  # fmt: skip
     assert str(explorer.figure()) == str(expected)
-
-
-def test_everything_sent_is_json(explorer):
-    explorer.select("Sparse", 1, 4)
-    names = (
-        "_prompt",
-        "_figure",
-        "_panels",
-        "_metric",
-        "_node",
-        "_message",
-        "_effects",
-        "_positions",
-    )
-    for name in names:
-        json.dumps(getattr(explorer, name), allow_nan=False)
 
 
 def test_a_clicked_head_is_removed_and_restored(explorer):
@@ -288,40 +269,13 @@ def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
-    ({"action": "prompt", "prompt": ""}, "got an empty text"),
     ({"action": "prompt", "prompt": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
-    ({"action": "prompt", "prompt": "36x28="}, "it has no token for 'x'"),
-    ({"action": "head", "panel": 0, "layer": 0, "head": 9}, "of 2 layers of 2 heads; got (0, 9)"),
-    ({"action": "head", "panel": 5, "layer": 0, "head": 0}, "one of 2 panels; got 5"),
     ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "it has no (0, 0, 3, 4)"),
-    ({"action": "edges", "panel": 0, "edges": [[0]]}, "it has no (0,)"),
-    ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
     ({"action": "dance"}, "expected an action of"),
-    ({"action": ["head"]}, "expected an action of"),
-    ({}, "expected an action of"),
-    ({"action": "prompt", "prompt": 7}, "expected text or"),
-    ({"action": "head", "panel": True, "layer": 0, "head": 0}, "one of 2 panels; got True"),
-    ({"action": "head", "panel": 0, "layer": 0, "head": 0.5}, "a whole number for head; got 0.5"),
-    ({"action": "head", "panel": 0}, "missing a required argument: 'layer'"),
-    ({"action": "restore", "models": 1}, "got an unexpected keyword argument 'models'"),
-    ({"action": "edges", "panel": 0, "edges": "all"}, "for edges; got 'all'"),
-    ({"action": "edges", "panel": 0, "edges": [3]}, "for edges; got [3]"),
-    ({"action": "node", "panel": 0, "level": 1, "column": 10**30}, "column that the model reads"),
-    ({"action": "position", "column": 99}, "expected positions in"),
-    (
-        {"action": "choose", "target": 9, "weight": "attention", "threshold": 0.1},
-        "a target in 0..4",
-    ),
-    ({"action": "metric", "metric": "luck"}, "expected a metric of"),
-    ({"action": "metric", "metric": "logit_difference", "wrong": "77"}, "'77' has 2"),
-    ({"action": "choose", "target": 0, "weight": "size", "threshold": 0.1}, "got 'size'"),
-    ({"action": "choose", "target": 0, "weight": "attention", "threshold": "x"}, "for threshold"),
-    ({"action": "choose", "target": 0, "weight": "attention", "threshold": 2}, "got 2 (int)"),
-    ({"action": "x" * 10_000}, "..."),
 ]
 
 
-def test_what_cannot_be_done_is_a_message(explorer, unchecked_types):
+def test_what_cannot_be_done_is_a_message(explorer):
     explorer.toggle_head("Dense", 0, 0)
     old = explorer._prompt, explorer._figure, explorer._panels, explorer._node
     for content, problem in IMPOSSIBLE:
@@ -332,111 +286,20 @@ def test_what_cannot_be_done_is_a_message(explorer, unchecked_types):
     assert explorer._message is None
 
 
-def test_a_model_that_lost_its_attention_patterns_is_a_message(build_small):
-    model = build_small()
-    explorer = explore({"m": model}, PROMPT)
-    old = explorer._panels
-    model.blocks[0].attn.hook_pattern = torch.nn.Identity()
-    ask(explorer, action="edges", panel=0, edges=[[0, 0, 3, 3]])
-    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
-    assert explorer._panels == old
-
-
-def test_any_other_failure_is_a_message_too(explorer, models, monkeypatch):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the model fell over")
-
-    monkeypatch.setattr(models["Dense"], "forward", fail)
-    ask(explorer, action="head", panel=0, layer=0, head=0)
-    assert explorer._message == {"kind": "error", "text": "RuntimeError: the model fell over"}
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "problem"),
-    [
-        ("", {}, "empty text"),
-        ("1" * 20, {}, "at most 16 tokens"),
-        ("3x6", {}, "no token for 'x'"),
-        (PROMPT, {"position": 40}, "positions in"),
-    ],
-)
-def test_what_cannot_be_shown_is_a_message_from_the_start(models, prompt, options, problem):
-    explorer = explore(models, prompt, **options)
+def test_what_cannot_be_shown_is_a_message_from_the_start(models):
+    explorer, problem = explore(models, "3x6"), "no token for 'x'"
     assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
-    assert explorer._prompt == prompt and explorer._figure == {} and explorer._panels == []
+    assert explorer._prompt == "3x6" and explorer._figure == {} and explorer._panels == []
     assert escape(problem) in explorer._saved_bundle()["text/html"]
     for use in (lambda: explorer.exploration, explorer.figure, explorer.restore):
         with pytest.raises(ValueError, match=problem):
             use()
 
 
-def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, models):
-    late = explore(models, "3x6")
-    ask(late, action="prompt", prompt="")
-    for said in (late._message["text"], repr(late), late._saved_bundle()["text/html"]):
-        assert "empty text" in said and "'x'" not in said
-    ask(late, action="settle")
-    ask(late, action="prompt", prompt=PROMPT)
-    assert late._message is None and late._figure == explorer._figure
-    assert late._state == explorer._state and str(late.figure()) == str(explorer.figure())
-
-
-def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_small):
-    hookless = build_small()
-    hookless.blocks[0].attn.hook_pattern = torch.nn.Identity()
-    explorer = explore({"m": hookless}, PROMPT)
-    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
-    assert repr(explorer).startswith("CircuitExplorer(nothing to show: ")
-    ask(explorer, action="head", panel=0, layer=0, head=0)
-    assert "one of 0 panels; got 0" in explorer._message["text"]
-    ask(explorer, action="prompt", prompt="1+1=")
-    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
-
-
 def test_another_prompt_chooses_its_columns_anew(models):
     explorer = explore(models, "3x6", position=9)
     explorer.show_prompt("1+1=")
     assert explorer.exploration.targets == ((4, 3),)
-
-
-def test_tokens_outside_the_vocabulary_are_a_message(models):
-    explorer = explore(models, torch.tensor([99, 1]))
-    assert "expected tokens in 0..12; got 99" in explorer._message["text"]
-
-
-def test_what_cannot_be_shown_is_escaped(models, monkeypatch):
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ValueError(ATTACK)
-
-    monkeypatch.setattr("sparse_tl.explorer.widget.Exploration", refuse)
-    shown = explore(models, PROMPT)._saved_bundle()["text/html"]
-    assert "<img" not in shown and "&lt;img" in shown
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, "3x6"])
-def test_impossible_settings_are_refused_at_construction(models, prompt):
-    with pytest.raises(ValueError, match="from 0 below 1 for threshold; got 2.0"):
-        explore(models, prompt, threshold=2.0)
-    with pytest.raises(ValueError, match="'auto' or .* for theme; got 'night'"):
-        explore(models, prompt, theme="night")
-    with pytest.raises(TypeError, match="'colour'"):
-        explore(models, prompt, colour="red")
-
-
-def test_a_first_figure_that_cannot_be_drawn_leaves_another_chance(models, monkeypatch):
-    late = explore(models, "3x6")
-    with monkeypatch.context() as patch:
-        patch.setattr(widget, "circuit_diagram", lambda *_, **__: 1 / 0)
-        ask(late, action="prompt", prompt=PROMPT)
-    assert "ZeroDivisionError" in late._message["text"] and late._figure == {}
-    ask(late, action="prompt", prompt=PROMPT)
-    assert late._message is None and "svg" in late._figure
-
-
-def test_the_dark_theme_turns_what_is_seen_and_what_is_saved(explorer, models):
-    dark = explore(models, PROMPT, theme="dark")
-    assert (dark._theme, explorer._theme) == ("dark", "auto")
-    assert str(dark.figure()) == str(explorer.figure().dark())
 
 
 # ---- in the notebook -----------------------------------------------------------------------------
@@ -465,24 +328,6 @@ def test_a_notebook_gets_the_figure_and_the_live_view(explorer, monkeypatch):
     assert "without 1 head" in updated["text/html"]
 
 
-def test_ipython_uses_both_outputs(explorer, monkeypatch):
-    calls: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: calls.append(bundle))
-    formatted = DisplayFormatter().format(explorer)
-    assert formatted == ({}, {})  # it has displayed itself
-    assert len(calls) == 2
-
-
-def test_hostile_titles_and_tokens_are_escaped(build_small):
-    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
-    assert "<img" not in explorer._figure["svg"]
-    assert "<img" not in explorer._saved_bundle()["text/html"]
-
-
-def test_it_prints_well(explorer):
-    assert repr(explorer) == "CircuitExplorer('Dense', 'Sparse', prompt '36+28=?????')"
-
-
 def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
     """An update after the opening can be lost by a front end that is at work."""
     opened: list[dict[str, Any]] = []
@@ -496,21 +341,6 @@ def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
         state == explorer.get_state() and "svg" in state["_figure"] and len(state["_panels"]) == 2
     )
     assert explore(models, "")._message == opened[1]["_message"]
-
-
-def test_values_from_the_front_end_are_refused_in_words(explorer):
-    figure = explorer._figure
-    explorer._handle_msg(
-        {"content": {"data": {"method": "update", "state": {"_figure": 5}}}, "buffers": []}
-    )
-    assert explorer._figure == figure and "_figure" in explorer._message["text"]
-
-
-@pytest.mark.parametrize("content", ["dance", None, 7, ["head"]])
-def test_what_is_no_request_is_a_message(explorer, content):
-    explorer.send = lambda *_: None
-    explorer._handle_custom_msg(content, [])
-    assert "a request with an action" in explorer._message["text"]
 
 
 def test_changed_weights_are_noticed_and_all_is_computed_again(build_small):
@@ -547,16 +377,6 @@ def test_edges_of_a_node_carry_the_effect_of_ablating_them(models):
         change = (cut.log_softmax(-1) - whole.log_softmax(-1))[best].item()
         assert effect == pytest.approx(change, rel=1e-4, abs=1e-9)
         assert prediction == model.tokenizer.decode([int(cut.argmax())])
-
-
-def test_hostile_labels_are_clipped_and_visible(build_small):
-    model = build_small()
-    labels = ["x" * 10_000, "\u202edrow", *"abcdefghi"]
-    explorer = explore({"m": model}, model.to_tokens(PROMPT)[0], labels=labels)
-    explorer.select("m", 1, 10)
-    texts = [key["text"] for key in explorer._node["keys"]]
-    assert len(texts[0]) < 100 and "\u202e" not in texts[1]
-    assert "\u202e" not in explorer._figure["svg"] and len(explorer._figure["svg"]) < 200_000
 
 
 def test_one_token_without_a_tokenizer(build_tiny):

@@ -141,10 +141,7 @@ def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([],), "at least one head"),
         (([(2, 0)],), r"2 layers of 2 heads; got \(2, 0\)"),
-        (([(0, -1)],), r"got \(0, -1\)"),
-        ((HEADS, "median"), "'zero' or .* for patch; got 'median'"),
         ((HEADS, "mean"), "patch='mean' without them"),
     ],
 )
@@ -214,13 +211,9 @@ def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
 @pytest.mark.parametrize(
     ("edges", "said"),
     [
-        ([], "at least one attention edge"),
         ([(2, 0, 1, 0)], "2 layers of 2 heads"),
         ([(0, 0, 1, 2)], "key at or before the query"),
-        ([(0, 0, 16, 2)], "columns 0..15"),
         (["a2.h0:0->1"], "2 layers of 2 heads"),
-        (["a0.h0:2->1"], "at or before the query.*; got a0.h0:2->1"),
-        (["a0.h0->m1"], "from key to query such as"),
     ],
 )
 def test_edges_that_the_model_lacks_are_refused(

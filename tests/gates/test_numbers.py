@@ -64,19 +64,6 @@ def test_a_hook_on_scores_masks_nothing(build_tiny: Build, left: bool, lowest: f
     assert counts.tokens.tolist() == [5, 5, 5]
 
 
-def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
-    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens()
-    pad = torch.zeros(3, 2, dtype=torch.long)
-    plain = sparse.count_attention_edges(tokens)
-    for padded in (torch.cat([pad, tokens], dim=1), torch.cat([tokens, pad], dim=1)):
-        real = torch.ones_like(padded)
-        real[:, slice(0, 2) if torch.equal(padded[:, :2], pad) else slice(-2, None)] = 0
-        counts = sparse.count_attention_edges(padded, attention_mask=real)
-        for name in ("active", "possible", "tokens"):
-            assert torch.equal(getattr(counts, name), getattr(plain, name)), name
-        torch.testing.assert_close(counts.expected, plain.expected)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("sharp", [1e3, 1e5, 1e7])
 def test_a_vanishing_weight_is_still_possible(build_tiny: Build, sharp: float) -> None:
@@ -85,14 +72,6 @@ def test_a_vanishing_weight_is_still_possible(build_tiny: Build, sharp: float) -
     with torch.no_grad():
         model.blocks[0].attn.W_Q.mul_(sharp)
     assert SparseTransformer(model).count_attention_edges(_tokens()).possible.unique() == 28
-
-
-def test_one_prompt_is_one_prompt(build_tiny: Build) -> None:
-    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens(1)
-    flat, rows = sparse.open_attention_edges(tokens[0]), sparse.open_attention_edges(tokens)
-    assert flat.equals(rows) and set(flat["share"]) == {1.0}
-    counts = [sparse.count_attention_edges(some) for some in (tokens[0], tokens)]
-    assert torch.equal(counts[0].active, counts[1].active)
 
 
 def test_moving_a_wrapped_model_moves_its_configuration(build_tiny: Build) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +33,6 @@ from sparse_tl.head_roles.cost import roles_cost
 from sparse_tl.head_roles.fitting import GateFitting, first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
 from sparse_tl.lens import Model
-from sparse_tl.plots import gate_trajectories
 
 Build = Callable[..., Model]
 SETTINGS: dict[str, Any] = {"updates": 6, "batch_size": 8, "record_every": 2, "progress": False}
@@ -332,12 +330,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
     ("settings", "message"),
     [
         ({"lambda_": 0.0}, "lambda_ other than 0"),
-        ({"lambda_": math.nan}, "a finite number for lambda_; got nan"),
-        ({"updates": 0}, "from 1 to .* for updates; got 0"),
-        ({"seeds": 0}, "1 to 10,000 different seeds"),
         ({"seeds": [1, 1]}, "different seeds"),
-        ({"seeds": [-1]}, "from 0"),
-        ({"held_out": 1.0}, "share between 0 and 1"),
     ],
 )
 def test_bad_settings_are_refused(
@@ -422,13 +415,6 @@ def test_scores_and_classes_by_hand() -> None:
     assert frame.query("seed == 9 and head == 1")["irrelevance"].item() == pytest.approx(0.6)
     with pytest.raises(ValueError, match="expected a role of"):
         roles.score("helpful")
-
-
-def test_results_show_in_a_notebook(fitted: HeadRoles) -> None:
-    assert "3 seeds" in repr(fitted)
-    assert "<table" in fitted._repr_html_()
-    assert len(fitted.figure().plotly.data) == 3
-    assert len(gate_trajectories(fitted).plotly.data) == 3 * 4
 
 
 # Several ranks

@@ -133,12 +133,3 @@ def test_removal_tells_an_essential_head_that_its_gate_does_not(
     assert essential.classes().loc["irrelevance"].tolist() == pytest.approx(
         [2, both, nll(0, 1) - essential.losses[1].mean().item()], abs=1e-4
     )
-
-
-def test_removal_is_reported_beside_the_scores(essential: HeadRoles) -> None:
-    said = f"2.0 irrelevance ({essential.removed_together[0, 1].mean():+.3g} nats when removed)"
-    assert said in repr(essential)
-    html = essential._repr_html_()
-    assert "matter when they are removed" in html and "removed_from_g_plus" in html
-    # The scores are the paper's, whatever removal says.
-    assert torch.equal(essential.irrelevance, essential.g_plus * (1 - essential.g_minus))

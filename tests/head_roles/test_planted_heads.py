@@ -132,25 +132,6 @@ def test_curves_are_saved_and_shown(
     assert curve.figure(title="Echo").save(tmp_path / "echo.svg").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("by", "options", "message"),
-    [
-        ("helpful", {}, "or 'random' for by; got 'helpful'"),
-        ("facilitation", {"max_heads": 0}, "from 1 to .* for max_heads; got 0"),
-    ],
-)
-def test_bad_settings_are_refused(
-    planted: Model,
-    roles: HeadRoles,
-    echo_targets: TargetDataset,
-    by: str,
-    options: dict[str, object],
-    message: str,
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        _curve(planted, roles, echo_targets, by, **options)
-
-
 def test_roles_of_another_model_are_refused(
     build_tiny: Callable[..., Model], roles: HeadRoles, echo_targets: TargetDataset
 ) -> None:

@@ -101,9 +101,3 @@ def test_processed_weights_are_analysed_and_not_copied(name: str, tmp_path: Path
     model = boot(plain_transformer(name))
     model.enable_compatibility_mode(no_processing=True)
     assert torch.equal(adapt(model).copy()(tokens()), model(tokens()))
-
-
-def test_an_encoder_and_a_decoder() -> None:
-    config = transformers.T5Config(vocab_size=61, d_model=16, d_ff=24, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="a causal language model; T5For.* has an encoder and"):
-        boot(transformers.T5ForConditionalGeneration(config))

@@ -12,9 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from architectures import VOCABULARY, hooked_transformer, plain_transformer
-from jaxtyping import TypeCheckError
-from tiny import hooked_alone
+from architectures import VOCABULARY, plain_transformer
 from torch import Tensor, nn
 
 from sparse_tl.circuits import attribute_circuit_edges
@@ -258,23 +256,6 @@ def test_adapters_on_a_model_that_has_some() -> None:
     for one in (plain, theirs.base_model.model):
         with pytest.raises(ValueError, match=r"without adapters of peft.*merge_and_unload.*add_"):
             boot(one)
-
-
-@pytest.mark.parametrize("rank", [0, -1, True, 1.5])
-def test_a_rank_that_is_none(rank: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="from 1 to .* for rank; got"):
-        add_lora(boot(plain_transformer("llama")), rank)
-
-
-def test_what_is_no_bridge() -> None:
-    with pytest.raises((TypeError, TypeCheckError), match="TransformerBridge"):
-        add_lora(plain_transformer("llama"))
-
-
-@hooked_alone
-def test_a_hooked_transformer() -> None:
-    with pytest.raises(ValueError, match="expected a TransformerBridge.*got a HookedTransformer"):
-        add_lora(hooked_transformer("llama"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from small_models import VOCABULARY, random_model
 
 from sparse_tl import SparseTransformer, ablate_heads, load_model, save_model
 from sparse_tl.lens import adapt, boot, check_circuits
-from sparse_tl.runs import run_doctor
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
 
@@ -104,15 +102,3 @@ def test_norms_that_transformer_lens_does_not_describe() -> None:
     model = boot(random_model("Gemma4ForCausalLM"))
     with pytest.raises(ValueError, match="normalisations that TransformerLens describes; .*Gemma4"):
         check_circuits(adapt(model))
-
-
-@pytest.mark.parametrize("as_folder", [True, False])
-def test_the_doctor_reports_what_has_no_final_norm(as_folder: bool, tmp_path: Path) -> None:
-    source: Any = random_model("OpenAIGPTLMHeadModel")
-    if as_folder:
-        source.save_pretrained(tmp_path)
-        source = tmp_path
-    else:
-        source = boot(source)
-    *_, last = run_doctor(source, device="cpu")
-    assert not last.works and "has no ['ln_final']" in last.found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from sparse_tl import (
     logit_difference,
     steer,
 )
-from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model, save_model
+from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model
 
 OLD = Version(version("transformer-lens")) < Version("4.1")
 DELEGATED = "edits to its attention scores do not reach the pattern"
@@ -66,15 +64,6 @@ def test_models_without_circuits(name: str, why: str) -> None:
 def test_cohere_is_another_model_in_old_versions() -> None:
     with pytest.raises(ValueError, match="computes what transformers does; around the CohereFor"):
         odd("cohere")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_bridge_around_no_model_of_transformers(tmp_path: Path) -> None:
-    model = native()
-    why = "a bridge around a model of transformers, to copy, train or save it; .* NativeModel"
-    for use in (adapt(model).copy, lambda: save_model(model, tmp_path)):
-        with pytest.raises(ValueError, match=why):
-            use()
 
 
 def test_a_bridge_that_drops_edits_to_what_heads_read() -> None:
@@ -223,24 +212,6 @@ def test_hooks_that_were_reset() -> None:
             use()
     again = SparseTransformer(sparse.unwrap(), initial_bias=-100.0)
     assert torch.equal(again(prompts), expected)
-
-
-@pytest.mark.usefixtures("unchecked_types")
-def test_what_is_no_model() -> None:
-    with pytest.raises(TypeError, match="TransformerBridge or a HookedTransformer"):
-        adapt(plain_transformer("llama"))
-
-
-@torch.no_grad()
-def test_heads_on_another_axis() -> None:
-    """An output matrix that is cut into twice as many heads as the pattern has."""
-    model = boot(plain_transformer("llama"))
-    kept = model.blocks[1].attn.o.hook_in
-    conversion = copy.copy(kept.hook_conversion)
-    conversion.n_heads, conversion.d_head = 2 * conversion.n_heads, conversion.d_head // 2
-    kept.hook_conversion = conversion
-    with pytest.raises(ValueError, match="layer 1 of .* no axis with one entry for each head"):
-        check_gates(adapt(model))
 
 
 class Interleaved:

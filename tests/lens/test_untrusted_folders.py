@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
 from sparse_tl.lens.loading import hub
-from sparse_tl.storage.checksums import check_sums
 from sparse_tl.storage.files import read_json, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
@@ -126,18 +123,6 @@ def _llama(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_a_tokenizer_elsewhere_is_not_fetched(tmp_path: Path, marker: Path) -> None:
-    _stranger_tokenizer(tmp_path / "elsewhere", marker)
-    folder = _own(
-        tmp_path / "model",
-        tokenizer_name=str(tmp_path / "elsewhere"),
-        trust_remote_code=True,
-    )
-    with pytest.raises(ValueError, match=r"describe the architecture in .*got tokenizer_name"):
-        load_model(folder, device="cpu")
-    assert not marker.exists()
-
-
 @pytest.mark.parametrize("tokenizer_class", ["Tokenizer", "TokenizersBackend"])
 @pytest.mark.parametrize("with_config", [False, True])
 @FORMS
@@ -157,18 +142,6 @@ def test_code_beside_our_own_files_is_not_run(
     assert model.tokenizer.chat_template == TEMPLATE
     with pytest.raises(SecurityError):
         model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-
-
-@FORMS
-def test_code_beside_gates_is_not_run(tmp_path: Path, marker: Path, form: str) -> None:
-    folder = _own_sparse(tmp_path / "sparse", form)
-    _stranger_tokenizer(folder, marker)
-    for name in CONFIGS.values():
-        if (folder / name).exists():
-            _change(folder / name, trust_remote_code=True)
-    sparse = SparseTransformer.from_pretrained(folder, device="cpu")
-    assert not marker.exists()
-    assert sparse.tokenizer is not None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "stranger"])
@@ -209,16 +182,6 @@ def test_pickled_weights_are_refused(tmp_path: Path, marker: Path, name: str) ->
     assert not marker.exists()
 
 
-def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
-    folder, other = _llama(tmp_path / "model"), _llama(tmp_path / "other")
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../other/model.safetensors"}}
-    write_json(folder / "model.safetensors.index.json", index)
-    with pytest.raises(ValueError, match=r"`weight_map` to files beside it in .*index\.json"):
-        load_model(folder, device="cpu")
-    assert load_model(other, device="cpu").cfg.n_layers == 1
-
-
 @pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
@@ -232,8 +195,6 @@ def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
             {"quantization_config": {"bits": 4}},
             "plain weights in {folder}.*dequantised",
         ),
-        ("config.json", {"hidden_size": "wide"}, "model in {folder}.*hidden_size"),
-        ("tokenizer_config.json", {"tokenizer_class": "LlamaModel"}, "tokenizer in {folder}"),
     ],
 )
 def test_what_cannot_be_read_is_refused(
@@ -254,57 +215,17 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path) -> None:
     assert load_model(tmp_path / "snapshot", device="cpu").cfg.n_layers == 1
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-@pytest.mark.parametrize("name", ["a configuration", "model.safetensors", "tokenizer.json"])
-@FORMS
-def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str, form: str) -> None:
-    folder = _own(tmp_path / "model", form)
-    name = name.replace("a configuration", CONFIGS[form])
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    if name == "tokenizer.json":
-        assert load_model(folder, device="cpu").tokenizer is None
-    else:
-        with pytest.raises(ValueError, match=name):
-            load_model(folder, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"n_layers": "2"}, "a whole number from 1 as n_layers"),
-        ({"n_layers": True}, "a whole number from 1 as n_layers"),
-        ({"n_heads": 0}, "a whole number from 1 as n_heads"),
-        ({"eps": None}, "a number above 0 as eps"),
-        ({"eps": -1}, "a number above 0 as eps"),
         ({"attn_scale": float("nan")}, "valid JSON in .*NaN is not a JSON number"),
-        ({"n_heads": 10**7}, r"that the 2,941 numbers in .*fill in .*config.json.*'n_heads'"),
-        ({"d_head": 10**7, "n_heads": 1}, r"numbers in .* can fill .*'d_head': 10000000"),
-        ({"d_model": 10**7}, r"numbers in .* can fill .*'d_model': 10000000"),
-        ({"d_vocab": 10**12}, r"numbers in .* can fill .*'d_vocab': 1000000000000"),
-        ({"d_head": 24}, "n_heads in .*, or a d_head that divides d_model"),
-        ({"n_layers": 10**7}, "layers that the 22 weights can fill .* as n_layers; got 10000000"),
-        ({"gated_mlp": 1}, "true or false as gated_mlp"),
-        ({"dtype": "uint8"}, "one of .*float32.* as dtype"),
-        ({"normalization_type": "BatchNorm"}, "one of .*RMS.* as normalization_type"),
-        ({"attn_types": ["local", 3]}, "a list of 'global' and 'local'"),
-        ({"act_fn": "__import__('os')"}, "expected .*act_fn"),
         ({"init_weights": False}, "only fields that describe the architecture.*init_weights"),
     ],
 )
 def test_fields_have_types(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     folder = _own(tmp_path / "model", **fields)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        load_model(folder, device="cpu")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [[], "model", {"model_name": 3}, {"default_prepend_bos": 1}, {"tokenizer_name": "elsewhere"}],
-)
-def test_our_fields_in_a_hugging_face_folder_have_types(tmp_path: Path, fields: Any) -> None:
-    folder = _own(tmp_path / "model", "bridge", sparse_tl=fields)
-    with pytest.raises(ValueError, match=r"'model_name'\] as sparse_tl in .*config\.json; got"):
         load_model(folder, device="cpu")
 
 
@@ -318,26 +239,10 @@ def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: P
     assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
 
 
-@pytest.mark.parametrize("name", ["a configuration", "gates.json"])
-@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5_000, "[]", "3", "{", '{"a": 1}'])
-@FORMS
-def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: str) -> None:
-    folder = _own_sparse(tmp_path / "sparse", form)
-    written = [config for config in CONFIGS.values() if (folder / config).exists()]
-    name = name.replace("a configuration", written[0])
-    (folder / name).write_text(content)
-    with pytest.raises(ValueError, match=f"expected .*{name}"):
-        SparseTransformer.from_pretrained(folder, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("said", "message"),
     [
         ({"distribution": ["BernoulliGate"]}, "expected one of .* as `distribution`"),
-        ({"distribution": "B" * 10**6}, "expected one of .* as `distribution`"),
-        ({"schema": "1" * 10**6}, "expected gates of schema"),
-        ({"parameters": [1.0]}, "parameters of a BernoulliGate"),
-        ({"parameters": {"temperature": "hot"}}, "parameters of a BernoulliGate"),
         ({"parameters": {"heat": 1.0}}, "parameters of a BernoulliGate.*heat"),
     ],
 )
@@ -347,13 +252,6 @@ def test_damaged_gates_are_named(tmp_path: Path, said: dict[str, Any], message: 
     with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}") as refused:
         SparseTransformer.from_pretrained(folder, device="cpu")
     assert len(str(refused.value)) < 1000
-
-
-def test_names_in_a_list_of_checksums_are_those_of_files(tmp_path: Path) -> None:
-    for name in ("a" * 10**6, "a\0"):
-        (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
-        with pytest.raises(ValueError, match="expected a list of checksums"):
-            check_sums(tmp_path)
 
 
 @FORMS
@@ -429,33 +327,6 @@ def _in_cache(cache: Path, name: str) -> Path:
     return place / "snapshots" / ("0" * 40)
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_hub_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    class Session:
-        def head(self, url: str, timeout: float) -> None:
-            asked.append(url)
-            raise ConnectionError("no route")
-
-    monkeypatch.setattr("huggingface_hub.get_session", Session)
-    with pytest.raises(
-        ValueError, match=r"hub that can be reached; gpt2 .*\(no route\)\. Give the"
-    ):
-        load_model("gpt2", device="cpu")
-    assert len(asked) == 1
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("cache")
-def test_a_network_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: time.sleep(20))
-    start = time.perf_counter()
-    with pytest.raises(ValueError, match=r"does not answer \(within 2 seconds\)"):
-        load_model("gpt2", device="cpu")
-    assert time.perf_counter() - start < 15
-
-
 def test_what_is_in_the_cache_loads_without_a_hub(
     cache: Path, monkeypatch: pytest.MonkeyPatch, marker: Path
 ) -> None:
@@ -484,36 +355,3 @@ def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     _change(tmp_path / "snapshot" / "gates.json")
     with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
         load_model("gpt2-small", device="cpu")
-
-
-def test_a_model_without_safetensors_on_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_json(tmp_path / "config.json", {"model_type": "llama"})
-    monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ValueError, match=r"some/model has none in .*they can run code"):
-        load_model("some/model", device="cpu")
-
-
-def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, **_: Any) -> str:
-        raise OSError(f"404: no repository {name}")
-
-    monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(
-        ValueError, match=r"a model on the hub that may be fetched; no/such-model: 404"
-    ):
-        load_model("no/such-model", device="cpu")
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "runs/gpt2/dense", "gpt 2"])
-def test_a_folder_that_is_not_there_is_no_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is not a folder, and no model has that name"):
-        load_model(name, device="cpu")
-
-
-def test_a_model_that_is_published_as_a_pickle_is_refused() -> None:
-    with pytest.raises(ValueError, match="is a pickle, which can run code"):
-        load_model("attn-only-1l", device="cpu")

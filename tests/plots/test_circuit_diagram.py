@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import random
 import re
-import struct
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +17,11 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.diagrams.rounded_graph import threshold_steps
 from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING
 from sparse_tl.plots.page.javascript import run_script
-from sparse_tl.plots.page.token_text import ELLIPSIS, clip_text, text_width, visible_text
+from sparse_tl.plots.page.token_text import visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 OPEN = "of 1,056 attention edges open; drawn:"
 MakeFlow = Callable[..., AttentionGraph]
 
@@ -213,34 +208,6 @@ def test_main_edges_carry_the_most(make_flow):
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
 
 
-def test_an_edge_within_a_column_is_an_arc_and_weighs_as_any_other(make_flow):
-    (panel,) = panels_of(circuit_diagram({"model": make_flow({(2, 0, 10, 10): 1.0})}))
-    (path,) = part(panel, "edges")
-    assert path.get("data-kind") == "main" and "C" in path.get("d", "")
-
-
-@pytest.mark.parametrize("n_columns", [4, 11, 15, 30, 60])
-def test_an_edge_within_a_column_leaves_its_nodes_and_keeps_off_the_next_column(
-    make_flow, n_columns
-):
-    tokens = tuple("abcdefgh" * 8)[:n_columns]
-    last = n_columns - 1
-    attention = torch.zeros(30, 1, n_columns, n_columns)
-    attention[29, 0, last - 1, last - 1] = 1.0
-    changes = {"attention": attention, "gates": attention != 0, "targets": ((last, last - 1),)}
-    flow = make_flow({}, input_tokens=tokens, output_tokens=tokens, **changes)
-    figure = circuit_diagram({"model": flow})
-    (panel,) = panels_of(figure)
-    (path,) = part(panel, "edges")
-    x0, y0, x1, y1, x2, y2, x3, y3 = map(float, re.findall(r"[\d.]+", path.get("d", "")))
-    nodes = part(panel, "nodes")
-    radius = float(nodes[0].get("r", ""))
-    spacing = float(nodes[1].get("cx", "")) - float(nodes[0].get("cx", ""))
-    middle = (x0 + 3 * x1 + 3 * x2 + x3) / 8  # of a cubic curve
-    assert radius + 2.5 <= middle - x0 <= spacing - radius - 2.5
-    assert (x0, y0, x3, y3) == (x3, y0, x0, y3) and y1 > y2 > y3
-
-
 def _with_a_sink(make_flow: MakeFlow, circuit: dict) -> AttentionGraph:
     """In every layer, the last column attends to the first one most, and reads nothing there."""
     sink = {(layer, 0, 10, 0): 0.97 for layer in range(4)}
@@ -297,50 +264,12 @@ def test_all_panels_have_one_scale(make_flow, weight):
         ] == n_lines
 
 
-@pytest.mark.parametrize(("n_layers", "small"), [(12, 1.0), (13, 0.5)])
-def test_nodes_without_a_line_are_small_in_deep_models(make_flow, n_layers, small):
-    flow = _deep(make_flow, [0], n_layers=n_layers)
-    figure = circuit_diagram({"model": flow})
-    (view,), (panel,) = [selected(figure)], panels_of(figure)
-    ends = {name for line in view["lines"] for name in (line["source"], line["reader"])}
-    nodes = part(panel, "nodes")
-    named = {f"{n.get('data-level')},{n.get('data-column')}": float(n.get("r", "")) for n in nodes}
-    largest = max(named.values())
-    assert 0 < len(ends) < len(named)
-    assert all(r == (largest if name in ends else small * largest) for name, r in named.items())
-
-
 def test_weights_that_no_graph_has(make_flow, circuit):
     with pytest.raises(ValueError, match="from trace_attention, with what edges carry"):
         circuit_diagram({"model": make_flow(circuit)}, weight="carried")
     wrong = torch.full((4, 4, 11, 11), -0.1)
     with pytest.raises(ValueError, match="shares of at least 0 as `carried` of panel 'model'"):
         circuit_diagram({"model": make_flow(circuit, carried=wrong)})
-
-
-def test_stronger_edges_are_thicker_and_darker(make_flow):
-    flow = make_flow({(0, 0, 10, 1): 0.15, (0, 0, 10, 2): 0.5, (0, 0, 10, 3): 0.95})
-    (panel,) = panels_of(circuit_diagram({"model": flow}))
-    paths = {path.get("d"): path for path in part(panel, "edges")}
-    by_weight = sorted(paths.values(), key=lambda path: float(path.get("stroke-width", "")))
-    start = [float(re.findall(r"[\d.]+", path.get("d", ""))[0]) for path in by_weight]
-    assert start == sorted(start) and len(by_weight) == 3
-    brightness = [int(path.get("stroke", "")[1:], 16) for path in by_weight]
-    assert brightness == sorted(brightness, reverse=True)
-
-
-def test_the_words_of_the_figure(two_panels):
-    svg = circuit_diagram(two_panels).svg
-    texts = [
-        "".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")
-    ]
-    for expected in ("Sparsity-Regularised Finetuning", "Layer 0", "Layer 3"):
-        assert expected in texts
-    assert sum(text.startswith("Base Model") for text in texts) == 1
-    sparse = panels_of(circuit_diagram(two_panels))[1]
-    for role, row in (("input", "36+28=?????"), ("output", "36+28=00064")):
-        assert [text.text for text in part(sparse, role)] == list(row)
-    assert part(sparse, "caption").text == f"5 {OPEN} 5 with attention ≥ 0.10"
 
 
 def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit):
@@ -374,47 +303,6 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
         assert [text.text for text in part(panel, "output")] == list(row)
     masked = make_flow(circuit)
     assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
-
-
-def test_the_arrow_curves_to_the_predicted_character(make_flow, circuit):
-    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit)}))
-    arrow = [float(x) for x in re.findall(r"[\d.]+", part(panel, "arrow").get("d", ""))]
-    node, text = nodes_of(panel)[4, 10], part(panel, "output")[10]
-    x, y = float(text.get("x", "")), float(text.get("y", ""))
-    assert abs(arrow[0] - float(node.get("cx", ""))) < 10  # from the node
-    assert x + 5 < arrow[-2] < x + 25 and y - 15 < arrow[-1] < y  # to the side of the character
-    assert arrow[2] > arrow[-2]  # round it
-
-
-def test_the_legend_names_all_that_is_drawn(two_panels, make_flow, circuit):
-    def shown(figure: CircuitDiagram) -> dict[str, str]:
-        groups = [g for g in ElementTree.fromstring(figure.svg).iter() if "data-legend" in g.attrib]
-        return {
-            g.get("data-legend", ""): "".join(g.itertext())
-            for g in groups
-            if g.get("visibility") != "hidden"
-        }
-
-    always = ["main", "path", "open", "reached", "unreached", "prediction", "residual"]
-    assert list(shown(circuit_diagram(two_panels))) == always
-    mlps = torch.eye(4, 11, dtype=torch.bool)
-    assert list(shown(circuit_diagram({"m": make_flow(circuit, mlps=mlps)}))) == [*always, "mlp"]
-    dense = {"Base Model": two_panels["Base Model"]}
-    effects = shown(circuit_diagram(dense, weight="first-order"))
-    assert effects["estimate"] == "dotted: first-order estimate"
-    assert effects["negative"] == "orange: hurts" and effects["main"].startswith("carries most")
-
-
-def test_one_panel_has_no_transition_and_three_have_two_arrows(sparse_flow):
-    def arrows(n: int) -> int:
-        figure = circuit_diagram({f"model {i}": sparse_flow for i in range(n)})
-        return figure.svg.count('data-role="transition"')
-
-    assert [arrows(n) for n in (1, 2, 3)] == [0, 1, 2]
-    assert (
-        "Finetuning"
-        not in circuit_diagram({"a": sparse_flow, "b": sparse_flow}, transition=None).svg
-    )
 
 
 def test_panels_may_differ_in_layers_and_heads(sparse_flow, make_random_flow):
@@ -453,19 +341,6 @@ def test_layers_without_lines_are_folded_in_deep_models(make_flow):
         assert len(part(panel, "folds")) == len(bands)
 
 
-def test_a_given_size_is_filled_and_the_web_leaves_the_room_to_the_other(
-    make_flow, make_random_flow
-):
-    dense, sparse = make_random_flow(n_layers=30), _deep(make_flow, [*range(25)])
-    figure = circuit_diagram({"a": dense, "b": sparse}, size=(960, 1100))
-    root = ElementTree.fromstring(figure.svg)
-    assert root.get("width") == "960" and 1065 < float(root.get("height", "")) <= 1100
-    rows = [panel["row"] for panel in figure.data["panels"]]
-    assert rows[0] == 8 and rows[1] > 14
-    same = circuit_diagram({"a": dense, "b": dense}, size=(960, 1100)).data["panels"]
-    assert same[0]["row"] == same[1]["row"] > 8
-
-
 @pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (2, 3), (12, 40), (3, 70), (30, 15)])
 def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns):
     tokens = tuple(f" token{i}" for i in range(n_columns))
@@ -486,20 +361,6 @@ def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns)
             assert top + 30 < float(node.get("cy", "")) < bottom - 10
     xs = sorted({float(node.get("cx", "")) for node in nodes_of(panels_of(figure)[0]).values()})
     assert all(b - a >= 15 for a, b in zip(xs, xs[1:], strict=False))
-
-
-@pytest.mark.parametrize("token", ["{}", " something{}"])
-@pytest.mark.parametrize(
-    ("n_columns", "width"), [(2, 726), (11, 726), (20, 726), (29, 726), (64, 1286)]
-)
-def test_text_is_legible_in_print(make_random_flow, token, n_columns, width):
-    tokens = tuple(token.format(i % 10) for i in range(n_columns))
-    flow = make_random_flow(12, 1, tokens, tokens, ((n_columns - 1, n_columns - 2),))
-    figure = circuit_diagram({"Base Model": flow, "Sparse Model": flow}, title="A title")
-    root = ElementTree.fromstring(figure.svg)
-    assert float(root.get("width", "")) <= width
-    sizes = [float(e.get("font-size", "")) for e in root.iter() if "font-size" in e.attrib]
-    assert min(sizes) >= 11  # px: 6 pt where 726 px are 5.5 in
 
 
 @pytest.mark.parametrize(("n_layers", "n_columns"), [(4, 11), (12, 20), (4, 29), (2, 64)])
@@ -532,89 +393,13 @@ def test_no_edge_goes_through_a_node(make_random_flow, n_layers, n_columns):
     [
         ("6", "6"),
         (" the", "·the"),
-        ("a b ", "a b·"),
         ("  ", "␣␣"),
-        (" .", "␣."),
-        (", ", ",␣"),
-        ("·", "·"),
-        ("", ""),
         ("\n", "↵"),
-        ("a\tb", "a⇥b"),
-        ("\x00\x1b\x7f", "␀␛␡"),
         ("\ud800\ufffe\u202e\u2028", "\ufffd" * 4),
-        ("\u2066a\u200bb\ufeff", "\ufffda\ufffdb\ufffd"),
-        ("שלום", "שלום"),
-        ("東京", "東京"),
     ],
 )
 def test_visible_text(token, expected):
     assert visible_text(token) == expected
-
-
-def test_long_tokens_are_clipped_and_shown_whole_on_hover(make_flow, circuit):
-    long = "internationalisation" * 3
-    tokens = (long, *"6+28=00064")
-    (panel,) = panels_of(circuit_diagram({"m": make_flow(circuit, output_tokens=tokens)}))
-    text = part(panel, "output")[0]
-    assert (text.text or "").endswith(ELLIPSIS) and len(text.text or "") < 20
-    assert text[0].tag == f"{SVG}title" and text[0].text == long
-    assert clip_text("abc", 10, 1000) == "abc"
-    assert text_width(clip_text(long, 10, 80), 10) <= 80
-
-
-def test_clipping_keeps_as_much_as_fits_however_long_the_text():
-    generator = random.Random(0)
-    for _ in range(200):
-        text = "".join(generator.choices("iIwW.é東\u0301", k=generator.randint(0, 30)))
-        size, room = generator.uniform(8, 20), generator.uniform(1, 300)
-        kept = text  # the slow way: one character less, until it fits
-        if text_width(text, size) > room:
-            while len(kept) > 1 and text_width(kept + ELLIPSIS, size) > room:
-                kept = kept[:-1]
-            kept += ELLIPSIS
-        assert clip_text(text, size, room) == kept
-    assert clip_text("x" * 1_000_000, 10, 80) == "x" * 10 + ELLIPSIS  # in linear time
-
-
-def test_tokens_of_ten_thousand_characters(make_flow, circuit):
-    long = "<x>" * 3_334
-    tokens = (long, *"6+28=????", long)
-    flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
-    figure = circuit_diagram({long: flow, "b": flow}, title=long, transition=long)
-    (title,) = [
-        t for t in ElementTree.fromstring(figure.svg).iter(f"{SVG}title") if len(t.text or "") > 9
-    ][:1]
-    assert title.text == long[:200] + ELLIPSIS + " (10,002 characters)"
-    assert len(str(figure)) < 90_000
-
-
-def test_tokens_and_names_stay_text(make_flow, circuit):
-    tokens = (
-        ATTACK,
-        '"&\u2028<',
-        "\x00",
-        "]]>",
-        "<!--",
-        "</style>",
-        "'",
-        "${x}",
-        "`",
-        "\ud800",
-        "4",
-    )
-    flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
-    figure = circuit_diagram({ATTACK: flow, "\x01": flow}, title=ATTACK, transition=ATTACK)
-    tags = tags_of(str(figure))
-    assert "img" not in tags and tags.count("script") == 1
-    root = ElementTree.fromstring(figure.svg)
-    assert {element.tag for element in root.iter()} <= {
-        SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle", "title")
-    }
-    _, call = str(figure).rsplit("startFigures(", 1)
-    payload, rest = call.split(");\n", 1)
-    assert rest == "})();\n</script>\n</div>"
-    assert not set("<>&\u2028\u2029") & set(payload) and "alert" in payload
-    assert ATTACK in [title.text for title in root.iter(f"{SVG}title")]
 
 
 # ---- one piece of HTML --------------------------------------------------------------------------
@@ -636,37 +421,6 @@ def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
     tags_of(html)
 
 
-def test_html_is_the_same_each_time_and_small(make_random_flow):
-    panels = {"Base Model": make_random_flow(), "Sparse Model": make_random_flow(seed=1)}
-    figure = circuit_diagram(panels, weight="first-order")
-    assert str(figure) == str(circuit_diagram(panels, weight="first-order"))
-    assert str(figure) != str(circuit_diagram(panels))
-    assert len(str(figure).encode()) < 175_000
-
-
-def test_a_large_model_stays_small_and_complete_down_to_its_threshold(make_random_flow):
-    tokens = tuple(f" t{i}" for i in range(40))
-    targets = ((39, 38), (38, 37))
-    flow = make_random_flow(12, 12, tokens, tokens, targets, sharpness=3.0)
-    figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
-    assert len(str(figure).encode()) < 700_000
-    floors = figure.data["floors"]
-    assert 1 < floors["attention"] <= threshold_steps(0.5) and floors["effect"] > 1
-    # More targets cost effects of weaker edges, and no attention.
-    more = dataclasses.replace(
-        flow,
-        targets=tuple((column, column - 1) for column in range(1, 40)),
-        attribution=flow.attribution[:1].expand(39, -1, -1, -1, -1),
-    )
-    offered = circuit_diagram({"GPT-2 small": more}, threshold=0.5)
-    assert offered.data["floors"]["attention"] == floors["attention"]
-    assert len(str(offered)) < 1.3 * len(str(figure))
-
-
-def test_repr_names_the_panels(two_panels):
-    assert repr(circuit_diagram(two_panels)) == "CircuitDiagram('Base Model', 'Sparse Model')"
-
-
 # ---- files --------------------------------------------------------------------------------------
 
 
@@ -679,17 +433,6 @@ def test_save_html_and_svg(two_panels, tmp_path):
     root = ElementTree.parse(figure.save(str(tmp_path / "figure.svg"))).getroot()
     assert root.tag == f"{SVG}svg"
     assert sorted(os.listdir(tmp_path)) == ["figure.HTML", "figure.svg"]
-
-
-@pytest.mark.parametrize("scale", [1, 1.5])
-def test_save_png(two_panels, tmp_path, scale):
-    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    figure = circuit_diagram(two_panels)
-    png = figure.save(tmp_path / "figure.png", scale=scale).read_bytes()
-    assert png.startswith(b"\x89PNG\r\n\x1a\n") and png.endswith(b"IEND\xaeB`\x82")
-    root = ElementTree.fromstring(figure.svg)
-    expected = tuple(float(root.get(side, "")) * scale for side in ("width", "height"))
-    assert struct.unpack(">II", png[16:24]) == pytest.approx(expected, abs=1)
 
 
 def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
@@ -713,61 +456,7 @@ def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     assert len(drawn) == 14
 
 
-def test_save_refuses_other_suffixes(two_panels, tmp_path):
-    with pytest.raises(ValueError, match=r"\.html, \.svg or \.png; got 'figure\.pdf'"):
-        circuit_diagram(two_panels).save(tmp_path / "figure.pdf")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_failed_save_leaves_the_old_file(two_panels, tmp_path, monkeypatch):
-    path = tmp_path / "figure.svg"
-    path.write_text("old")
-
-    def fail(*_: Any) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fail)
-        with pytest.raises(OSError, match="disk full"):
-            circuit_diagram(two_panels).save(path)
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["figure.svg"]
-
-
 # ---- bad input ----------------------------------------------------------------------------------
-
-
-def test_no_panels():
-    with pytest.raises(ValueError, match="at least one panel; got none"):
-        circuit_diagram({})
-
-
-@pytest.mark.parametrize("panels", [{"model": torch.zeros(1, 1, 2, 2)}, [1, 2]])
-def test_wrong_types(panels, unchecked_types):
-    expected = "(?s)a mapping of texts to AttentionGraph for panels; got .*trace_attention.* makes"
-    with pytest.raises(TypeError, match=expected):
-        circuit_diagram(panels)
-
-
-@pytest.mark.parametrize("target", [5, -6])
-def test_target_out_of_range(two_panels, target):
-    with pytest.raises(ValueError, match=rf"in -5\.\.4; got {target}"):
-        circuit_diagram(two_panels, target=target)
-
-
-def test_no_targets(make_flow, circuit):
-    with pytest.raises(ValueError, match="a graph with targets"):
-        circuit_diagram({"model": make_flow(circuit, targets=())})
-
-
-@pytest.mark.parametrize("threshold", [-0.1, 1.0, float("nan")])
-def test_threshold_out_of_range(two_panels, threshold):
-    with pytest.raises(ValueError, match=f"from 0 below 1 for threshold; got {threshold}"):
-        circuit_diagram(two_panels, threshold=threshold)
-
-
-def test_unknown_weight(two_panels, unchecked_types):
-    with pytest.raises(ValueError, match="'effect' or 'first-order' for weight; got 'gradient'"):
-        circuit_diagram(two_panels, weight="gradient")
 
 
 @pytest.mark.parametrize("weight", ["effect", "first-order"])
@@ -879,9 +568,7 @@ def changed(
     ("place", "value", "message"),
     [
         ((0, 0, 5, 1), float("nan"), "finite attention of panel 'model'; got 1 NaN"),
-        ((0, 0, 5, 1), float("inf"), "finite attention"),
         ((0, 0, 5, 1), 1.5, r"in 0\.\.1; got .*\.\.1\.5"),
-        ((0, 0, 5, 1), -0.5, r"in 0\.\.1; got -0\.5"),
         ((0, 0, 1, 5), 0.5, "no attention from later positions"),
     ],
 )
@@ -910,10 +597,3 @@ def test_attribution_of_zero_draws_nothing(dense_flow):
     zero = dataclasses.replace(dense_flow, attribution=torch.zeros_like(dense_flow.attribution))
     (panel,) = panels_of(circuit_diagram({"model": zero}, weight="first-order", threshold=0))
     assert panel.get("data-edges-shown") == "0"
-
-
-def test_half_precision_and_gradients_are_accepted(dense_flow):
-    flow = dataclasses.replace(
-        dense_flow, attention=dense_flow.attention.bfloat16().requires_grad_(), attribution=None
-    )
-    assert panels_of(circuit_diagram({"model": flow}))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from reachability import reached_by_networkx
 
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.page import palette
 
@@ -103,20 +102,6 @@ def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow)
             set_threshold(page, threshold)
             static = circuit_diagram(panels, weight=weight, target=target, threshold=threshold)
             assert_equals_static(page, static)
-
-
-def test_the_threshold_slider(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
-    counts = []
-    for threshold in (0.0, 0.1, 0.45, 0.6, 0.95):
-        set_threshold(page, threshold)
-        counts.append(int(panel(page, 1).get_attribute("data-edges-shown")))
-        caption = panel(page, 0).locator("[data-role='caption']").text_content()
-        assert caption.endswith(f"{threshold:.2f}" if threshold else "0.001")
-    assert counts == [5, 5, 4, 2, 0]
-    assert page.locator("output").text_content() == "0.95"
-    root = page.locator(".sparse-tl-circuit")
-    assert root.get_attribute("data-threshold") == "0.95"
 
 
 def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
@@ -235,14 +220,6 @@ def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
         assert "effect of removing it 2.00 logits" in page.locator(".tip").inner_text()
 
 
-def test_hovering_an_edge_within_a_column(page, tmp_path, make_flow):
-    show(page, tmp_path, circuit_diagram({"model": make_flow({(2, 0, 4, 4): 0.5})}))
-    x, y = center(node(page, 0, 2, 4))
-    _, top = center(node(page, 0, 3, 4))
-    page.mouse.move(x + 18, (y + top) / 2)
-    assert "from position 4: “8”" in page.locator(".tip").inner_text()
-
-
 def test_clicking_a_node_shows_its_ancestors(page, tmp_path, two_panels):
     show(page, tmp_path, circuit_diagram(two_panels, threshold=0.25))
     before = [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)]
@@ -262,19 +239,6 @@ def test_clicking_a_node_shows_its_ancestors(page, tmp_path, two_panels):
     assert panel(page, 1).get_attribute("data-edges-on-path") == "4"
     page.keyboard.press("Escape")
     assert [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)] == before
-
-
-def test_the_keyboard_reaches_nodes(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
-    assert panel(page, 1).locator("circle[tabindex='0']").count() == 1
-    node(page, 1, 4, 10).focus()
-    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowRight", "ArrowRight"):
-        page.keyboard.press(key)
-    page.keyboard.press("Enter")
-    assert panel(page, 1).get_attribute("data-focus") == "1,10"
-    assert node(page, 1, 1, 10).get_attribute("aria-label") == (
-        "After layer 0, position 10: “?”, output “4”"
-    )
 
 
 def test_layers_unfold_on_a_click_and_where_lines_appear(page, tmp_path, make_flow):
@@ -319,13 +283,6 @@ def test_one_head_alone(page, tmp_path, two_panels):
     assert_equals_static(page, circuit_diagram(two_panels))
 
 
-def test_clicking_a_predicted_character_chooses_it(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
-    panel(page, 1).locator("[data-role='output'] text").nth(9).click()
-    assert page.locator("select[name=target]").input_value() == "3"
-    assert_equals_static(page, circuit_diagram(two_panels, target=3))
-
-
 def test_choosing_a_token_moves_the_prediction_along_the_row(page, tmp_path, make_flow, circuit):
     targets = tuple((column, column - 1) for column in range(1, 11))
     texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
@@ -368,64 +325,6 @@ def test_each_weight_has_its_own_smallest_threshold(page, tmp_path, make_random_
     assert float(slider.get_attribute("min")) == 0
 
 
-def test_right_to_left_tokens_stay_in_their_quotation_marks(page, tmp_path, make_flow, circuit):
-    tokens = ("שלום", *"6+28=0000\u202e4")[:11]
-    tokens = (*tokens[:10], "\u202e4")
-    show(page, tmp_path, circuit_diagram({"m": make_flow(circuit, input_tokens=tokens)}))
-    label = node(page, 0, 0, 0).get_attribute("aria-label")
-    assert label == "Input, position 0: “\u2068שלום\u2069”, output “3”"
-    assert "“\ufffd4”" in node(page, 0, 0, 10).get_attribute("aria-label")
-
-
-def test_text_is_ten_pixels_high_in_a_window_of_a_thousand(page, tmp_path, make_random_flow):
-    page.set_viewport_size({"width": 1000, "height": 800})
-    smallest = """() => Math.min(...[...document.querySelectorAll('svg text')].map(text => {
-        const { a, b } = text.getCTM();
-        return parseFloat(getComputedStyle(text).fontSize) * Math.hypot(a, b);
-    }))"""
-    for n in (11, 30, 64):
-        tokens = tuple(f" token{i}" for i in range(n))
-        flow = make_random_flow(4, 1, tokens, tokens, ((n - 1, n - 2),), sharpness=9.0)
-        show(page, tmp_path, circuit_diagram({"a": flow, "b": flow}))
-        assert page.evaluate(smallest) >= 10
-        fits = "() => document.documentElement.scrollWidth <= window.innerWidth"
-        assert page.evaluate(fits)  # what is wider is scrolled within the figure
-        svg, canvas = page.locator("svg").bounding_box(), page.locator(".canvas").bounding_box()
-        assert (svg["width"] <= canvas["width"]) == (n <= 30)
-
-
-def test_a_figure_wider_than_its_place_shows_the_prediction_and_the_names(
-    page, tmp_path, make_random_flow
-):
-    """Beside the sidebar of a notebook 540 of 1,000 px are left."""
-    page.set_viewport_size({"width": 572, "height": 900})
-    tokens = tuple(f" token{i}" for i in range(40))
-    flow = make_random_flow(30, 1, tokens, tokens, ((5, 4), (39, 38)), sharpness=9.0)
-    show(page, tmp_path, circuit_diagram({"a": flow}, target=-1))
-    names = [panel(page, 0).get_by_text("Layer 29"), panel(page, 0).locator("[data-role=caption]")]
-
-    def in_view() -> list[bool]:
-        columns = panel(page, 0).locator("[data-role=output] text")
-        boxes = [columns.nth(i).bounding_box() for i in (5, 39)]
-        boxes += [name.bounding_box() for name in names]
-        place = page.locator(".canvas").bounding_box()
-        start, end = place["x"], place["x"] + place["width"]
-        return [box["x"] >= start and box["x"] + box["width"] <= end for box in boxes]
-
-    assert in_view() == [False, True, True, True]
-    page.locator("select[name=target]").select_option("0")
-    assert in_view() == [True, False, True, True]
-    page.locator("select[name=target]").select_option("1")
-    page.locator(".canvas").evaluate("canvas => { canvas.scrollLeft = 0; }")
-    page.wait_for_function("() => !document.querySelector('[data-role=layers][transform]')")
-    page.set_viewport_size({"width": 560, "height": 900})
-    page.wait_for_function("() => document.querySelector('.canvas').scrollLeft > 0")
-    assert in_view() == [False, True, True, True]
-    page.set_viewport_size({"width": 1700, "height": 900})
-    page.wait_for_function("() => !document.querySelector('[data-role=layers][transform]')")
-    assert all(in_view())
-
-
 def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
     tokens = (
         ATTACK,
@@ -458,61 +357,3 @@ def test_figures_on_one_page_do_not_touch_each_other(page, tmp_path, two_panels,
     assert [panel(page, 1, i).get_attribute("data-edges-shown") for i in (0, 1)] == ["5", "2"]
     assert panel(page, 0, 2).get_attribute("data-edges-shown") == "5"
     assert page.evaluate("Object.keys(window).filter(name => /circuit/i.test(name))") == []
-
-
-def test_a_figure_shows_without_javascript(browser, tmp_path, two_panels):
-    context = browser.new_context(java_script_enabled=False)
-    page = context.new_page()
-    show(page, tmp_path, circuit_diagram(two_panels))
-    assert page.locator("svg").is_visible()
-    assert not page.locator(".controls").is_visible()
-    assert not page.locator(".tip").is_visible()
-    context.close()
-
-
-def test_text_does_not_overlap_or_leave_its_frame(page, tmp_path, two_panels, make_random_flow):
-    tokens = tuple(" international" if i % 3 == 0 else f" t{i}" for i in range(30))
-    long = make_random_flow(12, 2, tokens, tokens, ((29, 28),))
-    for figure in (circuit_diagram(two_panels), circuit_diagram({"a": long, "b": long})):
-        show(page, tmp_path, figure)
-        assert text_collisions(page) == []
-
-
-def text_collisions(page: Any) -> list[str]:
-    """Texts that leave the figure, and upright texts that overlap."""
-    return page.evaluate(
-        """() => {
-        const frame = document.querySelector('svg').getBoundingClientRect();
-        const texts = [...document.querySelectorAll('svg text')].map(
-            t => [t.textContent, t.getBoundingClientRect(), t.hasAttribute('transform')]);
-        const bad = texts.filter(([, box]) => box.left < frame.left || box.right > frame.right
-            || box.top < frame.top || box.bottom > frame.bottom).map(([text]) => text);
-        const upright = texts.filter(([, , turned]) => !turned);
-        upright.forEach(([a, p], i) => upright.slice(i + 1).forEach(([b, q]) => {
-            if (p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)
-                bad.push(`${a} over ${b}`);
-        }));
-        return bad;
-    }"""
-    )
-
-
-def test_the_figure_keeps_a_white_ground_in_dark_pages(page, tmp_path, sparse_flow):
-    show(page, tmp_path, circuit_diagram({"model": sparse_flow}))
-    page.evaluate("document.body.style.background = '#111'; document.body.style.color = '#eee'")
-    style = "root => [getComputedStyle(root).backgroundColor, getComputedStyle(root).color]"
-    colours = page.locator(".sparse-tl-circuit").evaluate(style)
-    assert colours == ["rgb(255, 255, 255)", "rgb(22, 24, 29)"]
-
-
-def test_a_large_model_is_whole_down_to_its_threshold(page, tmp_path, make_random_flow):
-    tokens = tuple(f" t{i}" for i in range(40))
-    flow: AttentionGraph = make_random_flow(12, 12, tokens, tokens, ((39, 38),), sharpness=3.0)
-    figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
-    show(page, tmp_path, figure)
-    assert_equals_static(page, figure)
-    lowest = float(page.locator("input[name=threshold]").get_attribute("min"))
-    assert lowest >= figure.data["floors"]["attention"] / 1000
-    set_threshold(page, round(lowest + 0.05, 2))
-    expected = circuit_diagram({"GPT-2 small": flow}, threshold=round(lowest + 0.05, 2))
-    assert_equals_static(page, expected)

@@ -1,14 +1,10 @@
-"""The component diagram as its script draws it, here without a page; and what it refuses."""
+"""The component diagram as its script draws it, here without a page."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import re
-import struct
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -227,41 +223,11 @@ def test_groups_pins_and_labels_of_a_state_are_drawn(make_circuit):
     assert {"mover", "early (2)"} <= set(texts_of(panel))
 
 
-def test_a_state_that_is_none(make_circuit, tmp_path):
-    circuit = make_circuit(EDGES)
-    good = {"format": "sparse_tl component diagram 1"}
-    for bad in (
-        {},
-        {"format": "other"},
-        good | {"edges": 0},
-        good | {"edges": True},
-        good | {"groups": {"a": "m0"}},
-        good | {"nothing": 1},
-        good | {"by": "size"},
-        good | {"labels": {"m0": 3}},
-    ):
-        with pytest.raises(ValueError, match="expected (a state|fields)"):
-            draw({"m": circuit}, state=bad)
-        path = tmp_path / "state.json"
-        path.write_text(json.dumps(bad))
-        with pytest.raises(ValueError, match="expected (a state|fields)"):
-            draw({"m": circuit}, state=path)
-
-
 def test_marked_heads_are_framed(make_circuit):
     circuit = make_circuit(EDGES)
     (panel,) = panels_of(draw({"m": circuit}, marked={"mover": [(2, 1)], "other": ["a0.h0"]}))
     marks = {e.get("data-mark"): e.get("stroke") for e in panel.iter() if e.get("data-mark")}
     assert marks == {"a2.h1": MARKS[0], "a0.h0": MARKS[1]}
-
-
-@pytest.mark.parametrize("names", [[], ["m1->logits"], ["input->logits"]])
-def test_no_edge_and_one_edge(make_circuit, names):
-    (panel,) = panels_of(draw({"m": make_circuit(dict.fromkeys(names, 1.0))}))
-    assert {"input", "logits"} <= nodes_of(panel).keys()
-    assert len(links_of(panel)) == (names == ["input->logits"])
-    (panel,) = panels_of(draw({"m": make_circuit(dict.fromkeys(names, 0.0))}, off_path=True))
-    assert len(links_of(panel)) == len(names)
 
 
 def test_a_large_circuit_holds_its_strongest_edges_and_says_so(make_random_circuit):
@@ -271,14 +237,6 @@ def test_a_large_circuit_holds_its_strongest_edges_and_says_so(make_random_circu
     with pytest.raises(ValueError, match="to choose the 2,000 strongest of the 2,500"):
         component_diagram(circuit)
     assert circuit._repr_html_().startswith("<p>")
-
-
-def test_printed_at_five_and_a_half_inches_text_has_six_points(make_random_circuit):
-    figure = draw({"a": make_random_circuit(12, 12, 60), "b": make_random_circuit()}, title="T")
-    root = ElementTree.fromstring(figure.svg)
-    points = 5.5 * 72 / float(root.get("width", ""))
-    sizes = [float(e.get("font-size", "16")) for e in root.iter()]
-    assert min(sizes) * points >= 6
 
 
 # ---- layered drawing ----------------------------------------------------------------------------
@@ -346,36 +304,6 @@ def test_positions_are_the_least_squares_ones_under_the_separations():
 # ---- one piece of HTML, and files ---------------------------------------------------------------
 
 
-def test_names_titles_and_units_stay_text(make_circuit):
-    circuit = make_circuit(EDGES)
-    figure = draw(
-        {ATTACK: circuit, "\x00" + "x" * 10_000: circuit},
-        title=ATTACK,
-        transition=ATTACK,
-        unit=ATTACK,
-    )
-    marks = draw({"m": circuit}, marked={ATTACK: ["a0.h0"]})
-    assert ATTACK in texts_of(ElementTree.fromstring(marks.svg))
-    root = ElementTree.fromstring(figure.svg)
-    assert {element.tag for element in root.iter()} == {
-        SVG + name for name in ("svg", "g", "path", "rect", "text")
-    }
-    html = str(figure)
-    assert "<img" not in html and html.count("</script>") == 1
-    payload = html.rsplit("startFigures(", 1)[1].split(");\n", 1)[0]
-    assert not set("<>&") & set(payload) and "alert" in payload
-
-
-def test_labels_of_a_state_stay_text_too(make_circuit):
-    labels = {"m1": ATTACK, "a2.h1": "&lt;\x00\u202e\ud800"}
-    state = {"format": "sparse_tl component diagram 1", "labels": labels}
-    figure = draw({"m": make_circuit(EDGES)}, state=state)
-    texts = texts_of(ElementTree.fromstring(figure.svg))
-    assert "&lt;" + "\N{REPLACEMENT CHARACTER}" * 3 in texts
-    assert any(len(text) > 10 and ATTACK.startswith(text.rstrip("\u2026")) for text in texts)
-    assert "<img" not in str(figure) and str(figure).count("</script>") == 1
-
-
 def test_figures_are_drawn_in_any_thread_and_event_loop(make_circuit):
     panels = {"m": make_circuit(EDGES)}
 
@@ -389,33 +317,6 @@ def test_figures_are_drawn_in_any_thread_and_event_loop(make_circuit):
     assert found == {draw(panels).svg}
 
 
-def test_an_error_of_the_script_names_its_place():
-    with pytest.raises(RuntimeError, match=r"(?s)firstView .*failed: .*component_panels\.js:\d+"):
-        run_script(COMPONENT_DRAWING, "firstView", {}, 720)
-
-
-def test_html_is_self_contained_small_and_the_same_each_time(make_random_circuit):
-    panels = {"a": make_random_circuit(), "b": make_random_circuit(seed=1)}
-    html = str(draw(panels))
-    assert html == str(draw(panels)) != str(draw(panels, colour="sign"))
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
-    assert len(html.encode()) < 120_000
-    large = str(draw({"m": make_random_circuit(12, 12, 2000)}, max_circuit_edges=2000))
-    assert len(large.encode()) <= 600_000
-
-
-def test_it_saves_html_svg_and_png(make_circuit, tmp_path):
-    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    figure = draw({"Base Model": make_circuit(EDGES)}, title="Cause & effect")
-    page = figure.save(tmp_path / "figure.html").read_text(encoding="utf-8")
-    assert figure.light_html in page and "<title>Cause &amp; effect</title>" in page
-    root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
-    png = figure.save(tmp_path / "figure.png", scale=1).read_bytes()
-    size = tuple(int(root.get(side, "")) for side in ("width", "height"))
-    assert struct.unpack(">II", png[16:24]) == size
-    assert repr(figure) == "ComponentDiagram('Base Model')"
-
-
 # ---- bad input ----------------------------------------------------------------------------------
 
 
@@ -425,27 +326,6 @@ def test_scores_of_another_model_or_panel(make_circuit):
     for given in ({"m": other}, {"n": scores}):
         with pytest.raises(ValueError, match="scores of the circuit edges of a panel, one of"):
             component_diagram({"m": circuit}, scores=given)
-
-
-def test_options_that_make_no_figure(make_circuit, unchecked_types):
-    panel = make_circuit(EDGES)
-    with pytest.raises(ValueError, match="at least one panel; got none"):
-        component_diagram({})
-    with pytest.raises(ValueError, match="from 1 to .* for max_circuit_edges; got 0"):
-        draw({"m": panel}, max_circuit_edges=0)
-    with pytest.raises(ValueError, match="'slot' or 'sign' for colour; got 'layer'"):
-        draw({"m": panel}, colour="layer")
-    with pytest.raises(ValueError, match="to colour by sign; got none"):
-        component_diagram({"m": panel.circuit}, colour="sign")
-    with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
-        draw({"m": panel}, marked={"mover": [(9, 9)]})
-    with pytest.raises(
-        TypeError, match="expected a mapping of texts to Circuit or Circuit for panels; got"
-    ):
-        component_diagram({"m": panel.circuit.mask})  # type: ignore[dict-item]
-    heads = Scores(panel.circuit.graph.heads, torch.zeros(3, 2), "eap").top(1)
-    with pytest.raises(ValueError, match="circuits of circuit edges; got one of heads"):
-        component_diagram(heads)
 
 
 def test_a_circuit_makes_its_own_figure(make_circuit):
@@ -503,17 +383,3 @@ def test_heads_have_the_colour_and_the_label_of_what_they_do(make_circuit):
     other = HeadBehaviour({"sink": torch.zeros(2, 2)})
     with pytest.raises(ValueError, match=r"of HeadGrid\(3 layers x 2 heads\); got HeadGrid\(2 "):
         draw({"m": make_circuit(EDGES)}, roles=other)
-
-
-@pytest.mark.long
-def test_limited_address_space_is_refused_in_words() -> None:
-    # V8 would end the process, and a notebook's kernel with it.
-    code = (
-        "import resource\n"
-        "from sparse_tl.plots.page.javascript import run_script\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
-        "run_script((), 'f')"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "this process is limited to 68.7 GB. `ulimit -v unlimited` lifts" in ended.stderr

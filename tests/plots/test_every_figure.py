@@ -7,8 +7,6 @@ result types that draw themselves. A new figure of known results is looked at wi
 from __future__ import annotations
 
 import inspect
-import json
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,7 +18,7 @@ import pandas as pd
 import pytest
 import torch
 from component_examples import neurons_of
-from legibility import WIDTHS, problems_of
+from legibility import problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
 
@@ -45,15 +43,11 @@ from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
-from sparse_tl.plots.page.rendering import html_page, notebook_style
-from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
+from sparse_tl.plots.page.rendering import html_page
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.tasks.skills import numbers
 
 pytestmark = pytest.mark.every_case
-
-PRINTED_WIDTH, SMALLEST_PRINT = 5.5 * 72, 6.0
-"""In points."""
 
 
 def _draws(function: Any) -> bool:
@@ -302,44 +296,7 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
     assert "1600 px, dark: 'small' is 9.0" in found
 
 
-def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_page: Any) -> None:
-    drawn = figure_of("head_map").plotly
-    drawn.layout.annotations[0].font.update(size=9, color="#bbbbbb")
-    drawn.layout.annotations[1].x = 1.2
-    said = [drawn.layout.annotations[place].text for place in range(2)]
-    problems = _problems(saved_page, by_plotly(drawn))
-    for width in WIDTHS:
-        assert f"{width} px, light: {said[0]!r} is 9.0" in problems
-        assert f"{width} px, dark: {said[0]!r} has a contrast of" in problems
-        assert f"{width} px, dark: {said[1]} is cut off" in problems
-
-
-# ---- in print ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_text_can_be_read_in_print(name: str, figure_of: Any) -> None:
-    figure = figure_of(name)
-    if isinstance(figure, GridFigure):
-        # In the drawing, text is outlines.
-        width, sizes = figure.plotly.layout.width, list(_font_sizes(figure.plotly.to_dict()))
-    else:
-        root = ElementTree.fromstring(figure.svg)
-        width = float(root.get("width", ""))
-        sizes = [float(e.get("font-size", "")) for e in root.iter() if e.get("font-size")]
-    assert len(sizes) > 2
-    assert min(sizes) * PRINTED_WIDTH / width >= SMALLEST_PRINT - 0.01
-
-
-def _font_sizes(drawn: Any, key: str = "") -> Any:
-    if isinstance(drawn, dict):
-        for name, part in drawn.items():
-            if name == "size" and key.endswith("font"):
-                yield part
-            yield from _font_sizes(part, name)
-    elif isinstance(drawn, list | tuple):
-        for part in drawn:
-            yield from _font_sizes(part, key)
+# ---- as pictures -------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -353,50 +310,3 @@ def test_nothing_is_cut_off_at_the_edges_of_a_picture(
     drawn = np.asarray(Image.open(path).convert("RGB")).astype(int)
     for edge in (drawn[:2], drawn[-2:], drawn[:, :2], drawn[:, -2:]):
         assert edge.min() > 245
-
-
-# ---- in notebooks ------------------------------------------------------------------------------
-
-NOTEBOOKS = {
-    "JupyterLab": '<html><body data-jp-theme-light="{is_light}">',
-    "VS Code": '<html><body data-vscode-theme-kind="vscode-{theme}">',
-    "Colab": '<html theme="{theme}"><body>',
-}
-FILTERS = """[...document.querySelectorAll(".figure")].map((figure) =>
-  [figure, ...figure.querySelectorAll("*")].filter((e) => getComputedStyle(e).filter !== "none")
-    .length)"""
-"""How many filters turn each figure."""
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_figures_follow_the_theme_of_the_notebook(
-    notebook: str, examples: Any, sparse_flow: Any, page: Any, tmp_path: Path
-) -> None:
-    """Those of one piece of HTML, and pictures; light and dark ones stay as they are."""
-    figures: list[Any] = [plots.circuit_diagram({"Model": sparse_flow})]
-    figures.append(plots.head_map({"Model": examples[Scores][0]}))
-    shown = [one for f in figures for one in (f, f.light(), f.dark())]
-    html = "".join(f'<div class="figure">{f._repr_html_()}</div>' for f in shown)
-    for theme in ("light", "dark"):
-        start = NOTEBOOKS[notebook].format(theme=theme, is_light=json.dumps(theme == "light"))
-        file = tmp_path / f"{theme}.html"
-        file.write_text(f"<!DOCTYPE html>{start}{html}</body></html>", encoding="utf-8")
-        page.goto(file.as_uri())
-        turned = int(theme == "dark")
-        # The dark picture has dark colours; other dark HTML is turned by a filter.
-        assert page.evaluate(FILTERS) == [turned, 0, 1, turned, 0, 0]
-
-
-def test_plotlys_display_follows_the_theme_of_the_notebook(figure_of: Any, saved_page: Any) -> None:
-    """Every figure that plotly draws has a mark that the style of the notebook finds."""
-    figures = [f for name in FUNCTIONS if isinstance(f := figure_of(name), GridFigure)]
-    shown = [*figures, figures[0].light(), figures[0].dark()]
-    data = json.dumps([f._repr_mimebundle_()[PLOTLY_DATA] for f in shown]).replace("<", "\\u003c")
-    html = f"""{notebook_style()}<script>for (const f of {data}) {{
-        const div = document.createElement("div"); div.className = "figure";
-        document.body.append(div); Plotly.newPlot(div, f.data, f.layout, f.config); }}</script>"""
-    saved_page.emulate_media(color_scheme="light")
-    saved_page.evaluate(SHOW, [html, 0])
-    for is_light, n_turned in ((True, 0), (False, 1)):
-        saved_page.evaluate(f"document.body.dataset.jpThemeLight = {json.dumps(is_light)}")
-        assert saved_page.evaluate(FILTERS) == [*[n_turned] * len(figures), 0, 0]

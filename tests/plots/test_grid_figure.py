@@ -22,7 +22,7 @@ from sparse_tl.plots import (
     gate_trajectories,
     head_roles_figure,
 )
-from sparse_tl.plots.page.palette import BACKGROUND, DENSE, dark_colour
+from sparse_tl.plots.page.palette import BACKGROUND, dark_colour
 from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
 
 NASTY = "</script><img src=x onerror=alert(1)>"
@@ -112,31 +112,6 @@ class TestNotebook:
         for picture in pictures.all():
             assert picture.evaluate("image => image.complete && image.naturalWidth") > 100
 
-    def test_ipython_asks_for_the_bundle(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        formatter = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
-        monkeypatch.setattr("plotly.io.renderers.default", "plotly_mimetype")
-        data, _ = formatter.format(effects())
-        assert list(data) == [PLOTLY_DATA, "text/html", "text/plain"]
-
-    def test_show_is_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        shown: list[Any] = []
-        monkeypatch.setattr("IPython.display.display", shown.append)
-        monkeypatch.setattr("plotly.io.renderers.default", "plotly_mimetype")
-        figure = effects()
-        figure.show()
-        assert shown == [figure]
-
-    def test_a_renderer_that_the_user_chose_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        shown: list[Any] = []
-        monkeypatch.setattr("plotly.io.show", lambda figure, *a, **k: shown.append(k))
-        figure = effects()
-        monkeypatch.setattr("plotly.io.renderers.default", "plotly_mimetype")
-        figure.show(renderer="svg")
-        monkeypatch.setattr("plotly.io.renderers.default", "browser")
-        figure.show()
-        figure._ipython_display_()
-        assert shown == [{"renderer": "svg"}, {}, {}]
-
 
 class TestDark:
     @pytest.mark.parametrize("name", FIGURES)
@@ -152,41 +127,3 @@ class TestDark:
         for place in changed:
             assert after[place] == dark_colour(before[place])
         assert figure.plotly.layout.template.layout.paper_bgcolor == BACKGROUND
-
-    def test_a_name_that_is_a_colour_stays(self) -> None:
-        dark = effects("#0072b2").dark().plotly
-        assert dark.data[1].name == "#0072b2"
-        assert dark.data[1].line.color == dark_colour(DENSE)
-
-    def test_saved_dark(self, tmp_path: Path) -> None:
-        svg = effects().save(tmp_path / "a.svg", theme="dark").read_text()
-        assert dark_colour(DENSE) in svg and DENSE not in svg
-        assert f"fill: {dark_colour(BACKGROUND)}" in svg and BACKGROUND not in svg
-        light, dark = (
-            effects().save(tmp_path / f"{theme}.png", theme=theme).read_bytes()
-            for theme in ("light", "dark")
-        )
-        assert light != dark
-        turned = effects().dark().save(tmp_path / "b.svg", theme="dark").read_text()
-        assert turned == svg
-        page = effects().dark().save(tmp_path / "b.html").read_text()
-        assert "prefers-color-scheme" not in page.partition("</head>")[0]
-
-    def test_a_page_follows_the_reader(self, tmp_path: Path) -> None:
-        pages = {
-            theme: effects().save(tmp_path / f"{theme}.html", theme=theme).read_text()
-            for theme in ("auto", "light", "dark")
-        }
-        rule = "prefers-color-scheme: dark"
-        assert [rule in page for page in pages.values()] == [True, False, False]
-        rules = {theme: page.partition("</head>")[0] for theme, page in pages.items()}
-        assert ["filter" in head for head in rules.values()] == [True, False, True]
-
-    @pytest.mark.parametrize(
-        "wrong", [{"theme": "blue"}, {"scale": "2"}, {"scale": 1e5}, {"scale": 0}, {"path": None}]
-    )
-    def test_refuses_what_cannot_be_saved(self, tmp_path: Path, wrong: Any) -> None:
-        name = next(iter(wrong))
-        with pytest.raises((TypeError, ValueError), match=f"expected .* for {name}; got"):
-            effects().save(**{"path": tmp_path / "a.png", **wrong})
-        assert not list(tmp_path.iterdir())

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl import CircuitGraph, Scores, head_map
+from sparse_tl import Scores, head_map
 from sparse_tl.circuits import HeadBehaviour
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import GridFigure
 from sparse_tl.plots.page.palette import EMPTY_CELL, HELPS, HURTS, MARKS
-from sparse_tl.tasks import GPT2_IOI_HEADS
 
 GRID = HeadGrid(2, 3)
 SCORES = Scores(GRID, torch.tensor([[-0.5, 0.25, 0.0], [0.0, 0.1, 0.0]]), "eap-ig")
@@ -95,39 +94,9 @@ def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
     assert _behaviour().figure(title="Dense").svg == head_map({"Dense": _behaviour()}).svg
 
 
-def test_labels_that_do_not_fit_are_left_out() -> None:
-    wide = HeadBehaviour({"induction": torch.ones(2, 40), "copying": torch.ones(2, 40)})
-    assert not _labels(head_map({"Model": wide}))
-    middle = HeadBehaviour({"induction": torch.ones(2, 25), "copying": torch.ones(2, 25)})
-    assert {text for text, *_ in _labels(head_map({"Model": middle}))} == {"ind"}
-
-
-def test_models_without_heads_of_a_kind_say_so() -> None:
-    none = HeadBehaviour({"sink": torch.zeros(2, 3), "copying": torch.zeros(2, 3)})
-    both = {"Dense": none, "Sparse": _behaviour()}
-    for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
-        texts = [text.text for text in head_map(panels).plotly.layout.annotations]
-        assert f"No head of Dense is of any kind.{said}" in " ".join(texts)
-
-
 def test_scores_of_nothing_are_drawn() -> None:
     none = Scores(GRID, torch.zeros(2, 3), "eap")
     assert none.figure().plotly.data[0].zmax == 1
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    graph = CircuitGraph(1, 1, 1)
-    edges = Scores(graph, torch.zeros(graph.exists.shape), "eap")
-    with pytest.raises(ValueError, match=r"scores\.figure\(\)"):
-        head_map({"Edges": edges})
-    other = Scores(HeadGrid(2, 2), torch.zeros(2, 2), "eap")
-    for panels in ({}, {"one": SCORES, "other": other}):
-        with pytest.raises(ValueError, match="of models of one shape"):
-            head_map(panels)
-    with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
-        head_map({"Model": SCORES}, marked=GPT2_IOI_HEADS)
-    with pytest.raises(ValueError, match="at most 7 names"):
-        head_map({"Model": SCORES}, marked={str(name): [] for name in range(8)})
 
 
 def test_a_page_is_small_and_tells_each_head(page: Any, tmp_path: Path) -> None:

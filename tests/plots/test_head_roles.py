@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
-from sparse_tl.plots.page.palette import EMPTY_CELL, ROLES, dark_colour
-from sparse_tl.plots.panels.plotly_panels import ticks
+from sparse_tl.plots.page.palette import EMPTY_CELL, ROLES
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
 
@@ -68,24 +66,6 @@ def test_every_row_has_axes_of_its_own(grid: go.Figure) -> None:
     assert layout.xaxis.ticktext[-1] == "10" and layout.xaxis.showticklabels is None
 
 
-def test_titles_and_lines_in_the_colours_of_the_roles(grid: go.Figure) -> None:
-    listed = {trace.name: trace.line.color for trace in grid.data if trace.showlegend}
-    assert listed == {role.capitalize(): colour for role, colour in ROLES.items()}
-    green = [t for t in grid.data if t.line.color == ROLES["facilitation"] and len(t.x) > 1]
-    assert list(green[0].y) == pytest.approx([-0.3 * step for step in range(11)])
-    assert [annotation.text for annotation in grid.layout.annotations] == [
-        "Dense",
-        "Sparse",
-        "Syntax",
-        "Math",
-        "not measured",
-        "Number of Ablated Heads",
-        "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response",
-    ]
-    one = ablation_grid({"": {"Dense": curves()}}).plotly.layout.annotations[-1]
-    assert one.text == "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
-
-
 def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
     red = ROLES["interference"]
     beyond = {2: list(range(2, 11)), 0: list(range(11))}
@@ -106,14 +86,6 @@ def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
     whole = curves(in_role=11, control=False)[2]
     traces = ablation_grid({"Math": {"Dense": [whole]}}).plotly.data
     assert [trace.name for trace in traces if trace.showlegend] == ["Interference"]
-
-
-@pytest.mark.parametrize("n_models", [1, 2, 4, 6])
-def test_grids_of_any_number_of_models_fit_a_page(n_models: int) -> None:
-    row = {f"L3.2-{number}B": curves(in_role=2) for number in range(n_models)}
-    layout = ablation_grid({"Syntax": row, "Math": row}).plotly.layout
-    assert layout.width <= 726
-    assert (layout.legend.orientation == "h") == (n_models > 4)
 
 
 def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
@@ -138,13 +110,6 @@ def test_a_note_says_what_all_heads_of_a_role_cost(roles: HeadRoles) -> None:
     )
 
 
-def test_colour_bars_are_turned_dark(roles: HeadRoles) -> None:
-    svg = head_roles_figure(roles).dark().svg
-    assert "<image" not in svg and EMPTY_CELL not in svg
-    # The strongest step of each bar, and one cell of the map.
-    assert len(re.findall(f"fill: {dark_colour(ROLES['interference'])}", svg)) >= 1
-
-
 def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:
     assert roles.figure().svg == head_roles_figure(roles).svg
     curve = curves()[0]
@@ -152,21 +117,3 @@ def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None
     for suffix in ("html", "svg", "png", "json"):
         path = gate_trajectories(roles).save(tmp_path / f"gates.{suffix}")
         assert path.stat().st_size > 500
-
-
-def test_empty_grids_are_refused() -> None:
-    for rows in ({}, {"Syntax": {}}, {"Syntax": {"Dense": []}}):
-        with pytest.raises(ValueError, match="at least one task with one model"):
-            ablation_grid(rows)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "texts"),
-    [
-        (0, 50, ["0", "20", "40"]),
-        (-3.2, 0.7, ["\N{MINUS SIGN}3", "\N{MINUS SIGN}2", "\N{MINUS SIGN}1", "0"]),
-        (-0.012, 0.01, ["\N{MINUS SIGN}0.01", "0.00", "0.01"]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, texts: list[str]) -> None:
-    assert ticks(low, high)["ticktext"] == texts

@@ -134,23 +134,3 @@ def test_countries_of_a_length_of_their_own_are_left_out() -> None:
     task = CapitalsTask(templates=("The city of [COUNTRY]:",), countries=rows)
     assert task.words(tokenizer) == {"countries": [("France", "Paris"), ("Italy", "Rome")]}
     assert "2 of 4 countries left out" in task.describe(tokenizer)
-
-
-def test_too_few_words_and_bad_templates() -> None:
-    reader = Reader(byte_level(" is", " are", " boy", " boys"))
-    with pytest.raises(ValueError, match=r"at least 2 nouns .*1 of 58 are: \[\('boy', 'boys'\)\]"):
-        SubjectVerbTask().pairs(reader, 1)
-    with pytest.raises(ValueError, match=r"at least 1 plural pronouns .*0 of 1 are"):
-        AnaphorTask().pairs(reader, 1)
-    with pytest.raises(ValueError, match=r"at least 2 countries .*0 of 109 are"):
-        CapitalsTask().pairs(reader, 1)
-    for wrong in ((), ("The [NOUN] and the [NOUN]",), ("The [OTHER]",)):
-        with pytest.raises(ValueError, match="expected (templates with|at least one template)"):
-            SubjectVerbTask(templates=wrong)
-    with pytest.raises(ValueError, match=r"expected templates with \[NOUN\], \[VERB\] or"):
-        AnaphorTask(templates=("The [NOUN]",))
-    with pytest.raises(ValueError, match="at least one verb"):
-        AnaphorTask(actions=())
-    for wrong in ((), ("The capital is",), ("[COUNTRY] and [COUNTRY]",)):
-        with pytest.raises(ValueError, match=r"templates with \[COUNTRY\] once"):
-            CapitalsTask(templates=wrong)

@@ -62,13 +62,3 @@ def test_a_seed_gives_the_same_pairs(build_tiny: Callable[..., Model]) -> None:
     model, task = build_tiny(), InductionTask(length=6)
     one, again, other = (task.pairs(model, 10, seed=seed).digest() for seed in (1, 1, 2))
     assert one == again != other
-
-
-def test_what_cannot_be_drawn(build_tiny: Callable[..., Model]) -> None:
-    with pytest.raises(ValueError, match="vocabulary of more than 16 tokens.* it has 13"):
-        InductionTask().pairs(build_tiny(), 2)
-    for asked in ({"prepend_bos": True}, {"chat": True}):
-        with pytest.raises(ValueError, match="expected a model with a tokenizer"):
-            InductionTask(length=4).pairs(build_tiny(), 2, **asked)
-    with pytest.raises(ValueError, match="from 2 to 100,000 for length; got 1"):
-        InductionTask(length=1)

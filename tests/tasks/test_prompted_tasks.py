@@ -251,11 +251,7 @@ def test_words_that_are_no_single_token_are_left_out(words):
     "task, message",
     [
         (IOITask(names=("Mary", "John", "Paul", "Zebedee")), r"5 names .*3 of 4 .*'Mary', 'John'"),
-        (IOITask(places=("volcano",)), r"1 places .*0 of 1 .*other `places`"),
-        (IOITask(objects=()), r"1 objects .*0 of 0 "),
-        (GreaterThanTask(nouns=("eon",)), r"1 nouns .*0 of 1 .*other `nouns`"),
         (DocstringTask(arguments=docstring.ARGUMENTS[:11]), r"12 arguments .*11 of 11 "),
-        (DocstringTask(nouns=("price", "cost", "price")), r"3 nouns .*2 of 2 "),
     ],
 )
 def test_too_few_words_are_counted(task, message, words):
@@ -278,12 +274,6 @@ def test_tokenizers_without_pairs_of_digits_are_refused():
         GreaterThanTask().pairs(Reader(word_tokenizer(re.sub(r"\d", "", EVERYTHING))), 1)
     with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
         GreaterThanTask().pairs(Reader(word_tokenizer(EVERYTHING.replace("37", ""))), 1)
-
-
-def test_an_unknown_word_of_the_frame_is_named():
-    tokenizer = word_tokenizer(EVERYTHING.replace("lasted", ""))
-    with pytest.raises(ValueError, match="row 0, clean: .* has no token for 'lasted'"):
-        GreaterThanTask().pairs(Reader(tokenizer), 2)
 
 
 def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):
@@ -347,11 +337,6 @@ def test_names_with_decomposed_accents_are_words_of_a_tokenizer_that_composes_th
     assert made[0].digest() == made[1].digest()
 
 
-def test_a_model_without_a_tokenizer_is_refused(build_tiny):
-    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
-        IOITask().pairs(build_tiny(), 2)
-
-
 def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
     names = ("Mary", "John", "Paul", "Lisa", "Mark")
     space = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -394,19 +379,6 @@ def test_the_metric_is_the_tasks_own(words):
         ("ioi_long", "IOI Long"),
         ("docstring", "Docstring"),
     ]
-
-
-def test_bad_arguments_are_refused(words):
-    for kind in TASKS:
-        with pytest.raises(ValueError, match="for n; got 0"):
-            kind().pairs(Reader(words), 0)
-    for template in ("[A] and [B] gave to [A]", "[A] and [B], [B] gave [A] one", "[B] [A] [B]"):
-        with pytest.raises(ValueError, match="expected templates"):
-            IOITask(templates=(template,))
-    with pytest.raises(ValueError, match="at least one template"):
-        IOILongTask(templates=())
-    with pytest.raises(ValueError, match=r"10\.\.99.*\[7, 100\]"):
-        GreaterThanTask(centuries=(7, 17, 100))
 
 
 def test_the_words_are_the_published_ones(shared_data):

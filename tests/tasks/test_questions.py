@@ -121,31 +121,3 @@ def test_long_questions_are_left_out(gpt2: Callable[..., Model], shared_data: Pa
     assert found.rows.tokens.shape[1] <= 240
     with pytest.raises(ValueError, match="at most 10 tokens"):
         MATHEMATICS.load(gpt2(10), 50, source=file)
-
-
-def test_other_rows_are_refused(gpt2: Callable[..., Model], shared_data: Path) -> None:
-    file = shared_data / "prompts" / "gsm8k" / "test.jsonl"
-    with pytest.raises(ValueError, match=r"rows of Common Sense .*fields \['answer', 'question'\]"):
-        COMMON_SENSE.load(gpt2(), 5, source=file)
-    with pytest.raises(ValueError, match="at least one question"):
-        COMMON_SENSE.load(gpt2(), 0, source=file)
-
-
-def test_pairs_that_differ_from_the_start_are_no_questions(
-    gpt2: Callable[..., Model], tmp_path: Path
-) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text('{"sentence_good": "These cats", "sentence_bad": "This cats"}', "utf-8")
-    with pytest.raises(ValueError, match="questions of Syntax of at most 9 tokens .*; got none"):
-        SYNTAX.load(gpt2(9), 5, source=file)
-
-
-@pytest.mark.usefixtures("offline")
-def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no-such-set is not a file, and loading it as a dataset"):
-        read_rows("no-such-set")
-    (tmp_path / "empty.jsonl").write_text("\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="there are none"):
-        read_rows(tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="at least two questions"):
-        mathematics_questions([{"question": "1?", "answer": "1"}])

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tiny import small_task_models
 
 from sparse_tl import load_task_models, task_report
 from sparse_tl.circuits import accuracy
 from sparse_tl.cli import options
-from sparse_tl.lens import Model
 from sparse_tl.models import TASKS
 from sparse_tl.tasks import TASKS_BY_NAME, IOITask, TaskReport
 from sparse_tl.tasks.report import by_name
@@ -55,31 +50,6 @@ def test_the_numbers_are_those_of_the_prompts(report: TaskReport) -> None:
     assert report.skills["ioi"].clean.shape == (40,)
 
 
-def test_it_says_a_line_for_every_task(report: TaskReport, tmp_path: Path) -> None:
-    lines = str(report).splitlines()
-    assert [line.partition(": ")[0] for line in lines] == list(TASKS_BY_NAME)
-    assert " of 40 prompts right; choice " in lines[1]
-    assert repr(report).startswith("TaskReport(does 4 of 8 tasks: ['greater_than', 'ioi',")
-    assert "capitals: expected at least 2 countries" in report._repr_html_()
-    again = TaskReport.load(report.save(tmp_path / "report"))
-    assert str(again) == str(report)
-
-
 def test_an_untrained_model_does_nothing() -> None:
     found = task_report(small_task_models()[0], ["greater_than", IOITask()], n=32)
     assert found.done == [] and list(found.skills) == ["greater_than", "ioi"]
-
-
-def test_what_is_asked_has_to_make_sense(build_tiny: Callable[..., Model]) -> None:
-    model: Any = small_task_models()[0]
-    with pytest.raises(ValueError, match="expected tasks of .*; got 'sums'"):
-        task_report(model, ["sums"])
-    with pytest.raises(ValueError, match="expected each task once"):
-        task_report(model, ["ioi", IOITask()])
-    with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
-        task_report(model, ["ioi"], chat=True)
-    with pytest.raises(ValueError, match="expected prepend_bos or chat"):
-        task_report(model, ["ioi"], chat=True, prepend_bos=True)
-    found = task_report(build_tiny(d_vocab=300, n_ctx=64), ["ioi", "induction"], n=16)
-    assert "expected a model with a tokenizer" in found.lacks["ioi"]
-    assert "does not do this task" in found.lacks["induction"]

@@ -134,32 +134,6 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     assert "held out" not in outcome.verdict
 
 
-@pytest.mark.parametrize(
-    ("edges", "best", "said"),
-    [
-        ([100, 60, 40, 30], 30, "did not bind on long, short: less than half"),
-        ([100, 60, 40, 39], 30, ""),
-        (
-            [100, 60, 40, 30],
-            10,
-            "fewer edges were active (30.00 at the end), but the target was missed",
-        ),
-        ([100, 60, 70, 80], 10, ""),
-    ],
-)
-def test_what_a_longer_run_would_do(
-    build_echo: Build, echo_rows: Rows, edges: list[float], best: int, said: str
-) -> None:
-    """More steps are advised where little of the target is used and edges still close."""
-    outcome = _trained(SparseTransformer(build_echo()), echo_rows, target_loss="kl+5", steps=1)
-    assert outcome.feasible
-    history = pd.DataFrame({"step": range(31)})
-    history.loc[::10, "validation_active_attention_edges"] = edges
-    ended = replace(outcome, history=history, best_step=best)
-    advice = ("did not bind", "target was missed")
-    assert said in ended.verdict and any(some in ended.verdict for some in advice) == bool(said)
-
-
 def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_rows: Rows) -> None:
     """The label of every row is wrong; only the dense model's predictions are learned."""
     rows = echo_rows()

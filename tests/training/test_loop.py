@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,6 @@ from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.parallel import progress
-from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 from sparse_tl.training.checkpoints import FORMAT, TrainingState, load_checkpoint, save_checkpoint
 
@@ -239,15 +235,9 @@ def test_a_rate_without_warm_up_and_decay_is_constant() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("steps", 0),
         ("learning_rate", 0.0),
         ("learning_rate", float("nan")),
-        ("clip", -1.0),
         ("accumulate", 0),
-        ("evaluate_every", 0),
-        ("checkpoint_every", 0),
-        ("decay", 1.5),
-        ("final_rate", -0.1),
     ],
 )
 def test_settings_that_make_no_sense(field: str, value: float) -> None:
@@ -534,16 +524,6 @@ def test_a_loss_that_is_no_number_stops_training(
     assert _same_weights(whole, resumed)
 
 
-def test_a_post_training_loss_that_is_no_number(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
-) -> None:
-    sparse = SparseTransformer(build_echo())
-    stream = Watched(ShuffledStream(echo_rows(), 16), 3, _spoil(sparse.model))
-    with pytest.raises(NonFiniteLossError, match="at step 3 "):
-        _post_train(sparse, stream, echo_rows(seed=1), checkpoint=tmp_path / "c")
-    assert _saved_step(tmp_path / "c") == 2
-
-
 def test_scores_that_are_no_number_are_a_loss_that_is_none(
     build_echo: Build, echo_rows: Rows
 ) -> None:
@@ -556,25 +536,6 @@ def test_scores_that_are_no_number_are_a_loss_that_is_none(
     stream = Watched(ShuffledStream(echo_rows(), 16), 3, spoil)
     with pytest.raises(NonFiniteLossError, match="at step 3 "):
         _post_train(sparse, stream, echo_rows(seed=1))
-
-
-def test_a_held_out_loss_that_is_no_number(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    """The last step before an evaluation and a checkpoint ruins the weights."""
-    with pytest.raises(NonFiniteLossError, match="after step"):
-        _pretrain(
-            build_tiny(),
-            ShuffledStream(echo_rows(), 16),
-            echo_rows(seed=1),
-            learning_rate=1e9,
-            warmup=0,
-            decay=0.0,
-            steps=6,
-            evaluate_every=1,
-            checkpoint_every=1,
-            checkpoint=tmp_path / "c",
-        )
 
 
 # Checkpoints that do not belong to the run.
@@ -653,48 +614,8 @@ def test_a_checkpoint_knows_its_data(
     assert _same_weights(fresh, untouched)
 
 
-def test_post_training_knows_its_validation_rows(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    stream = ShuffledStream(echo_rows(), 16)
-    sparse = SparseTransformer(build_tiny())
-    _post_train(sparse, stream, echo_rows(seed=1), checkpoint=tmp_path / "c", steps=2)
-    with pytest.raises(ValueError, match="belongs to another run.*validation: '.*' there"):
-        sparse = SparseTransformer(build_tiny())
-        _post_train(sparse, stream, echo_rows(seed=2), checkpoint=tmp_path / "c", steps=2)
-
-
-def test_progress_shows_what_is_measured(
-    build_tiny: Build,
-    echo_rows: Rows,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In a log file, that is all there is to see of a run of days."""
-    minutes = count(step=60.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(minutes))
-    post_train(
-        SparseTransformer(build_tiny()),
-        ShuffledStream(echo_rows(), 16),
-        validation=echo_rows(seed=1),
-        target_loss="+0.5",
-        steps=2,
-    )
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"2 of 2 .*loss [\d.]+, over .*, λ [\d.]+, edges/token [\d.]+, best", last)
-
-
 def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(content)
-
-
-def _changed(**fields: Any) -> Callable[[Path], Any]:
-    def change(folder: Path) -> None:
-        content = read_json(folder / "state.json")
-        content["state"] |= fields
-        write_json(folder / "state.json", content)
-
-    return change
 
 
 def _truncate(folder: Path) -> None:
@@ -708,40 +629,15 @@ def _foreign(folder: Path) -> None:
     (folder / "holiday.jpg").touch()
 
 
-def _file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("not a folder")
-
-
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (_foreign, r"an earlier state.json.*holiday\.jpg"),
-        (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
-        (_rewrite("state.json", "[]"), "expected a checkpoint of format"),
         (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format"),
         (_rewrite("state.json", f'{{"format": {FORMAT}}}'), "expected a complete checkpoint"),
-        (_changed(step="x"), r"expected a complete checkpoint in .*step.* have the wrong type"),
-        (_changed(steps=0), r"expected a complete checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
-        pytest.param(
-            lambda folder: (folder / "tensors.safetensors").unlink(),
-            r"tensors\.safetensors",
-        ),
-        pytest.param(_file, "expected"),
     ],
-    ids=[
-        "foreign",
-        "not JSON",
-        "list",
-        "format",
-        "no identity",
-        "type",
-        "field",
-        "truncated",
-        "no tensors",
-        "file",
-    ],
+    ids=["foreign", "format", "no identity", "truncated"],
 )
 def test_a_damaged_checkpoint(
     build_tiny: Build,
@@ -775,62 +671,20 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
     assert not trained
 
 
-def test_an_empty_checkpoint_folder(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
-    """Either it is used or it is refused, before any training."""
-    (tmp_path / "c").mkdir()
-    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
-    try:
-        _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path / "c", steps=2)
-    except ValueError as error:
-        assert "an earlier state.json" in str(error)
-    else:
-        assert (tmp_path / "c" / "state.json").exists()
-
-
-def test_another_choice_of_weights_is_another_run(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
-    for trained, other in (("all", "qk"), ("qk", "all")):
-        folder = tmp_path / trained
-        rates = {"gates": 1e-2, trained: 1e-2}
-        _post_train(
-            SparseTransformer(build_echo()),
-            stream,
-            validation,
-            learning_rate=rates,
-            checkpoint=folder,
-            steps=2,
-        )
-        with pytest.raises(ValueError, match="belongs to another run.*embed"):
-            _post_train(
-                SparseTransformer(build_echo()),
-                stream,
-                validation,
-                learning_rate={"gates": 1e-2, other: 1e-2},
-                checkpoint=folder,
-                steps=2,
-            )
-
-
 # Schedules, clipping, and what an objective carries
 
 
-def test_a_linear_schedule_falls_along_a_line(unchecked_types: None) -> None:
+def test_a_linear_schedule_falls_along_a_line() -> None:
     config = TrainingConfig(
         steps=10, learning_rate=2.0, warmup=0, decay=1.0, final_rate=0.1, schedule="linear"
     )
     assert [config.rate(step) for step in (0, 5, 9)] == pytest.approx([2.0, 1.1, 0.38])
-    with pytest.raises(ValueError, match="'cosine' or 'linear' for schedule; got 'steps'"):
-        TrainingConfig(steps=1, learning_rate=1.0, schedule="steps")
 
 
 def test_no_clip_lets_every_gradient_pass(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
     assert TrainingConfig(steps=1, learning_rate=1.0, clip=None).clip is None
-    with pytest.raises(ValueError, match="above 0 .* or None for clip; got 0.0"):
-        TrainingConfig(steps=1, learning_rate=1.0, clip=0.0)
     weights = []
     for clip in (None, 1e9):
         model = build_tiny()
@@ -862,9 +716,3 @@ def test_tensors_of_an_objective_are_kept(
     assert found.objective["lambda"] == 2.0
     assert torch.equal(found.objective["recorded"], state.objective["recorded"])
     assert isinstance(state.objective["recorded"], torch.Tensor)
-
-
-def test_a_run_names_its_measurements() -> None:
-    row = {"loss": 1.23456, "lambda": 30.0, "seconds": 2.0}
-    best = {"active_attention_edges_per_token": 35.911}
-    assert TrainingState(1, [row], best).latest() == "loss 1.235, λ 30.00, best 35.91"

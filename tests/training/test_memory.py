@@ -1,12 +1,10 @@
-"""What is said when there is not enough memory."""
+"""What needs how much memory, and what is said when there is not enough."""
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
 
 import pytest
-import torch
 
 from sparse_tl import (
     AdditionTask,
@@ -22,65 +20,12 @@ from sparse_tl.lens import Model, checkpointed_activations, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.config import in_precision
 from sparse_tl.training.memory import training_memory
-from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.reference import reference_of
 
 
 def _addition() -> tuple[SparseTransformer, TokenBatch]:
     _, sparse = load_addition_models()
     return sparse, AdditionTask().split()[0].select(slice(0, 32))
-
-
-def _post_train(sparse: SparseTransformer, rows: TokenBatch) -> None:
-    stream = ShuffledStream(rows, 8, accumulate=2)
-    post_train(sparse, stream, target_loss="+1.0", validation=rows, steps=2, progress=False)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes"),
-    ],
-)
-def test_out_of_memory_says_where_it_goes(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
-) -> None:
-    plain, left = SparsityObjective.measure, list[Any]()
-
-    def fail(self: SparsityObjective, batch: object, *args: object) -> object:
-        if len(batch) > 1:  # type: ignore[arg-type]
-            activations = torch.zeros(3)
-            left.append(ref(activations))
-            raise error
-        assert left[0]() is None, "what the step held is free for the estimate"
-        return plain(self, batch, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SparsityObjective, "measure", fail)
-    with pytest.raises(MemoryError, match="ran out of memory on cpu") as caught:
-        _post_train(*_addition())
-    said = str(caught.value)
-    for part in (
-        "4 rows of",
-        "8 a step, 2 micro-batches",
-        "activations of",
-        "--accumulate",
-        "allocate",
-    ):
-        assert part in said, part
-
-
-def test_evaluations_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = SparseTransformer.run_with_counts
-
-    def fail(self: SparseTransformer, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if len(tokens) == 32:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-        return plain(self, tokens, *args, **kwargs)
-
-    monkeypatch.setattr(SparseTransformer, "run_with_counts", fail)
-    with pytest.raises(MemoryError, match=r"measuring the validation rows.*evaluate_held_out ran"):
-        _post_train(*_addition())
 
 
 def test_prompts_that_do_not_fit_at_once() -> None:
@@ -96,24 +41,6 @@ def test_prompts_that_do_not_fit_at_once() -> None:
         expected = f"attribute_heads ran out of memory with batch_size={batch_size}. A smaller"
         with pytest.raises(MemoryError, match=expected):
             attribute_heads(sparse, pairs, logit_difference, progress=False, **given)
-
-
-def test_a_dense_copy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: SparseTransformer) -> Model:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-
-    monkeypatch.setattr(SparseTransformer, "dense_copy", fail)
-    with pytest.raises(MemoryError, match=r"the dense model .*--precision"):
-        _post_train(*_addition())
-
-
-def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("another")
-
-    monkeypatch.setattr(SparsityObjective, "measure", fail)
-    with pytest.raises(RuntimeError, match="^another$"):
-        _post_train(*_addition())
 
 
 def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from sparse_tl.lens import Model, adapt, read_parameters
 from sparse_tl.training import (
     PostTraining,
     evaluate_held_out,
-    loop,
     post_train,
 )
 from sparse_tl.training.config import choose_trained
@@ -82,15 +80,6 @@ def _moved(before: dict[str, torch.Tensor], sparse: SparseTransformer) -> set[st
 
 def _losses(outcome: PostTraining) -> list[float]:
     return outcome.history["loss"].dropna().tolist()
-
-
-def test_these_are_all_parameters() -> None:
-    names = "sparse stream validation target_loss target_edges held_out steps learning_rate"
-    assert [*inspect.signature(post_train).parameters] == [
-        *names.split(),
-        *("gate_learning_rate", "edge_cost", "head_cost", "seed"),
-        *("precision", "checkpoint", "progress"),
-    ]
 
 
 def test_the_wrapped_model_itself_is_trained(echo: Echo) -> None:
@@ -302,24 +291,6 @@ def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
     assert losses["bf16"][0] == pytest.approx(losses["float32"][0], abs=0.05)
 
 
-def test_a_run_is_found_again_in_its_checkpoint(echo: Echo, tmp_path: Path) -> None:
-    _, first = echo(checkpoint=tmp_path / "c")
-    assert sorted(file.name for file in (tmp_path / "c").iterdir()) == [
-        "SHA256SUMS",
-        "state.json",
-        "tensors.safetensors",
-    ]
-
-    class Refusing(ShuffledStream):
-        def batch(self, step: int) -> TokenBatch:
-            assert step in (0, 5), "trained again, not only asked which data it was"
-            return super().batch(step)
-
-    _, again = echo(checkpoint=str(tmp_path / "c"), stream=Refusing(echo.rows(), 32))
-    for (name, one), other in zip(_weights(first).items(), _weights(again).values(), strict=True):
-        assert torch.equal(one, other), name
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -340,18 +311,3 @@ def test_other_settings_are_another_run(
     echo(checkpoint=tmp_path / "c")
     with pytest.raises(ValueError, match=f"belongs to another run .*{message}"):
         echo(checkpoint=tmp_path / "c", **changed)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_progress_is_shown_or_not(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch, progress: bool
-) -> None:
-    tracked, shown = loop.tracked, []
-
-    def noted(title: str, total: int, show: bool, *, done: int) -> Any:
-        shown.append((title, total, show))
-        return tracked(title, total, False, done=done)
-
-    monkeypatch.setattr(loop, "tracked", noted)
-    echo(progress=progress, steps=2)
-    assert shown == [("post-training", 2, progress)]

@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,9 +95,7 @@ def test_edges_are_a_mean_over_groups(build_echo: Build, echo_rows: Rows) -> Non
     ("settings", "message"),
     [
         ({"target_edges": 9}, r"target loss or target edges, .*; got '\+0.2' and 9"),
-        ({"target_loss": None, "target_edges": "few"}, "expected target edges per token above 0"),
         ({"target_loss": None, "target_edges": 19}, "most the dense model's 18.0 edges per token"),
-        ({"target_loss": None, "target_edges": "0.9x"}, "got 0.9 times fewer edges per token"),
     ],
     ids=str,
 )
@@ -144,18 +141,7 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_loss": "little"}, "expected a target loss in nats"),
-        ({"target_loss": -0.1}, "expected a target loss in nats"),
-        ({"steps": 0}, "from 1 to .* for steps; got 0"),
-        ({"steps": -5}, "from 1 to .* for steps; got -5"),
-        *(
-            ({"learning_rate": rate}, "expected a finite number above 0 .* for learning_rate; got")
-            for rate in (0.0, -1e-3, math.nan, math.inf)
-        ),
-        ({"learning_rate": {"qk": 0.0}}, "finite numbers above 0 .* for learning_rate; got"),
-        ({"gate_learning_rate": 0.0}, "finite number above 0 .* for gate_learning_rate; got"),
         ({"learning_rate": {"qkv": 1e-2}}, "expected 'gates', 'lora', .*'qkv' matches none"),
-        ({"learning_rate": {"*.W_Z": 1e-2}}, r"'\*\.W_Z' matches none of"),
         *(
             ({"edge_cost": torch.ones(shape)}, r"broadcastable to .*, here \[2, 2, query, key\]")
             for shape in ((3, 1, 1, 1), (3, 1, 1), (2, 4, 1, 1), (1, 2, 2, 8, 8))
@@ -164,14 +150,6 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
             ({"edge_cost": torch.tensor([1.0, value])}, "edge_cost of at least 0")
             for value in (-1.0, math.nan, math.inf)
         ),
-        ({"edge_cost": torch.zeros(2, 1, 1, 1)}, "above 0 somewhere"),
-        ({"edge_cost": 2.0}, "expected Float.* for edge_cost; got 2.0"),
-        *(
-            ({"head_cost": cost}, "expected a finite number from 0 .* for head_cost; got")
-            for cost in (-1.0, math.nan, math.inf)
-        ),
-        ({"precision": "fp16"}, "'float32' or 'bf16' for precision; got 'fp16'"),
-        ({"stream": Untouchable(accumulate=0)}, "from 1 to .* for accumulate; got 0"),
     ],
     ids=str,
 )
@@ -208,19 +186,6 @@ def test_a_group_without_validation_rows(build_echo: Build, echo_rows: Rows) -> 
             SparseTransformer(build_echo()),
             echo_rows,
             validation=validation,
-            stream=Untouchable(),
-        )
-
-
-def test_a_checkpoint_that_cannot_be_written(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="expected a writable folder"):
-        _post_train(
-            SparseTransformer(build_echo()),
-            echo_rows,
-            checkpoint=tmp_path / "file" / "c",
             stream=Untouchable(),
         )
 

@@ -83,8 +83,3 @@ def test_the_seed_draws_the_lengths(tokenizer: Any) -> None:
     some = windows(tokenizer, TEXT * 3)
     first, again, other = (short_rows(some, tokenizer, seed=n)["short"] for n in (0, 0, 1))
     assert first.digest() == again.digest() != other.digest()
-
-
-def test_windows_without_a_sentence_are_refused(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="sentences of at least 4 tokens"):
-        short_rows(windows(tokenizer, "a", "b c"), tokenizer)
