@@ -24,7 +24,10 @@ from sparse_tl import (
     Heads,
     PromptPairs,
     SparseTransformer,
+    attribute_circuit_edges,
+    attribute_heads,
     gated,
+    logit_difference,
 )
 from sparse_tl.gates import ClosedAttentionEdges
 from sparse_tl.lens import (
@@ -383,6 +386,23 @@ def test_an_edge_under_a_norm_of_what_attention_writes(name: str) -> None:
     with gated(model, CircuitEdges(), gates, "corrupted", reference=some.corrupted):
         found = model(some.clean)[:, -1]
     assert off(found, expected) < 1e-6 and off(found, model(some.clean)[:, -1]) > 1e-4
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("method", ["eap-ig", "eap-ig-activations"])
+def test_attribution(name: str, method: str) -> None:
+    """The effects of a small change add up, over sources, to what it does."""
+    model, some = build(name), pairs()
+    edges = attribute_circuit_edges(
+        model, some, logit_difference, method=method, steps=3, progress=False
+    )
+    assert bool(edges.values.isfinite().all()) and edges.values.abs().max() > 1e-3
+    heads = attribute_heads(model, some, logit_difference, method=method, steps=3, progress=False)
+    assert bool(heads.values.isfinite().all())
+    if name not in POST_NORMS and method == "eap-ig":
+        graph = adapt(model).graph
+        rows = [graph.source_index(f"a2.h{head}") for head in range(N_HEADS)]
+        assert off(edges.values[rows].sum(dim=1), heads.values[2]) < 2e-4
 
 
 # ---- as a whole ----------------------------------------------------------------------------------

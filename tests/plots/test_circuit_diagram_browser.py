@@ -357,3 +357,24 @@ def test_figures_on_one_page_do_not_touch_each_other(page, tmp_path, two_panels,
     assert [panel(page, 1, i).get_attribute("data-edges-shown") for i in (0, 1)] == ["5", "2"]
     assert panel(page, 0, 2).get_attribute("data-edges-shown") == "5"
     assert page.evaluate("Object.keys(window).filter(name => /circuit/i.test(name))") == []
+
+
+def test_the_threshold_slider(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    counts = []
+    for threshold in (0.0, 0.1, 0.45, 0.6, 0.95):
+        set_threshold(page, threshold)
+        counts.append(int(panel(page, 1).get_attribute("data-edges-shown")))
+        caption = panel(page, 0).locator("[data-role='caption']").text_content()
+        assert caption.endswith(f"{threshold:.2f}" if threshold else "0.001")
+    assert counts == [5, 5, 4, 2, 0]
+    assert page.locator("output").text_content() == "0.95"
+    root = page.locator(".sparse-tl-circuit")
+    assert root.get_attribute("data-threshold") == "0.95"
+
+
+def test_clicking_a_predicted_character_chooses_it(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    panel(page, 1).locator("[data-role='output'] text").nth(9).click()
+    assert page.locator("select[name=target]").input_value() == "3"
+    assert_equals_static(page, circuit_diagram(two_panels, target=3))
