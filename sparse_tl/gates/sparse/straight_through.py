@@ -102,9 +102,10 @@ class _GatedPattern(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         gate, fused = fastest(_gated, pattern.device)
         pieces = list(_pieces(pattern, whole=fused))
-        gated, noisy = torch.empty_like(pattern), None
-        if now.noise:
-            noisy = torch.empty_like(pattern, dtype=row.dtype)
+        gated, noisy = pattern, None
+        if len(pieces) > 1:
+            gated = torch.empty_like(pattern)
+            noisy = torch.empty_like(pattern, dtype=row.dtype) if now.noise else None
         scale = row.new_full((), now.noise)  # a number would be compiled into the kernel
         sums: dict[str, list[Tensor]] = {}
         for some in pieces:
