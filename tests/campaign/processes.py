@@ -6,14 +6,11 @@ the n-th time: what a kill can leave behind lies around those moments.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +37,14 @@ class Ended:
     Args:
         code: exit code; minus the number of the signal that ended it.
         answer: what the job returned, or its exception as text.
-        error: names of the exception's classes, of the most special one first.
-        inside: whether that exception was raised by the package itself.
         touches: how often it touched files below the folder.
-        cpu: seconds of CPU time.
         seconds: seconds from start to end.
-        memory: largest resident memory in bytes beyond that of the process it was forked from.
     """
 
     code: int
     answer: Any = None
-    error: tuple[str, ...] = ()
-    inside: bool = False
     touches: int = 0
-    cpu: float = 0.0
     seconds: float = 0.0
-    memory: int = 0
 
 
 class Process:
@@ -66,7 +55,6 @@ class Process:
         folder: its argument.
         strike: the number of the touch of a file below the folder at which it is ended, and the
             signal.
-        memory: bytes that it may allocate.
     """
 
     def __init__(
@@ -74,11 +62,10 @@ class Process:
         job: Callable[[Path], Any],
         folder: Path,
         strike: tuple[int, int] | None = None,
-        memory: int | None = None,
     ) -> None:
         context = _context()
         self._end, other = context.Pipe(duplex=False)
-        self._process = context.Process(target=_run, args=(job, folder, other, strike, memory))
+        self._process = context.Process(target=_run, args=(job, folder, other, strike))
         self._started = time.monotonic()
         self._process.start()
         other.close()
@@ -114,9 +101,9 @@ class Process:
         return Ended(code, seconds=seconds, **message)
 
 
-def run(job: Callable[[Path], Any], folder: Path, **how: Any) -> Ended:
+def run(job: Callable[[Path], Any], folder: Path) -> Ended:
     """A job from start to end."""
-    return Process(job, folder, **how).join()
+    return Process(job, folder).join()
 
 
 def _context() -> Any:
@@ -125,7 +112,7 @@ def _context() -> Any:
     return multiprocessing.get_context("fork")
 
 
-def _run(job: Any, folder: Path, end: Any, strike: Any, memory: int | None) -> None:
+def _run(job: Any, folder: Path, end: Any, strike: Any) -> None:
     """The process itself."""
     checks_end()
     torch.set_num_threads(1)  # the threads of the process that forked are not here
@@ -141,11 +128,6 @@ def _run(job: Any, folder: Path, end: Any, strike: Any, memory: int | None) -> N
                 os.kill(own, strike[1])
 
     end.send("begun")
-    before = _resident()
-    if memory is not None:
-        # Of memory that can be written: V8 reserves addresses by the terabyte.
-        size = _data() + memory
-        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     said: dict[str, Any] = {}
     sys.addaudithook(touched)
     code = 0
@@ -154,21 +136,6 @@ def _run(job: Any, folder: Path, end: Any, strike: Any, memory: int | None) -> N
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         said["answer"] = f"{type(error).__name__}: {error}"[:3000]
-        said["error"] = tuple(kind.__name__ for kind in type(error).__mro__)
-        frames = traceback.extract_tb(error.__traceback__)
-        said["inside"] = "sparse_tl" in Path(frames[-1].filename).parts[:-1]
-    gc.collect()
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    said |= {"touches": touches, "cpu": usage.ru_utime + usage.ru_stime}
-    end.send({**said, "memory": usage.ru_maxrss * 1024 - before})
+    end.send({**said, "touches": touches})
     end.close()
     os._exit(code)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _data() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmData" in line)

@@ -14,6 +14,7 @@ from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
 from sparse_tl.plots.page.interactive_html import script_json
 
 PROMPT = "36+28=?????"
+ATTACK = "</script><img src=x onerror=alert(1)>"
 TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_metric", "_effects", "_node", "_message")
 TRAITS += ("_revision", "_theme", "_saved_id")
 QUIET = ("settle", "hello", "effects", "choose")
@@ -317,3 +318,15 @@ def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models
     assert [(m["action"], m["column"]) for m in sent(page)] == [("position", 3)]
     explorer._handle_custom_msg({"action": "position", "column": 3}, [])
     assert explorer.exploration.targets == ((3, 2), (6, 5)) and explorer._state["target"] == 0
+
+
+def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    message = page.locator(".message")
+    assert not message.is_visible()
+    page.evaluate("t => window.change('_message', {kind: 'error', text: t})", ATTACK)
+    assert ATTACK in message.inner_text()
+    message.locator("button").click()
+    assert not message.is_visible()
+    # Python knows that it is closed: the same words again are a change.
+    assert [m["action"] for m in sent(page)] == ["read"]

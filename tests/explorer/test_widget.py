@@ -286,6 +286,13 @@ def test_what_cannot_be_done_is_a_message(explorer):
     assert explorer._message is None
 
 
+def test_a_message_that_was_read_is_closed(explorer):
+    ask(explorer, **IMPOSSIBLE[0][0])
+    assert explorer._message is not None
+    ask(explorer, action="read")
+    assert explorer._message is None
+
+
 def test_what_cannot_be_shown_is_a_message_from_the_start(models):
     explorer, problem = explore(models, "3x6"), "no token for 'x'"
     assert explorer._message["kind"] == "error" and problem in explorer._message["text"]

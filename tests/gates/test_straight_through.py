@@ -118,13 +118,13 @@ def test_the_compiled_form(monkeypatch: pytest.MonkeyPatch, by_share: bool, back
         return [gated, *counts.values(), *torch.autograd.grad(total, (scores, bias))]
 
     expected = [step(noise) for noise in (0.25, 0.0, 0.1)]
-    jaxtyping.config.update("jaxtyping_disable", True)  # shapes are symbols to the compiler
+    # Shapes are symbols to the compiler.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(torch, "compile", compile_with)
     monkeypatch.setattr(compiling, "COMPILED_ON", ("cpu",))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = [step(noise) for noise in (0.25, 0.0, 0.1)]
-    jaxtyping.config.update("jaxtyping_disable", False)
     compiling._compiled.cache_clear()
     said = [str(w.message) for w in told if "torch.compile failed" in str(w.message)]
     assert len(said) == (2 if backend == "broken" else 0)  # of each pass, once

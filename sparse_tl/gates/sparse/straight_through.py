@@ -236,8 +236,9 @@ def _counted(
     """The valid pairs of some prompts and heads, and the costs of edges that are not all 1."""
     if valid is None:
         return None, None
-    heads = [place % shape[1] for place in range(some.start, some.stop)]
-    return _rows(valid, shape, some), None if cost is None else cost[heads]
+    if cost is not None:
+        cost = cost[[place % shape[1] for place in range(some.start, some.stop)]]
+    return _rows(valid, shape, some), cost
 
 
 def _rows(
