@@ -88,7 +88,6 @@ from sparse_tl.lens.loading.load import (
     save_model as save_model,
 )
 from sparse_tl.lens.loading.plain import check_named as check_named, check_raw as check_raw
-from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
 from sparse_tl.lens.models.adapting import (
     adapt as adapt,
     read_parameters as read_parameters,

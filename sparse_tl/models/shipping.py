@@ -5,7 +5,7 @@
 3. Measure the written models, not the built ones, and store the results (``claims.json``).
 
 ``python -m sparse_tl.models.shipping FOLDER`` instead writes the sparse SmolLM2, whose adapters and
-gates ship: FOLDER is its ``sparse`` folder, as written by `sparse-tl post-train`.
+gates ship: FOLDER is from ``save_pretrained(adapters_only=True)``.
 
 A test loads the shipped models and checks the claims.
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.sparse.adapters import ADAPTERS_WEIGHTS
-from sparse_tl.lens import HookedModel, extract_lora
+from sparse_tl.lens import HookedModel
 from sparse_tl.models.addition import addition_recipe
 from sparse_tl.models.language import SMOLLM2, load_language_model, load_language_models
 from sparse_tl.models.pairs import SHIPPED, build_cached, read_pair
@@ -51,16 +51,15 @@ def ship_language_model(trained: str | Path) -> None:
     """Write the adapters and gates of the sparse SmolLM2, and its claims, into the package.
 
     Args:
-        trained: folder of the sparse model, with adapters merged into its weights.
+        trained: folder of its adapters and gates.
 
     Raises:
-        ValueError: the model was not made from SmolLM2 with adapters of rank 16.
+        ValueError: they were trained on other weights.
     """
-    sparse, folder = SparseTransformer.from_pretrained(trained, device="cpu"), SHIPPED / SMOLLM2
-    base = extract_lora(load_language_model(device="cpu"), sparse.unwrap())
-    adapted = SparseTransformer(base, gates=sparse.gates, mlp_gates=sparse.mlp_gates)
+    folder, base = SHIPPED / SMOLLM2, load_language_model(device="cpu")
+    sparse = SparseTransformer.from_pretrained(trained, base=base)
     with atomic_folder(folder) as temporary:
-        adapted.save_pretrained(temporary / "sparse", adapters_only=True)
+        sparse.save_pretrained(temporary / "sparse", adapters_only=True)
         _halve(temporary / "sparse" / ADAPTERS_WEIGHTS)
     models = zip(("dense", "sparse"), load_language_models(device="cpu"), strict=True)
     claims = {side: measure_language_model(model) for side, model in models}

@@ -22,7 +22,6 @@ from sparse_tl.lens import (
     adapt,
     add_lora,
     boot,
-    extract_lora,
     load_model,
     merge_lora,
     merged_lora,
@@ -197,31 +196,6 @@ def test_switched_off_they_leave_the_dense_model(name: str) -> None:
     assert not close(model(tokens()), before)
     flags = {id(p) for p in model.parameters() if p.requires_grad}
     assert flags == {id(p) for p in chosen}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
-def test_merged_adapters_are_extracted_again(name: str) -> None:
-    tuned, model = adapted(name), boot(plain_transformer(name))
-    deltas = [_delta(layer) for layer in lora_layers(tuned)]
-    merge_lora(tuned)
-    assert extract_lora(model, tuned, 4) is model
-    for layer, delta in zip(lora_layers(model), deltas, strict=True):
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        assert len(a) == b.shape[1] == 4
-        assert torch.allclose(_delta(layer), delta, atol=1e-5)
-    with torch.no_grad():
-        assert close(model(tokens()), tuned(tokens()))
-
-
-def test_differences_that_adapters_cannot_hold_are_refused() -> None:
-    tuned, model = merge_lora(adapted("llama")), boot(plain_transformer("llama"))
-    with pytest.raises(ValueError, match=r"adapters of rank 3 account for; a projection differs"):
-        extract_lora(model, tuned, 3)
-    with torch.no_grad():
-        tuned.blocks[1].ln1.original_component.weight.mul_(2)
-    with pytest.raises(ValueError, match="differ in their projections alone; got .*layernorm"):
-        extract_lora(model, tuned, 4)
-    assert not lora_layers(model)
 
 
 def test_in_half_precision_they_are_float32() -> None:

@@ -80,7 +80,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Spar
     with torch.no_grad():
         for parameter in [*lora_parameters(sparse.model), *sparse.gates.parameters()]:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    sparse.save_pretrained(tmp_path / "trained")
+    sparse.save_pretrained(tmp_path / "trained", adapters_only=True)
 
     def load(**options: Any) -> Any:
         return boot(plain_transformer("llama"))
