@@ -5,16 +5,15 @@ results of all shares are joined before anything depends on them, so all ranks c
 process that was started alone is the only rank: every function here then returns what it is given.
 
 A process that was launched as one of several joins the others at its first call. From then on, all
-ranks have to make the same calls in the same order. A rank that waits longer than `TIMEOUT`, or
-loses another rank, raises `LostRankError`.
+ranks have to make the same calls in the same order; one that waits longer than `TIMEOUT`, or loses
+another rank, raises an error of torch.distributed.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,17 +22,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from sparse_tl.calls.scopes import scope
-
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
-_END_KEY = "sparse_tl/end"
 
 Value = TypeVar("Value")
-
-
-class LostRankError(ConnectionError):
-    """Another rank ended, or did not answer in time."""
 
 
 def count() -> int:
@@ -67,8 +59,7 @@ def gathered(value: Value) -> list[Value]:
     if count() == 1:
         return [value]
     values: list[Any] = [None] * count()
-    with together():
-        dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -77,8 +68,7 @@ def from_first(value: Value) -> Value:
     if count() == 1:
         return value
     values = [value]
-    with together():
-        dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
@@ -185,23 +175,6 @@ def check_alike(facts: Mapping[str, Any]) -> None:
             )
 
 
-def announce_end(reason: str) -> None:
-    """Tell the other ranks why this one ends, if they can still be reached."""
-    if count() > 1:
-        with suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()
-            store.set(_END_KEY, f"rank {rank()} ended with {reason}")
-
-
-def announced_end() -> str | None:
-    """The reason that another rank announced for its end, if there is one."""
-    with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([_END_KEY]):
-            return store.get(_END_KEY).decode()
-    return None
-
-
 def leave() -> None:
     """Leave the other ranks, at the end of the program."""
     if dist.is_available() and dist.is_initialized():
@@ -212,8 +185,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:  # type: ignore[override]
         summed = values.detach().clone(memory_format=torch.contiguous_format)
-        with together():
-            dist.all_reduce(summed)
+        dist.all_reduce(summed)
         return summed
 
     @staticmethod
@@ -230,8 +202,7 @@ def _joined() -> bool:
             torch.cuda.set_device(_local_rank())
         else:
             _share_cores()
-        with together():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo", timeout=TIMEOUT)
     return dist.is_initialized()
 
 
@@ -271,21 +242,6 @@ def _local_rank() -> int:
             f"rank {number}. Start at most {n_gpus} ranks on it."
         )
     return number
-
-
-@scope
-def together() -> Iterator[None]:
-    """Run a joint operation of all ranks in the block; fails if one of them is gone."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise LostRankError(
-            "another rank ended, or did not answer within "
-            f"{TIMEOUT.total_seconds() / 60:.0f} minutes; its own output says why ({reason[:300]})"
-        ) from error
 
 
 def _tried(call: Callable[[], Value]) -> tuple[list[Value], Exception | None]:

@@ -119,16 +119,15 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     trained = [parameter for parameter in parameters if not is_sharded(parameter)]
     present = ranks.gathered([parameter.grad is not None for parameter in trained])
     pending: list[Any] = []
-    with ranks.together():
-        for parameter, anywhere in zip(trained, map(any, zip(*present, strict=True)), strict=True):
-            if not anywhere:
-                continue
-            gradient = parameter.grad
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-            parameter.grad = gradient
-            pending.append(dist.all_reduce(gradient, async_op=True))
-        for work in pending:
-            work.wait()
+    for parameter, anywhere in zip(trained, map(any, zip(*present, strict=True)), strict=True):
+        if not anywhere:
+            continue
+        gradient = parameter.grad
+        gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+        parameter.grad = gradient
+        pending.append(dist.all_reduce(gradient, async_op=True))
+    for work in pending:
+        work.wait()
     for parameter in trained:
         if parameter.grad is not None:
             parameter.grad /= ranks.count()
@@ -155,10 +154,9 @@ def copy_first(parameters: Iterable[Tensor]) -> None:
     """Replace tensors with the first rank's, except sharded ones."""
     if ranks.count() == 1:
         return
-    with ranks.together():
-        for parameter in parameters:
-            if is_sharded(parameter):
-                continue
-            first = parameter.detach().contiguous()
-            dist.broadcast(first, src=0)
-            parameter.copy_(first)
+    for parameter in parameters:
+        if is_sharded(parameter):
+            continue
+        first = parameter.detach().contiguous()
+        dist.broadcast(first, src=0)
+        parameter.copy_(first)

@@ -41,7 +41,7 @@ from sparse_tl.training.checkpoints import (
 from sparse_tl.training.config import Precision, Selection, TrainingConfig, in_precision
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective
-from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
+from sparse_tl.training.stopping import interrupt_noted, on_any_rank
 
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
@@ -86,7 +86,6 @@ def train(
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
         ValueError: the checkpoint belongs to another run, or is in use by another process; or the
             ranks run different things.
-        LostRankError: another rank ended; the last checkpoint is left unchanged.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
     parameters = read_parameters(model)
@@ -107,7 +106,6 @@ def train(
             objective.load_state(state.objective)
         ranks.check_alike({"step of the checkpoint": state.step})
         with (
-            lost_rank_noted(folder),
             in_use(model),
             autograd(True),  # notebooks often switch gradients off
             _only_trained(model, weights),

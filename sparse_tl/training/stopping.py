@@ -1,14 +1,11 @@
-"""End a run early: after a signal, or because another rank is gone."""
+"""End a run early, after a signal."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
-
-from torch.distributed import DistError
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.parallel import ranks
@@ -60,32 +57,3 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
 def on_any_rank(*facts: bool) -> list[bool]:
     """Which facts hold on at least one rank, so that all ranks make the same decision."""
     return [any(of) for of in zip(*ranks.gathered(facts), strict=True)]
-
-
-@scope
-def lost_rank_noted(folder: Path | None) -> Iterator[None]:
-    """Report why another rank is gone and where to resume; tell the others of this rank's errors.
-
-    Raises:
-        LostRankError: another rank ended; the message names the last checkpoint.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not _is_lost(error):
-            ranks.announce_end(f"{type(error).__name__}: {error}")
-            raise
-        # The launcher now ends the rest of the job; that must not cut off the message.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        remedy = "There is no checkpoint to resume from."
-        if folder is not None and folder.exists():
-            remedy = f"The last checkpoint in {folder} is complete: the same command resumes there."
-        raise ranks.LostRankError(f"{ranks.announced_end() or error}. {remedy}") from error
-
-
-def _is_lost(error: Exception) -> bool:
-    """Whether another rank is gone; passes of a sharded model raise gloo's own errors."""
-    return isinstance(error, (ranks.LostRankError, DistError)) or (
-        ranks.count() > 1 and isinstance(error, RuntimeError) and "gloo" in str(error)
-    )

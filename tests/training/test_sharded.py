@@ -26,7 +26,6 @@ from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.lens import add_lora, boot, read_parameters, shard_model
 from sparse_tl.metrics import logit_difference
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.parallel.ranks import LostRankError
 from sparse_tl.training import (
     LossConstraint,
     Selection,
@@ -256,19 +255,6 @@ def test_ranks_with_fewer_pieces_of_held_out_rows() -> None:
         for one, other in zip(found, job(), strict=True):
             assert one.loss == pytest.approx(other.loss, rel=1e-6)
             assert one.active_attention_edges == other.active_attention_edges
-
-
-def test_a_rank_that_fails_says_why_to_the_others(tmp_path: Path) -> None:
-    def fail() -> None:
-        raise ArithmeticError("the text is gone")
-
-    def job(rank: int) -> Any:
-        failing = CallingAt(ShuffledStream(_rows(), 16), 3, fail) if rank == 1 else None
-        return _run(rank, stream=failing, checkpoint=tmp_path / "c")
-
-    error, other = on_ranks(2, job)
-    assert isinstance(other, ArithmeticError) and isinstance(error, LostRankError)
-    assert "rank 1 ended with ArithmeticError: the text is gone. The last checkpoint" in str(error)
 
 
 # Refused.
