@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, load_model, merge_lora
+from sparse_tl.lens import Model, adapt, load_model, merge_lora, save_model
 from sparse_tl.lens.loading.hub import fetch
 from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.models.registry import (
@@ -21,10 +22,13 @@ from sparse_tl.models.registry import (
     published,
 )
 from sparse_tl.parallel.progress import say
+from sparse_tl.storage.atomic import atomic_folder
+from sparse_tl.storage.files import read_json, write_json
 
 Kind = TypeVar("Kind")
 
 SMOLLM2 = "smollm2"
+_MADE = "converted.json"
 
 
 @checked
@@ -60,7 +64,7 @@ def load_language_model(
         if file is not None and file.is_file():
             check_file(name, file)
             say(f"{model.title} from the {where}: {file}")
-            return load_model(file, **options)
+            return _of_file(name, file, options)
     try:
         fetch(model.hub)
     except ValueError as error:
@@ -72,6 +76,24 @@ def load_language_model(
         ) from error
     say(f"{model.title} from the hub: {model.hub}")
     return load_model(model.hub, **options)
+
+
+def _of_file(name: str, file: Path, options: dict[str, Any]) -> Model:
+    """The model of a GGUF file.
+
+    Such a file takes ten times as long to read as a folder of weights. So a folder is kept in the
+    cache, made from this file by this version of the package.
+    """
+    folder = cached_file(name).parent / "converted"
+    made = {"sha256": published(name).sha256, "sparse_tl": version("sparse_tl")}
+    if not ((folder / _MADE).is_file() and read_json(folder / _MADE) == made):
+        try:
+            with atomic_folder(folder) as temporary:
+                save_model(load_model(file, device="cpu"), temporary)
+                write_json(temporary / _MADE, made)
+        except (OSError, ValueError):  # no space, or another process makes it
+            return load_model(file, **options)
+    return load_model(folder, **options)
 
 
 @checked

