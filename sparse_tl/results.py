@@ -35,7 +35,6 @@ from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.drawing import draw
 from sparse_tl.calls.wording import shown
 from sparse_tl.parallel import ranks
-from sparse_tl.storage.checksums import check_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -100,7 +99,6 @@ class Result:
         with atomic_folder(folder) as temporary:
             write_json(temporary / RESULT_FILE, {"schema": SCHEMA, **content})
             write_tensors(temporary / _TENSORS_FILE, tensors)
-            write_sums(temporary)
         return folder
 
     @classmethod
@@ -117,7 +115,6 @@ class Result:
     @classmethod
     def _read(cls: type[Kind], folder: Path) -> Kind:
         recover_folder(folder)
-        check_sums(folder)
         content = _content(folder, cls)
         tensors = read_tensors(folder / _TENSORS_FILE)
         try:

@@ -55,7 +55,7 @@ from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 
-FILES = ["SHA256SUMS", "result.json", "result.safetensors"]
+FILES = ["result.json", "result.safetensors"]
 GRAPH = CircuitGraph(2, 2, 2)
 NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
 SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
@@ -234,7 +234,6 @@ def test_a_result_shows_itself_and_its_table(name: str) -> None:
 @pytest.mark.parametrize("damage", ["cut", "no tensors", "no field", "wrong type", "no fields"])
 def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
     folder = RESULTS[name].save(tmp_path / "result")
-    (folder / "SHA256SUMS").unlink()  # what is checked beside it
     words, tensors = folder / "result.json", folder / "result.safetensors"
     said = json.loads(words.read_text())
     first = next(iter(said["fields"]))
@@ -256,7 +255,6 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
-    (folder / "SHA256SUMS").unlink()  # what is checked beside it
     said = json.loads((folder / "result.json").read_text())
     whole = said["fields"]
     for wrong, message in (
@@ -279,7 +277,6 @@ def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
     known = replace(SCORES, prompt_start="<s>")
     assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
     folder = SCORES.save(tmp_path / "older")
-    (folder / "SHA256SUMS").unlink()
     said = json.loads((folder / "result.json").read_text())
     del said["fields"]["prompt_start"]  # as saved by earlier versions
     (folder / "result.json").write_text(json.dumps(said))
@@ -292,7 +289,6 @@ def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
 def test_axes_of_two_sizes_are_refused(field: str, tmp_path: Path) -> None:
     """Each has an axis that another one has too, or of a known size."""
     folder = RESULTS["roles"].save(tmp_path / "result")
-    (folder / "SHA256SUMS").unlink()
     tensors = read_tensors(folder / "result.safetensors")
     write_tensors(
         folder / "result.safetensors", {**tensors, field: torch.cat([tensors[field]] * 2)}

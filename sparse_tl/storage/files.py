@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from sparse_tl.storage.atomic import (
     read_steadily as read_steadily,
     recover_folder as recover_folder,
 )
-from sparse_tl.storage.checksums import SUMS_FILE, read_sums
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,15 +39,15 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     Args:
         folder: folder that will be replaced.
         marker: file that every folder of this kind has.
-        others: further files of such a folder, besides those that its checksums list.
+        others: patterns of the names of further files of such a folder.
 
     Raises:
         ValueError: the folder holds files but no marker, or files with other names.
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    known = {marker, *others, *read_sums(folder), SUMS_FILE}
-    unknown = [name for name in names if marker not in names or name not in known]
+    known = (marker, *others, "SHA256SUMS")  # checksums, in folders of version 0.2
+    unknown = [n for n in names if marker not in names or not any(fnmatch(n, k) for k in known)]
     if unknown:
         raise ValueError(
             f"expected an output folder that is empty, or holds nothing but an earlier {marker} "

@@ -24,7 +24,6 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import HookedModel, read_parameters, weights_digest
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.storage.checksums import check_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -134,7 +133,6 @@ def save_checkpoint(
     with ExitStack() as stack:
         temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
         ranks.on_each(write)
-        ranks.on_first(lambda: write_sums(temporary))
         ranks.on_first(stack.close)
 
 
@@ -156,7 +154,6 @@ def load_checkpoint(
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _STATE).exists():
         return TrainingState()
-    ranks.on_first(partial(check_sums, folder))
     content = read_json(folder / _STATE)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")

@@ -91,7 +91,7 @@ def hooked(folder: Path) -> None:
 def _sparse_hooked(folder: Path) -> None:
     sparse = SparseTransformer(tiny_model(d_vocab=len(WORDS)), mlps=True)
     sparse.save_pretrained(folder)
-    for name in ("config.json", "generation_config.json", "model.safetensors", "SHA256SUMS"):
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / name).unlink(missing_ok=True)
     small = SparseTransformer(tiny_model(n_layers=1, d_vocab=len(WORDS)), mlps=True)
     small.save_pretrained(folder.with_name("small"))

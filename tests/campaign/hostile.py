@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_tl.storage.checksums import SUMS_FILE, checksum
-
 MARKUP = "<script>alert(1)</script>[bold red]\x1b[31m'\"&"
 WRONG: dict[str, Any] = {
     "null": None,
@@ -70,7 +68,9 @@ class Case:
 
 def cases(folder: Path) -> Iterator[Case]:
     """Everything that can be wrong in a folder of valid files."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and _told(file)]
+    files = [
+        file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size < 10**7
+    ]
     for file in files:
         name = file.relative_to(folder).as_posix()
         for what, change in _OF_ANY.items():
@@ -98,29 +98,6 @@ def sample(folder: Path, n: int, draw: random.Random) -> list[Case]:
             if group and len(chosen) < n:
                 chosen.append(group.pop(draw.randrange(len(group))))
     return chosen
-
-
-def spoil(case: Case, folder: Path, sums: bool) -> None:
-    """Make a folder wrong, with checksums that fit, or without any."""
-    for file in [*folder.rglob(SUMS_FILE)]:
-        names = [line.split("  ")[1] for line in file.read_text().splitlines()]
-        file.unlink()
-        if sums:
-            _SUMS.append((file.parent, names))
-    case.spoil(folder)
-    while _SUMS:
-        place, names = _SUMS.pop()
-        if place.is_dir():
-            told = [place / name for name in names if _told(place / name)]
-            lines = [f"{checksum(file)}  {file.name}\n" for file in told]
-            (place / SUMS_FILE).write_text("".join(lines))
-
-
-_SUMS: list[tuple[Path, list[str]]] = []
-
-
-def _told(file: Path) -> bool:
-    return file.is_file() and file.name != SUMS_FILE and file.stat().st_size < 10**7
 
 
 def _of_file(change: Callable[[Path], None], name: str, folder: Path) -> None:
@@ -321,13 +298,4 @@ _BESIDE: dict[str, Callable[[Path], None]] = {
     "an index of markup": _index({MARKUP: MARKUP}),
     "an adapter": _adapter,
     "a link to /": lambda folder: (folder / "more").symlink_to("/"),
-    "an endless list of checksums": lambda folder: (folder / SUMS_FILE).symlink_to("/dev/zero"),
-    "a checksum of what lies outside": lambda folder: (
-        (folder / SUMS_FILE).write_text(f"{'0' * 64}  ../../secret.json\n") and None
-    ),
-    "a directory as checksums": lambda folder: (folder / SUMS_FILE).mkdir(),
-    "a pipe as checksums": lambda folder: os.mkfifo(folder / SUMS_FILE),
-    "checksums that are no text": lambda folder: (
-        (folder / SUMS_FILE).write_bytes(b"\xff" * 10**6) and None
-    ),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from folders import KINDS
-from hostile import Case, sample, spoil
+from hostile import Case, sample
 from jobs import inputs
 from processes import Ended, run
 
@@ -45,7 +45,7 @@ class Campaign:
         for number, case in enumerate(sample(whole, n, draw)):
             folder = place / str(number)
             shutil.copytree(whole, folder, symlinks=True)
-            spoil(case, folder, sums=draw.random() < 0.5)
+            case.spoil(folder)
             ended = run(read, folder, memory=MEMORY)
             self._judge(
                 f"{kind}, {case.what} ({folder})", case, folder, ended, str(expected.answer)

@@ -18,7 +18,6 @@ from processes import Ended, Process, run
 import sparse_tl as stl
 from sparse_tl.cli import app
 from sparse_tl.storage.atomic import is_temporary, recover_folder
-from sparse_tl.storage.checksums import check_sums
 from sparse_tl.storage.files import read_json, read_tensors
 
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -101,8 +100,6 @@ class Campaign:
                         steps[key] = _progress(said)
                 elif file.suffix == ".safetensors":
                     read_tensors(file)
-                elif file.name == "SHA256SUMS":
-                    check_sums(file.parent)
             except (ValueError, OSError) as error:
                 self.wrong.append(f"{name}: half written: {error}")
         for key, step in before.items():

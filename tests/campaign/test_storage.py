@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import shutil
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.lens.loading.booting import boot
 from sparse_tl.runs.folder import RUN_FILE, RunFolder
-from sparse_tl.storage.checksums import SUMS_FILE, check_sums, read_sums, write_sums
 from sparse_tl.storage.files import atomic_file, read_json, write_json, write_tensors
 from sparse_tl.storage.locks import Hold
 
@@ -33,65 +28,6 @@ def _sparse(folder: Path) -> Path:
 def _result(folder: Path) -> Path:
     state = SearchState(torch.ones(2, 2).bool(), 0.1, history=[("a1.h0", 0.25, True)])
     return state.save(folder)
-
-
-KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
-    "sparse model": (_sparse, lambda f: stl.SparseTransformer.from_pretrained(f, device="cpu")),
-    "result": (_result, SearchState.load),
-}
-
-
-def _damage(file: Path, draw: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    at = draw.randrange(len(content))
-    kind = draw.choice(["bit", "byte", "cut", "gone", "repeated"])
-    if kind == "bit":
-        content[at] ^= 1 << draw.randrange(8)
-    elif kind == "byte":
-        content[at] = (content[at] + 1 + draw.randrange(255)) % 256
-    elif kind == "cut":
-        content = content[:at]
-    elif kind == "repeated":
-        content += content[at:]
-    file.write_bytes(content)
-    if kind == "gone":
-        file.unlink()
-
-
-def fuzz(folder: Path, n: int) -> Counter[str]:
-    """Damage one file of a saved folder at a time and read the folder."""
-    draw, totals = random.Random(0), Counter[str]()
-    for kind, (save, _) in KINDS.items():
-        save(folder / kind)
-    for one in range(n):
-        kind = [*KINDS][one % len(KINDS)]
-        copy = folder / "copy"
-        shutil.copytree(folder / kind, copy)
-        names = sorted(entry.name for entry in copy.iterdir() if entry.name != "SHA256SUMS")
-        _damage(copy / draw.choice(names), draw)
-        try:
-            KINDS[kind][1](copy)
-            totals[f"{kind} read"] += 1
-        except ValueError as error:
-            named = str(copy) in str(error)
-            totals[f"{kind} {'refused' if named else f'refused namelessly: {error}'}"] += 1
-        shutil.rmtree(copy)
-    print(f"damaged files: {n}; {dict(totals)}")
-    return totals
-
-
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    assert fuzz(tmp_path, 40) == {"sparse model refused": 20, "result refused": 20}
-
-
-@pytest.mark.slow
-def test_three_hundred_damaged_files(tmp_path: Path) -> None:
-    assert fuzz(tmp_path, 300) == {"sparse model refused": 150, "result refused": 150}
-
-
-def test_a_folder_without_checksums_is_read(tmp_path: Path) -> None:
-    (_result(tmp_path / "r") / "SHA256SUMS").unlink()
-    assert SearchState.load(tmp_path / "r").threshold == 0.1
 
 
 def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
@@ -120,22 +56,16 @@ def test_saving_spares_files_beside_the_gates(tmp_path: Path) -> None:
 
 
 def test_a_model_is_saved_beside_other_files(tmp_path: Path) -> None:
-    """They stay with their checksums; a HookedTransformer's configuration would be read first."""
+    """They stay; a HookedTransformer's configuration would be read first."""
     folder, others = tmp_path / "model", ("results.json", "tl_config.json")
     folder.mkdir()
     for name in others:
         (folder / name).write_text("{}")
-    write_sums(folder)
     model = boot(plain_transformer("gpt2"))
     for _ in range(2):
         save_model(model, folder)
-        check_sums(folder)
         assert [(folder / name).exists() for name in others] == [True, False]
-        assert {*read_sums(folder)} == {entry.name for entry in folder.iterdir()} - {SUMS_FILE}
     load_model(folder, device="cpu")
-    (folder / "results.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"results\.json as it was written"):
-        check_sums(folder)
 
 
 def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
 from sparse_tl.lens.loading import hub
-from sparse_tl.storage.checksums import check_sums
 from sparse_tl.storage.files import read_json, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
@@ -47,9 +46,6 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "code.Model",
     "AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"],
 }
-
-
-pytestmark = pytest.mark.usefixtures("without_checksums")
 
 
 @pytest.fixture
@@ -347,13 +343,6 @@ def test_damaged_gates_are_named(tmp_path: Path, said: dict[str, Any], message: 
     with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}") as refused:
         SparseTransformer.from_pretrained(folder, device="cpu")
     assert len(str(refused.value)) < 1000
-
-
-def test_names_in_a_list_of_checksums_are_those_of_files(tmp_path: Path) -> None:
-    for name in ("a" * 10**6, "a\0"):
-        (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
-        with pytest.raises(ValueError, match="expected a list of checksums"):
-            check_sums(tmp_path)
 
 
 @FORMS

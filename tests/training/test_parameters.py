@@ -305,7 +305,6 @@ def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
 def test_a_run_is_found_again_in_its_checkpoint(echo: Echo, tmp_path: Path) -> None:
     _, first = echo(checkpoint=tmp_path / "c")
     assert sorted(file.name for file in (tmp_path / "c").iterdir()) == [
-        "SHA256SUMS",
         "state.json",
         "tensors.safetensors",
     ]

@@ -20,9 +20,8 @@ from sparse_tl.gates.sparse.mlps import MLPGates
 from sparse_tl.gates.sparse.score_gates import ScoreGates
 from sparse_tl.gates.sparse.share_gates import ShareGates
 from sparse_tl.lens import Model, adapt, load_model, save_model
-from sparse_tl.lens.loading.load import GATES_FILE, load_folder
+from sparse_tl.lens.loading.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.parallel import ranks
-from sparse_tl.storage.checksums import check_sums, read_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -69,7 +68,7 @@ def save_sparse(
             save_model(model, folder)  # all ranks take part if the weights are sharded
         return folder
     recover_folder(folder)
-    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS)
+    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
     with atomic_folder(folder) as temporary:
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
         content: dict[str, object] = {
@@ -88,7 +87,6 @@ def save_sparse(
             tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
-        write_sums(temporary, read_sums(temporary))  # the model's are known
     return folder
 
 
@@ -118,7 +116,6 @@ def _load(
             f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "
             f"{GATES_FILE} in it; there is none"
         )
-    check_sums(folder)
     distribution = _read_distribution(folder / GATES_FILE)
     model = _load_model(folder, device, base)
     file = folder / GATES_WEIGHTS

@@ -9,6 +9,7 @@ HookedTransformer see `hooked_folder`. No code from a folder is ever run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,17 @@ from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, check_files, quietly
 from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.atomic import atomic_folder
-from sparse_tl.storage.checksums import check_sums, read_sums, write_sums
 from sparse_tl.storage.files import read_json, read_steadily, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
+MODEL_FILES = (
+    *("*config.json", "model*.safetensors*", "*token*.json", "vocab.*", "merges.txt"),
+    *("*.jinja", "*.model"),
+)
+"""Patterns of the names of what `save_model` writes."""
 
 
 @checked
@@ -90,11 +95,7 @@ def load_model(
             f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
             "SparseTransformer.from_pretrained loads with its gates"
         )
-
-    def read() -> Model:
-        check_sums(folder)
-        return load_folder(folder, name, tokenizer, **placed)
-
+    read = partial(load_folder, folder, name, tokenizer, **placed)
     return _begun(read_steadily(folder, read), prepend_bos)
 
 
@@ -195,15 +196,8 @@ def save_model(model: Model, folder: str | Path) -> None:
             _save_bridge(model, plain, temporary)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
-        others = {
-            name: value
-            for name, value in read_sums(folder).items()
-            if (folder / name).is_file() and not (temporary / name).exists()
-        }
         if not isinstance(model, HookedTransformer):  # an old file would be read first
             (folder / CONFIG_FILE).unlink(missing_ok=True)
-            others.pop(CONFIG_FILE, None)
-        write_sums(temporary, others)
 
 
 def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
