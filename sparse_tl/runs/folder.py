@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,17 @@ import pandas as pd
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens.loading.load import MODEL_FILES
 from sparse_tl.parallel import ranks
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
-from sparse_tl.storage.atomic import is_temporary, writers
-from sparse_tl.storage.files import check_writable, read_json, recover_folder, write_json
+from sparse_tl.storage.files import (
+    check_replaceable,
+    check_writable,
+    read_json,
+    recover_folder,
+    write_json,
+)
 from sparse_tl.storage.locks import Hold
 from sparse_tl.training import DenseAndSparse, HeldOut
 
@@ -26,6 +31,8 @@ Saved = TypeVar("Saved", bound=Result)
 
 SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
+_WRITTEN = ("*.json", "*.csv", "*.html", "*.svg", "*.png", "*.safetensors", *MODEL_FILES, ".*")
+"""Patterns of the names of what runs write; hidden are locks and what a killed run left."""
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -119,11 +126,6 @@ class _Record(Result):
     settings: dict[str, object]
     seconds: dict[str, float]
     pinned: dict[str, object]
-    wrote: list[str]
-
-    def __post_init__(self) -> None:
-        if not all(map(str.isprintable, self.wrote)):
-            raise ValueError("it lists a file with control characters in its name")
 
 
 class RunFolder:
@@ -131,17 +133,16 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    ``run.json`` also lists every file that the command writes; `restart` removes these. With
-    several ranks, only the first reads and writes, and passes on what it reads.
+    With several ranks, only the first reads and writes, and passes on what it reads.
 
     Args:
         path: the folder; created if absent.
         settings: everything that determines the results; a folder with other settings is refused.
-        restart: remove the files of an earlier run first.
+        restart: empty the folder of an earlier run first.
 
     Raises:
-        ValueError: the folder is read-only, in use by another process, or holds another run or
-            other files; or settings differ between ranks.
+        ValueError: the folder is read-only, in use by another process, or holds another run or,
+            if it would be emptied, files that no run writes; or settings differ between ranks.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RunFolder:
         self.path = Path(path)
         ranks.check_alike({"out": str(path), **settings})
         earlier = ranks.on_first(lambda: self._open(restart))
-        empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
+        empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}}
         self._record = earlier or empty
         recorded = self._record["settings"]
         different = [
@@ -164,7 +165,6 @@ class RunFolder:
                 "Choose another --out, or start over with --restart."
             )
         self._write()
-        writers[self.path.resolve()] = self
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -206,14 +206,6 @@ class RunFolder:
             seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
             self._write()
 
-    def writes(self, files: list[Path]) -> None:
-        """Record files before they are written; see `Writer`."""
-        names = [file.relative_to(self.path.resolve()).as_posix() for file in files]
-        new = {*names} - {*self._record["wrote"], RUN_FILE}
-        if new:
-            self._record["wrote"] = sorted({*self._record["wrote"], *new})
-            self._write()
-
     @property
     def seconds(self) -> float:
         """Total seconds of all stages, over all calls of the command."""
@@ -223,60 +215,34 @@ class RunFolder:
         """Lock the folder; return the record of an earlier call, if this one resumes it."""
         check_writable(self.path)
         self._hold = Hold(self.path)
-        record = self._read()
-        if record is None:
+        file = self.path / RUN_FILE
+        if restart or not file.exists():
+            check_replaceable(self.path, RUN_FILE, *_WRITTEN)
+        if not file.exists():
             return None
-        if not restart and any((self.path / name).exists() for name in record["wrote"]):
+        record = self._read(file)
+        entries = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
+        if not restart and not all(entry.name.startswith(".") for entry in entries):
             return record
-        self._clear(record)  # also if an earlier command failed before it produced anything
+        for entry in entries:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        file.unlink()
         return None
 
-    def _read(self) -> dict[str, Any] | None:
-        if (self.path / RUN_FILE).exists():
-            try:
-                return asdict(from_fields(_Record, read_json(self.path / RUN_FILE)))
-            except ValueError as error:
-                raise ValueError(
-                    f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
-                    "Remove the folder yourself, or choose another --out."
-                ) from error
-        if all(map(is_temporary, self.path.iterdir())):
-            return None
-        raise ValueError(
-            f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
-            f"{self.path} holds {sorted(p.name for p in self.path.iterdir())[:5]}"
-        )
-
-    def _clear(self, record: dict[str, Any]) -> None:
-        """Remove the files of the earlier run, and nothing else.
-
-        Raises:
-            ValueError: folders that the run made hold other files.
-        """
-        files = {self.path / name for name in record["wrote"]}
-        parents = {folder for file in files for folder in file.parents}
-        folders = {folder for folder in parents if self.path in folder.parents}
-        inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
-        foreign = [
-            os.path.relpath(entry, self.path)
-            for entry in {*inside, *files}
-            if not is_temporary(entry)
-            and (entry not in files | folders or (entry in files and entry.is_dir()))
-        ]
-        root = Path(os.path.realpath(self.path))
-        if foreign or any(root not in Path(os.path.realpath(file)).parents for file in files):
+    def _read(self, file: Path) -> dict[str, Any]:
+        content = read_json(file)
+        if isinstance(content, dict):
+            content.pop("wrote", None)  # version 0.2 listed its files there
+        try:
+            return asdict(from_fields(_Record, content))
+        except ValueError as error:
             raise ValueError(
-                f"expected only files of the earlier run, to start over; {self.path} also holds "
-                f"{sorted(foreign)[:5]}, which would be deleted. Move that elsewhere."
-            )
-        for file in files:
-            file.unlink(missing_ok=True)
-        for entry in [*folders, *filter(is_temporary, self.path.iterdir())]:
-            if entry.is_dir():
-                shutil.rmtree(entry)  # it holds only unfinished files
-            else:
-                entry.unlink(missing_ok=True)
-        (self.path / RUN_FILE).unlink()
+                f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
+                "Remove the folder yourself, or choose another --out."
+            ) from error
 
     def _write(self) -> None:
         if ranks.is_first():

@@ -13,8 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
-from weakref import WeakValueDictionary
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -27,17 +26,6 @@ _TEMPORARY = re.compile(r"\..+\.(unfinished(\.[^.]*)?|previous|lock)")
 _writing: dict[str, object] = {}
 """The paths that threads of this process are writing to, each with its writer."""
 Value = TypeVar("Value")
-
-
-class Writer(Protocol):
-    """An object that is notified of every file written into its folder."""
-
-    def writes(self, files: list[Path]) -> None:
-        """Called before files appear, with their final paths."""
-
-
-writers: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
-"""The existing writers, by folder."""
 
 
 @scope
@@ -54,7 +42,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         return
     with _unfinished(path) as temporary:
         yield temporary
-        _finish(temporary, path)
+        _finish(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
 
@@ -87,7 +75,7 @@ def atomic_folder(path: str | Path, *, keep: bool = False) -> Iterator[Path]:
         yield temporary
         if not temporary.exists() or temporary.stat().st_ino != inode:
             raise OSError("it was removed in the meantime")
-        for name in _finish(temporary, path):
+        for name in _finish(temporary):
             if keep:
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(temporary / name, path / name)
@@ -128,8 +116,8 @@ def _in_unfinished(path: Path) -> bool:
     return any(map(is_temporary, (path, *path.parents)))
 
 
-def _finish(temporary: Path, path: Path) -> list[Path]:
-    """Sync what will appear at `path`; return its files, relative to it."""
+def _finish(temporary: Path) -> list[Path]:
+    """Sync what will appear; return its files, relative to it."""
     umask = os.umask(0)
     os.umask(umask)
     entries = [temporary, *temporary.rglob("*")]
@@ -137,13 +125,7 @@ def _finish(temporary: Path, path: Path) -> list[Path]:
         # safetensors creates private files; results should be as readable as any other new file.
         entry.chmod((0o777 if entry.is_dir() else 0o666) & ~umask)
         _sync(entry)
-    names = [entry.relative_to(temporary) for entry in entries if entry.is_file()]
-    place = path.parent.resolve() / path.name  # a link to a file is itself replaced
-    files = [place / name for name in names]
-    for folder in {parent for file in files for parent in file.parents}:
-        if (writer := writers.get(folder)) is not None:
-            writer.writes(files)
-    return names
+    return [entry.relative_to(temporary) for entry in entries if entry.is_file()]
 
 
 def _swap(temporary: Path, path: Path) -> None:

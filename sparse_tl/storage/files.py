@@ -39,15 +39,24 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     Args:
         folder: folder that will be replaced.
         marker: file that every folder of this kind has.
-        others: patterns of the names of further files of such a folder.
+        others: patterns of the names of further files in such a folder.
 
     Raises:
-        ValueError: the folder holds files but no marker, or files with other names.
+        ValueError: the folder holds something but no marker, or files with other names.
     """
     folder = Path(folder)
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    ours, entries = (folder / marker).exists(), list[Path]()
+    if ours:
+        entries = [path for path in folder.rglob("*") if not path.is_dir()]
+    elif folder.is_dir():
+        entries = [*folder.iterdir()]
     known = (marker, *others, "SHA256SUMS")  # checksums, in folders of version 0.2
-    unknown = [n for n in names if marker not in names or not any(fnmatch(n, k) for k in known)]
+    unknown = sorted(
+        str(path.relative_to(folder))
+        for path in entries
+        if not (ours or path.name.startswith("."))
+        or not any(fnmatch(path.name, pattern) for pattern in known)
+    )
     if unknown:
         raise ValueError(
             f"expected an output folder that is empty, or holds nothing but an earlier {marker} "

@@ -20,7 +20,7 @@ from processes import Ended, Process, run
 
 from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.storage.atomic import is_temporary
-from sparse_tl.storage.files import read_json, read_tensors, write_json
+from sparse_tl.storage.files import read_json, read_tensors
 
 SAVED = ("sparse model", "pair of models", "result: scores", "result: head roles", "MIB")
 """Folders that are written by one call."""
@@ -214,22 +214,6 @@ def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".c.lock").touch()
     _save(tmp_path, 4)
     assert SearchState.load(tmp_path / "c").threshold == 4
-
-
-@pytest.mark.slow
-def test_restart_spares_what_links_lead_to(place: Path) -> None:
-    out, other = place / "job" / "out", place / "other"
-    (place / "job").mkdir()
-    (place / "job" / "inputs").symlink_to(place / "inputs")
-    other.mkdir()
-    (other / "metrics.json").write_text("precious")
-    assert run(KINDS["run"][0], out.parent / "r").code == 0
-    run_folder = out.parent / "r" / "out"
-    for names in (["../../other/metrics.json"], [str(other / "metrics.json")], ["sparse/../../.."]):
-        said = read_json(run_folder / "run.json")
-        write_json(run_folder / "run.json", {**said, "wrote": names})
-        run(KINDS["run, begun anew"][1], out.parent / "r")
-        assert (other / "metrics.json").read_text() == "precious"
 
 
 @pytest.mark.slow

@@ -68,34 +68,26 @@ def test_a_model_is_saved_beside_other_files(tmp_path: Path) -> None:
     load_model(folder, device="cpu")
 
 
-def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:
+def test_restart_empties_a_folder_of_what_runs_write(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run", {"seed": 0})
     write_tensors(run / "w.safetensors", {"a": torch.ones(3)})
-    _result(run / "cells" / "one")
-    (run / "thesis.tex").write_text("precious")
+    _sparse(_result(run / "cells" / "one").parent / "sparse")
+    (run / "cells" / "notes.md").write_text("precious")
+    with pytest.raises(ValueError, match=r"holds \['cells/notes.md'\], which would be deleted"):
+        RunFolder(tmp_path / "run", {"seed": 1}, restart=True)
+    assert (run / "cells" / "one" / "result.json").exists()
+    (run / "cells" / "notes.md").unlink()
     again = RunFolder(tmp_path / "run", {"seed": 1}, restart=True)
-    assert sorted(p.name for p in again.path.iterdir()) == [RUN_FILE, "thesis.tex"]
-    _result(again / "cells" / "one")
-    (again / "cells" / "notes.txt").write_text("precious")
-    with pytest.raises(ValueError, match="notes.txt"):
-        RunFolder(tmp_path / "run", {"seed": 2}, restart=True)
-    assert (again / "cells" / "one" / "result.json").exists()
+    assert [path.name for path in again.path.iterdir()] == [RUN_FILE]
 
 
-@pytest.mark.parametrize("wrong", [{"wrote": ["a\0"]}, {"wrote": [3]}, {"seconds": {"a": None}}])
+@pytest.mark.parametrize("wrong", [{"settings": 3}, {"seconds": {"a": None}}])
 def test_a_damaged_record_of_a_run_is_named(tmp_path: Path, wrong: dict[str, Any]) -> None:
     RunFolder(tmp_path, {})
     write_json(tmp_path / RUN_FILE, read_json(tmp_path / RUN_FILE) | wrong)
     for restart in (False, True):
         with pytest.raises(ValueError, match=r"expected the run\.json in"):
             RunFolder(tmp_path, {}, restart=restart)
-
-
-def test_a_run_lists_the_files_of_a_model(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run", {})
-    stl.SparseTransformer(tiny_model()).save_pretrained(run / "sparse")
-    files = sorted(file.name for file in (run / "sparse").iterdir())
-    assert read_json(run / RUN_FILE)["wrote"] == [f"sparse/{name}" for name in files]
 
 
 def test_a_folder_that_is_taken_away(tmp_path: Path) -> None:
