@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from types import NoneType, UnionType
@@ -39,9 +38,7 @@ from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     read_json,
-    read_steadily,
     read_tensors,
-    recover_folder,
     write_json,
     write_tensors,
 )
@@ -90,7 +87,6 @@ class Result:
         folder, kind = Path(folder), type(self)
         if not ranks.is_first():
             return folder
-        recover_folder(folder)
         check_replaceable(folder, RESULT_FILE, _TENSORS_FILE)
         if (folder / RESULT_FILE).exists():
             _content(folder, kind)
@@ -110,11 +106,6 @@ class Result:
             ValueError: the folder holds no result, one of another kind, or a damaged one.
         """
         folder = Path(folder)
-        return read_steadily(folder, partial(cls._read, folder))
-
-    @classmethod
-    def _read(cls: type[Kind], folder: Path) -> Kind:
-        recover_folder(folder)
         content = _content(folder, cls)
         tensors = read_tensors(folder / _TENSORS_FILE)
         try:

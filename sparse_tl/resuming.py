@@ -9,7 +9,6 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from sparse_tl.results import RESULT_FILE, Result
-from sparse_tl.storage.files import recover_folder
 
 
 @dataclass(kw_only=True)
@@ -39,7 +38,6 @@ def resumed(state: State, folder: Path) -> State:
     Raises:
         ValueError: the folder holds other files, or the checkpoint of another computation.
     """
-    recover_folder(folder)
     if not (folder / RESULT_FILE).exists():
         state.save(folder)
         return state

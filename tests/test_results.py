@@ -314,12 +314,6 @@ def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
         SCORES.save(tmp_path / "thesis")
 
 
-def test_a_result_outlives_a_kill_between_two_renames(tmp_path: Path) -> None:
-    folder = SCORES.save(tmp_path / "result")
-    folder.rename(tmp_path / ".result.previous")  # as a killed `save` leaves it
-    assert torch.equal(Scores.load(folder).values, SCORES.values)
-
-
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     found = Faithfulness(float("inf"), float("nan"), 3)
     again = Faithfulness.load(found.save(tmp_path / "result"))

@@ -36,8 +36,8 @@ def ship() -> None:
     for recipe in RECIPES:
         built, folder = build_cached(recipe, 0), SHIPPED / recipe.name
         with atomic_folder(folder) as temporary:
-            shutil.copytree(built, temporary, dirs_exist_ok=True)
-            (temporary / "history.csv").unlink()
+            others = shutil.ignore_patterns("history.csv", ".*")
+            shutil.copytree(built, temporary, dirs_exist_ok=True, ignore=others)
             for side in ("dense", "sparse"):
                 _halve(temporary / side / "model.safetensors")
         pair = read_pair(folder, device="cpu")

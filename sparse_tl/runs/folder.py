@@ -21,10 +21,9 @@ from sparse_tl.storage.files import (
     check_replaceable,
     check_writable,
     read_json,
-    recover_folder,
     write_json,
 )
-from sparse_tl.storage.locks import Hold
+from sparse_tl.storage.locks import locked
 from sparse_tl.training import DenseAndSparse, HeldOut
 
 Saved = TypeVar("Saved", bound=Result)
@@ -43,7 +42,7 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
     """The result that an earlier call saved in a folder; otherwise a new one, saved there."""
-    if ranks.on_first(lambda: recover_folder(folder)):
+    if ranks.on_first(folder.exists):
         return kind.load(folder)
     result = measured()
     result.save(folder)
@@ -171,7 +170,7 @@ class RunFolder:
 
     def finished(self, name: str) -> bool:
         """Whether a stage's result exists."""
-        return ranks.on_first(lambda: recover_folder(self.path / name))
+        return ranks.on_first((self.path / name).exists)
 
     def pin(self, name: str, value: Any) -> None:
         """Record an input that is known only once it is loaded.
@@ -214,7 +213,7 @@ class RunFolder:
     def _open(self, restart: bool) -> dict[str, Any] | None:
         """Lock the folder; return the record of an earlier call, if this one resumes it."""
         check_writable(self.path)
-        self._hold = Hold(self.path)
+        self._lock = locked(self.path)
         file = self.path / RUN_FILE
         if restart or not file.exists():
             check_replaceable(self.path, RUN_FILE, *_WRITTEN)

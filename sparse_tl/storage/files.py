@@ -18,12 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_tl.calls.scopes import scope
-from sparse_tl.storage.atomic import (
-    atomic_file as atomic_file,
-    atomic_folder as atomic_folder,
-    read_steadily as read_steadily,
-    recover_folder as recover_folder,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +25,51 @@ if TYPE_CHECKING:
 
 _LARGEST_JSON = 2**30
 """Largest number of bytes of a JSON file; nothing that the package reads comes near it."""
+
+
+@scope
+def beside(path: Path) -> Iterator[Path]:
+    """A temporary path of the same name, in a hidden folder beside `path` that is removed again.
+
+    Raises:
+        OSError: something could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            yield Path(folder) / path.name
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+
+
+@scope
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path that replaces `path` if the block ends without an exception."""
+    path = Path(path)
+    with beside(path) as temporary:
+        yield temporary
+        os.replace(temporary, path)
+
+
+@scope
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary folder that replaces `path` if the block ends without an exception.
+
+    If `path` is a link, its target is replaced.
+    """
+    path = Path(path).resolve()
+    with beside(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        earlier = temporary.with_name(f"{path.name}.earlier")
+        try:
+            if path.is_dir():  # a folder with files cannot be replaced in one step
+                os.replace(path, earlier)
+            os.replace(temporary, path)
+        except BaseException:
+            if earlier.exists() and not path.exists():
+                os.replace(earlier, path)
+            raise
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:

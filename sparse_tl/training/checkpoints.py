@@ -27,10 +27,8 @@ from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
-    check_writable,
     read_json,
     read_tensors,
-    recover_folder,
     write_json,
     write_tensors,
 )
@@ -242,11 +240,8 @@ def check_ranks(identity: dict[str, Any]) -> None:
 
 def _check_folder(folder: Path) -> None:
     """Check that a checkpoint can be read from a folder and written to it."""
-    recover_folder(folder)
     files = [path.name for path in folder.glob("tensors*.safetensors")]
     check_replaceable(folder, _STATE, *files)
-    if not (folder / _STATE).exists():
-        check_writable(folder if folder.exists() else folder.parent)
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from folders import KINDS
 from jobs import JOBS, content, inputs
-from processes import Ended, Process, run
+from processes import Process, run
 
-from sparse_tl.circuits.outcomes import SearchState
-from sparse_tl.storage.atomic import is_temporary
 from sparse_tl.storage.files import read_json, read_tensors
 
 SAVED = ("sparse model", "pair of models", "result: scores", "result: head roles", "MIB")
@@ -61,11 +55,16 @@ def disk(place: Path) -> Iterator[Callable[[str], Path]]:
     subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
+def hidden(file: Path, folder: Path) -> bool:
+    """Whether a file is a lock, or what a killed process left of a write."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
 def half_written(folder: Path) -> list[str]:
     """Files under a final name that are not whole."""
     wrong = []
     for file in sorted(folder.rglob("*")):
-        if any(is_temporary(Path(part)) for part in file.relative_to(folder).parts):
+        if hidden(file, folder):
             continue
         try:
             if file.suffix == ".json":
@@ -77,11 +76,6 @@ def half_written(folder: Path) -> list[str]:
         except ValueError as error:
             wrong.append(str(error))
     return wrong
-
-
-def left_over(folder: Path) -> list[Path]:
-    """What no run needs any more."""
-    return [file for file in folder.rglob("*") if is_temporary(file)]
 
 
 def full(name: str, disk: Callable[[str], Path], sizes: list[str]) -> list[str]:
@@ -98,7 +92,9 @@ def full(name: str, disk: Callable[[str], Path], sizes: list[str]) -> list[str]:
         if ended.code and not clear:
             wrong.append(f"{name} on {size}: {said}")
         wrong += [f"{name} on {size}: {one}" for one in half_written(folder)]
-        wrong += [f"{name} on {size}: {one} is left" for one in left_over(folder)]
+        wrong += [
+            f"{name} on {size}: {one} is left" for one in folder.rglob("*") if hidden(one, folder)
+        ]
         print(f"{name} on {size}: {said[:200]}")
     ended = run(WRITERS[name], disk("size=1g") / "out")
     if ended.code or ended.answer != expected.answer or content(folder) != files:
@@ -137,60 +133,9 @@ def two_at_once(name: str, place: Path) -> list[str]:
     return wrong
 
 
-def removed(name: str, place: Path, expected: Ended) -> list[str]:
-    """Its folder is removed while it runs: it says so, or writes all of it; then it works again."""
-    folder = _new(place, f"{name} removed".replace(":", ""))
-    process = Process(WRITERS[name], folder)
-    process.begun()
-    time.sleep(expected.seconds / 2)
-    for number, entry in enumerate(folder.iterdir()):  # at once, whatever it writes meanwhile
-        entry.rename(place / f"{folder.name} {number}")
-    ended, wrong = process.join(), list[str]()
-    said = str(ended.answer)
-    print(f"{name} without its folder: {ended.code}, {said[:200]}")
-    known = {"OSError", "ValueError"} & {*ended.error} and str(folder) in said
-    if ended.code and not known:
-        wrong.append(f"{name} without its folder: {said}")
-    wrong += half_written(folder)
-    again = run(WRITERS[name], folder)
-    if again.code or again.answer != expected.answer:
-        wrong.append(f"{name} after its folder was removed: {again.answer}")
-    return wrong
-
-
 def _new(place: Path, name: str) -> Path:
     (place / name).mkdir(exist_ok=True)
     return place / name
-
-
-def read_while_written(folder: Path, seconds: float = 3.0) -> list[str]:
-    """A result is replaced again and again while it is read: it is always the one or the other."""
-    _save(folder, 1)
-    writer = Process(_save_often, folder)
-    writer.begun()
-    wrong, seen, ends = set[str](), set[float](), time.monotonic() + seconds
-    while time.monotonic() < ends:
-        try:
-            found = SearchState.load(folder / "c")
-            seen.add(found.threshold)
-            if float(found.mask.sum()) != found.threshold:
-                wrong.add("halves of two results")
-        except (ValueError, OSError) as error:
-            wrong.add(re.sub(r"/\S+/", "", str(error))[:200])
-    writer.send(signal.SIGKILL)
-    writer.join()
-    assert len(seen) > 1, "none was replaced"
-    return [f"read while written: {one}" for one in wrong]
-
-
-def _save(folder: Path, size: int) -> None:
-    SearchState(torch.ones(size).bool(), float(size)).save(folder / "c")
-
-
-def _save_often(folder: Path) -> None:
-    for number in range(10**6):
-        _save(folder, 1 + number % 50)
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -198,22 +143,6 @@ def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
     for name in QUICK:
         assert not full(name, disk, ["16k"])
         shutil.rmtree(disk("size=1g") / "out")
-
-
-@pytest.mark.long
-def test_reading_while_it_is_written(tmp_path: Path) -> None:
-    assert not read_while_written(tmp_path)
-
-
-def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
-    ended = Process(_save_often, tmp_path, strike=(40, signal.SIGKILL)).join()
-    assert ended.code == -signal.SIGKILL
-    assert left_over(tmp_path)
-    _save(tmp_path, 3)
-    assert not left_over(tmp_path)
-    (tmp_path / ".c.lock").touch()
-    _save(tmp_path, 4)
-    assert SearchState.load(tmp_path / "c").threshold == 4
 
 
 @pytest.mark.slow
@@ -233,12 +162,6 @@ def test_disks_and_neighbours(place: Path, disk: Callable[[str], Path]) -> None:
         shutil.rmtree(disk("size=1g,rw") / "out", ignore_errors=True)
         wrong += two_at_once(name, place)
         cases += 4  # two sizes, read-only, two at once
-        if name in JOBS:
-            expected = run(WRITERS[name], _new(place, f"{name} whole"))
-            wrong += removed(name, place, expected)
-            cases += 1
-    wrong += read_while_written(_new(place, "read"), 10)
-    cases += 1
     print(f"\nfull disks, read-only disks and neighbours: {cases}; {len(wrong)} wrong")
     assert not wrong, "\n".join(wrong)
 

@@ -17,7 +17,6 @@ from processes import Ended, Process, run
 
 import sparse_tl as stl
 from sparse_tl.cli import app
-from sparse_tl.storage.atomic import is_temporary, recover_folder
 from sparse_tl.storage.files import read_json, read_tensors
 
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -87,10 +86,8 @@ class Campaign:
     def _look(self, name: str, folder: Path, before: dict[str, int]) -> dict[str, int]:
         """Look for what is half written, and whether steps or finished results are lost."""
         steps: dict[str, int] = {}
-        for aside in folder.rglob(".*.previous"):
-            recover_folder(aside.with_name(aside.name[1 : -len(".previous")]))
         for file in sorted(folder.rglob("*")):
-            if any(is_temporary(Path(part)) for part in file.relative_to(folder).parts):
+            if any(part.startswith(".") for part in file.relative_to(folder).parts):
                 continue
             try:
                 if file.suffix == ".json":

@@ -44,7 +44,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
     assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
     sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")
     assert sparse.to_tokens("the cat").tolist() == [[0, 1, 2]]
-    assert sorted(path.name for path in out.iterdir()) == [
+    assert sorted(path.name for path in out.glob("[!.]*")) == [
         "history.csv",
         "metrics.json",
         "run.json",

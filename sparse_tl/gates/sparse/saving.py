@@ -7,7 +7,6 @@ the gates. A folder may hold the model's low-rank adapters in place of its files
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -26,9 +25,7 @@ from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     read_json,
-    read_steadily,
     read_tensors,
-    recover_folder,
     write_json,
     write_tensors,
 )
@@ -67,7 +64,6 @@ def save_sparse(
         if not adapters_only:
             save_model(model, folder)  # all ranks take part if the weights are sharded
         return folder
-    recover_folder(folder)
     check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
     with atomic_folder(folder) as temporary:
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
@@ -104,13 +100,7 @@ def load_sparse(
         ValueError: the folder is of another kind, a file is damaged, or gates or adapters do not
             fit the model.
     """
-    return read_steadily(Path(folder), partial(_load, Path(folder), device, base))
-
-
-def _load(
-    folder: Path, device: str | None, base: str | Path | Model | None
-) -> tuple[Model, AttentionGates, MLPGates | None]:
-    recover_folder(folder)
+    folder = Path(folder)
     if not is_sparse_folder(folder):
         raise ValueError(
             f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "

@@ -8,8 +8,8 @@ HookedTransformer see `hooked_folder`. No code from a folder is ever run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,7 @@ from sparse_tl.lens.loading.hub import fetch
 from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, check_files, quietly, read_model
 from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.storage.atomic import atomic_folder
-from sparse_tl.storage.files import read_json, read_steadily, write_json
+from sparse_tl.storage.files import beside, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,8 +94,7 @@ def load_model(
             f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
             "SparseTransformer.from_pretrained loads with its gates"
         )
-    read = partial(load_folder, folder, name, tokenizer, **placed)
-    return _begun(read_steadily(folder, read), prepend_bos)
+    return _begun(load_folder(folder, name, tokenizer, **placed), prepend_bos)
 
 
 def _begun(model: Model, prepend_bos: bool | None) -> Model:
@@ -189,7 +187,8 @@ def save_model(model: Model, folder: str | Path) -> None:
     with quietly():
         plain = model if isinstance(model, HookedTransformer) else plain_model(model)
     _check_finite(plain, folder)
-    with atomic_folder(folder, keep=True) as temporary:
+    with beside(folder) as temporary:
+        temporary.mkdir()
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
         else:
@@ -198,6 +197,11 @@ def save_model(model: Model, folder: str | Path) -> None:
             model.tokenizer.save_pretrained(temporary)
         if not isinstance(model, HookedTransformer):  # an old file would be read first
             (folder / CONFIG_FILE).unlink(missing_ok=True)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                place = folder / file.relative_to(temporary)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, place)
 
 
 def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
