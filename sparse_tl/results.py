@@ -246,7 +246,7 @@ def _dataclass(
 
     declared = get_type_hints(kind, localns={"pd": pd})
     known = {field.name for field in fields(kind)}
-    lacking = known - content.keys() - {"prompt_start"}  # earlier versions did not save it
+    lacking = known - content.keys()
     unknown = content.keys() - known
     if lacking or unknown:
         raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)!s:.200}")

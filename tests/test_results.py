@@ -260,7 +260,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for wrong, message in (
         ({**whole, "method": 3}, "expected str as method; got 3"),
         ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
-        ({"values": "values"}, r"it lacks \['grid', 'method'\]"),
+        ({"values": "values"}, r"it lacks \['grid', 'method', 'prompt_start'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
         ({**whole, "grid": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
         ({**whole, "grid": said}, "as grid; got"),
@@ -276,11 +276,6 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
     known = replace(SCORES, prompt_start="<s>")
     assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
-    folder = SCORES.save(tmp_path / "older")
-    said = json.loads((folder / "result.json").read_text())
-    del said["fields"]["prompt_start"]  # as saved by earlier versions
-    (folder / "result.json").write_text(json.dumps(said))
-    assert Scores.load(folder).prompt_start is None
 
 
 @pytest.mark.parametrize(

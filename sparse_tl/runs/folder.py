@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,13 +86,15 @@ class SparseRun:
     @property
     def held_out(self) -> dict[str, HeldOut]:
         """Held-out measurements of the dense and the sparse model."""
-        return {side: _held_out(self.metrics[side]) for side in SIDES}
+        return {side: from_fields(HeldOut, self.metrics[side]) for side in SIDES}
 
     @property
     def texts(self) -> dict[str, DenseAndSparse]:
         """Held-out measurements of both models on every text and task, if there are several."""
         return {
-            name: DenseAndSparse(**{side: _held_out(numbers) for side, numbers in sides.items()})
+            name: DenseAndSparse(
+                **{side: from_fields(HeldOut, numbers) for side, numbers in sides.items()}
+            )
             for name, sides in self.metrics.get("texts", {}).items()
         }
 
@@ -109,13 +111,6 @@ class SparseRun:
 
     def _repr_html_(self) -> str:
         return table_html(self.to_pandas(), self.verdict)
-
-
-def _held_out(numbers: dict[str, Any]) -> HeldOut:
-    """Measurements from a file; those that older versions did not write are None."""
-    absent = {field.name: None for field in fields(HeldOut) if field.default is None}
-    absent |= {field.name: {} for field in fields(HeldOut) if field.default_factory is dict}
-    return from_fields(HeldOut, {**absent, **numbers})
 
 
 @dataclass(frozen=True)

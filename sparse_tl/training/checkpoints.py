@@ -171,7 +171,7 @@ def load_checkpoint(
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"expected a complete checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
-    before = content.get("ranks", 1)
+    before = content["ranks"]
     if before != ranks.count() and ranks.is_first():
         warnings.warn(
             f"the checkpoint in {folder} was made on {before} ranks, and the run resumes on "

@@ -157,11 +157,6 @@ def _written(content: bytes) -> Callable[[Path], None]:
     return lambda file: file.write_bytes(content) and None
 
 
-def _pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 def _directory(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -183,14 +178,11 @@ _OF_ANY: dict[str, Callable[[Path], None]] = {
     "a number of many digits": _written(b"9" * 10**5),
     "pickled": lambda file: file.write_bytes(pickle.dumps(Payload())) and None,
     "pickled by torch": lambda file: torch.save(Payload(), file),
-    "a terabyte of nothing": lambda file: os.truncate(file, 2**40),
-    "a pipe": _pipe,
     "a directory": _directory,
     "gone": Path.unlink,
     "a link to itself": lambda file: _linked(file)(file),
     "a link to nothing": _linked("nothing"),
     "a link outside": _linked("../../secret.json"),
-    "a link to an endless device": _linked("/dev/zero"),
     "a link to the folder": _linked("."),
 }
 

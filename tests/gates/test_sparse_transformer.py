@@ -292,7 +292,7 @@ def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):
     (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates[:20])
     with pytest.raises(ValueError, match="gates.safetensors"):
         SparseTransformer.from_pretrained(tmp_path / "sparse")
-    (tmp_path / "sparse" / "gates.json").write_text('{"distribution": "os.system"}')
+    (tmp_path / "sparse" / "gates.json").write_text('{"schema": 1, "distribution": "os.system"}')
     with pytest.raises(ValueError, match="distribution"):
         SparseTransformer.from_pretrained(tmp_path / "sparse")
 

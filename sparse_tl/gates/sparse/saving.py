@@ -32,7 +32,7 @@ from sparse_tl.storage.files import (
 
 GATES_WEIGHTS = "gates.safetensors"
 SCHEMA = 1
-"""Format version of gates; folders without a version have this one."""
+"""Format version of gates."""
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 
@@ -169,8 +169,8 @@ def _read(
 
 
 def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
-    """The kind of gates that a folder holds; score gates if it names none, as in old versions."""
-    kind = read_json(file).get("gates", "score")
+    """The kind of gates that a folder holds."""
+    kind = read_json(file).get("gates")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r:.200}")
     return KINDS[kind]
@@ -192,9 +192,9 @@ def _read_distribution(file: Path) -> GateDistribution:
     """The gate distribution that `save_sparse` wrote: its name and parameters."""
     config = read_json(file)
     fields = config if isinstance(config, dict) else {}
-    if fields.get("schema", SCHEMA) != SCHEMA:
+    if fields.get("schema") != SCHEMA:
         raise ValueError(
-            f"expected gates of schema {SCHEMA} in {file}; got {fields['schema']!r:.200}: they "
+            f"expected gates of schema {SCHEMA} in {file}; got {fields.get('schema')!r:.200}: they "
             "were saved by another version of this package"
         )
     name, parameters = fields.get("distribution"), fields.get("parameters", {})
