@@ -215,15 +215,14 @@ class RunFolder:
         if not file.exists():
             return None
         record = self._read(file)
-        entries = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
-        if not restart and not all(entry.name.startswith(".") for entry in entries):
-            return record
+        entries = sorted(self.path.iterdir(), key=lambda entry: entry == file)  # the record last
+        if not restart:
+            return record if any(entry.name[0] != "." for entry in entries[:-1]) else None
         for entry in entries:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        file.unlink()
         return None
 
     def _read(self, file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from jobs import JOBS, content, inputs
+from jobs import JOBS, content, hidden, inputs
 from processes import Ended, Process, run
 
 import sparse_tl as stl
@@ -87,7 +87,7 @@ class Campaign:
         """Look for what is half written, and whether steps or finished results are lost."""
         steps: dict[str, int] = {}
         for file in sorted(folder.rglob("*")):
-            if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            if hidden(file, folder):
                 continue
             try:
                 if file.suffix == ".json":
