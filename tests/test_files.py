@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from sparse_tl.circuits import Faithfulness
 from sparse_tl.gates import SparseTransformer
@@ -19,6 +20,7 @@ from sparse_tl.storage.files import (
     atomic_folder,
     check_writable,
     digest,
+    locked,
     read_json,
     read_tensors,
     recover_folder,
@@ -129,6 +131,14 @@ def test_a_killed_replacement_is_found_by_the_next_reader(
     assert Faithfulness.load(path).divergence == found
     shutil.rmtree(path)
     assert not recover_folder(path), "what was removed since stays removed"
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path / "c"), locked(tmp_path / "c"):
+        pass  # one process may hold it twice
+    other = FileLock(tmp_path / ".c.lock")
+    with other, pytest.raises(ValueError, match="locked by another"), locked(tmp_path / "c"):
+        pass
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])

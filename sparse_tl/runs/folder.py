@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -16,8 +17,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.parallel import ranks
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
-from sparse_tl.storage.files import check_writable, read_json, write_json
-from sparse_tl.storage.locks import locked
+from sparse_tl.storage.files import check_writable, locked, read_json, write_json
 from sparse_tl.training import DenseAndSparse, HeldOut
 
 Saved = TypeVar("Saved", bound=Result)
@@ -203,24 +203,24 @@ class RunFolder:
     def _open(self, restart: bool) -> dict[str, Any] | None:
         """Lock the folder; return the record of an earlier call, if this one resumes it."""
         file = check_writable(self.path) / RUN_FILE
-        self._lock = locked(file)
-        # Hidden are locks, and what a killed process left of a write.
+        self._lock = ExitStack()  # until this object is collected
+        self._lock.enter_context(locked(file))
         names = {entry.name for entry in self.path.iterdir()}
-        names = {name for name in names if not name.startswith((".", _EARLIER))}
-        if RUN_FILE not in names and names:
+        names -= {name for name in names if name.startswith((".", _EARLIER))}  # hidden: locks
+        if names and RUN_FILE not in names:
             raise ValueError(
                 f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
                 f"{self.path} holds {sorted(names)[:5]}"
             )
-        results = names - {RUN_FILE}
-        if not results:  # a command that failed before it produced anything may be changed
+        names -= {RUN_FILE}
+        if not names:  # a command that failed before it produced anything may be changed
             return None
         if not restart:
             return self._read(file)
         asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
         aside = next(folder for folder in asides if not folder.exists())
         aside.mkdir()
-        for name in [*results, RUN_FILE]:  # the record last: with it, the rest can be set aside too
+        for name in [*names, RUN_FILE]:  # the record last: with it, the rest can be set aside too
             (self.path / name).rename(aside / name)
         return None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -71,9 +72,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A temporary folder that replaces `path` if the block ends without an exception.
 
     A folder with files cannot be replaced in one step: the earlier one is moved aside first. If the
-    process is killed before the new one is in its place, `recover_folder` puts it there.
-
-    If `path` is a link, its target is replaced.
+    process is killed in between, `recover_folder` puts the new one in its place. If `path` is a
+    link, its target is replaced.
     """
     path = Path(path).resolve()
     with beside(path) as temporary:
@@ -92,11 +92,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def recover_folder(path: str | Path) -> bool:
-    """Put a folder in its place whose writer was killed while replacing the earlier one.
-
-    Returns:
-        whether `path` exists.
-    """
+    """Put the folder in place that a killed `atomic_folder` did not; return whether it exists."""
     path = Path(path).resolve()
     if not path.exists():
         for earlier in path.parent.glob(f".{escape(path.name)}.*/{escape(path.name)}{_EARLIER}"):
@@ -247,3 +243,28 @@ def check_writable(folder: str | Path) -> Path:
             "Choose another output folder."
         ) from error
     return folder
+
+
+@scope
+def locked(path: Path | None) -> Iterator[None]:
+    """Hold a lock on a file or folder; it is a hidden file beside `path`.
+
+    One process can hold it several times.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    if path is None:
+        yield
+        return
+    path = path.resolve()
+    file = check_writable(path.parent) / f".{path.name}.lock"
+    try:
+        lock = FileLock(file, thread_local=False, is_singleton=True).acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{path} is locked by another process, which writes to it. Wait until that ends, or "
+            "choose another place."
+        ) from None
+    with lock:
+        yield

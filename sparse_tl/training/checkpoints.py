@@ -149,7 +149,7 @@ def load_checkpoint(
         ValueError: the folder holds something else or is damaged, or the checkpoint belongs to
             another run or other data.
     """
-    ranks.on_first(partial(_check_folder, folder))
+    ranks.on_first(lambda: check_replaceable(folder, _STATE, "tensors*.safetensors"))
     if not (folder / _STATE).exists():
         return TrainingState()
     content = read_json(folder / _STATE)
@@ -236,12 +236,6 @@ def check_ranks(identity: dict[str, Any]) -> None:
     facts |= {f"version of {name}": version(name) for name in _VERSIONS}
     facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
     ranks.check_alike(facts)
-
-
-def _check_folder(folder: Path) -> None:
-    """Check that a checkpoint can be read from a folder and written to it."""
-    files = [path.name for path in folder.glob("tensors*.safetensors")]
-    check_replaceable(folder, _STATE, *files)
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:
