@@ -206,23 +206,22 @@ class RunFolder:
         self._lock = ExitStack()  # until this object is collected
         self._lock.enter_context(locked(file))
         names = {entry.name for entry in self.path.iterdir()}
-        names -= {name for name in names if name.startswith((".", _EARLIER))}  # hidden: locks
-        if names and RUN_FILE not in names:
+        names -= {name for name in names if name.startswith(_EARLIER) or name.endswith(".lock")}
+        results = {name for name in names if not name.startswith(".")}  # not left by a killed write
+        if results and RUN_FILE not in results:
             raise ValueError(
                 f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
-                f"{self.path} holds {sorted(names)[:5]}"
+                f"{self.path} holds {sorted(results)[:5]}"
             )
-        names -= {RUN_FILE}
-        if not names:  # a command that failed before it produced anything may be changed
+        if restart and results:
+            asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
+            aside = next(folder for folder in asides if not folder.exists())
+            aside.mkdir()
+            for name in [*names - {RUN_FILE}, RUN_FILE]:  # with the record, another try can go on
+                (self.path / name).rename(aside / name)
             return None
-        if not restart:
-            return self._read(file)
-        asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
-        aside = next(folder for folder in asides if not folder.exists())
-        aside.mkdir()
-        for name in [*names, RUN_FILE]:  # the record last: with it, the rest can be set aside too
-            (self.path / name).rename(aside / name)
-        return None
+        # What failed before it produced anything may be changed.
+        return self._read(file) if results - {RUN_FILE} else None
 
     def _read(self, file: Path) -> dict[str, Any]:
         content = read_json(file)

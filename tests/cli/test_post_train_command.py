@@ -168,8 +168,8 @@ def test_a_mended_command_needs_no_restart(tmp_path: Path, tiny: Path, story: Pa
 def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     out = tmp_path / "out"
     assert _text_run(tiny, story, out).code == 0
-    own = ("notes.csv", "metrics.txt", "curves.png", "sparse/mine.json", "mine/run.json")
-    (out / "mine").mkdir()
+    own = ("notes.csv", "curves.png", "sparse/mine.json", ".checkpoint.0/mine")
+    (out / ".checkpoint.0").mkdir()  # such as a killed job leaves
     for name in own:
         (out / name).touch()
     outcome = _text_run(tiny, story, out, "--seed", "1", "--restart")
