@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from types import NoneType, UnionType
@@ -35,12 +34,10 @@ from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.drawing import draw
 from sparse_tl.calls.wording import shown
 from sparse_tl.parallel import ranks
-from sparse_tl.storage.checksums import check_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     read_json,
-    read_steadily,
     read_tensors,
     recover_folder,
     write_json,
@@ -91,7 +88,6 @@ class Result:
         folder, kind = Path(folder), type(self)
         if not ranks.is_first():
             return folder
-        recover_folder(folder)
         check_replaceable(folder, RESULT_FILE, _TENSORS_FILE)
         if (folder / RESULT_FILE).exists():
             _content(folder, kind)
@@ -100,7 +96,6 @@ class Result:
         with atomic_folder(folder) as temporary:
             write_json(temporary / RESULT_FILE, {"schema": SCHEMA, **content})
             write_tensors(temporary / _TENSORS_FILE, tensors)
-            write_sums(temporary)
         return folder
 
     @classmethod
@@ -112,12 +107,7 @@ class Result:
             ValueError: the folder holds no result, one of another kind, or a damaged one.
         """
         folder = Path(folder)
-        return read_steadily(folder, partial(cls._read, folder))
-
-    @classmethod
-    def _read(cls: type[Kind], folder: Path) -> Kind:
         recover_folder(folder)
-        check_sums(folder)
         content = _content(folder, cls)
         tensors = read_tensors(folder / _TENSORS_FILE)
         try:
@@ -258,7 +248,7 @@ def _dataclass(
 
     declared = get_type_hints(kind, localns={"pd": pd})
     known = {field.name for field in fields(kind)}
-    lacking = known - content.keys() - {"prompt_start"}  # earlier versions did not save it
+    lacking = known - content.keys()
     unknown = content.keys() - known
     if lacking or unknown:
         raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)!s:.200}")

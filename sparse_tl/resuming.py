@@ -39,8 +39,7 @@ def resumed(state: State, folder: Path) -> State:
     Raises:
         ValueError: the folder holds other files, or the checkpoint of another computation.
     """
-    recover_folder(folder)
-    if not (folder / RESULT_FILE).exists():
+    if not (recover_folder(folder) and (folder / RESULT_FILE).exists()):
         state.save(folder)
         return state
     kind: type[State] = type(state)

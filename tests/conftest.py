@@ -208,13 +208,3 @@ def page(open_page: Any) -> Iterator[Any]:
 def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches off the run-time type checks of the tests: users meet our own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.fixture
-def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For damaged files: what is checked beside their checksums, which whoever writes can write."""
-    from sparse_tl.gates.sparse import saving
-    from sparse_tl.lens.loading import load as loading
-
-    for module in (loading, saving):
-        monkeypatch.setattr(module, "check_sums", lambda folder: None)

@@ -130,7 +130,7 @@ def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
     out, tasks = tmp_path / "out", ["greater_than", "ioi"]
     with pytest.raises(ValueError, match=r"Greater Than, seed 0, dense model: the model does not"):
         run_circuits(out, model=str(dense), sparse=sparse, tasks=tasks, pairs=4, progress=False)
-    assert [file.name for file in out.iterdir()] == ["run.json"]
+    assert [file.name for file in out.glob("[!.]*")] == ["run.json"]
 
 
 def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:

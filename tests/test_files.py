@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
+from sparse_tl.circuits import Faithfulness
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.storage.files import (
@@ -19,6 +20,7 @@ from sparse_tl.storage.files import (
     atomic_folder,
     check_writable,
     digest,
+    locked,
     read_json,
     read_tensors,
     recover_folder,
@@ -39,33 +41,6 @@ def test_a_file_is_replaced_when_the_block_ends(tmp_path: Path) -> None:
             assert not path.exists() or path.read_text() == "one"
     assert path.read_text() == "two"
     assert _names(path.parent) == ["result.txt"]
-
-
-def test_a_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
-    (tmp_path / "ordinary").touch()
-    write_json(tmp_path / "ours", {})
-    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-
-
-@pytest.mark.parametrize("write", [atomic_file, atomic_folder])
-def test_a_second_thread_cannot_touch_an_unfinished_write(tmp_path: Path, write: Any) -> None:
-    path = tmp_path / "written"
-
-    def fill(place: Path, content: str) -> None:
-        (place / "file" if place.is_dir() else place).write_text(content)
-
-    def second() -> None:
-        with write(path) as place:
-            fill(place, "second")
-
-    with write(path) as place, ThreadPoolExecutor() as threads:
-        fill(place, "first")
-        with pytest.raises(ValueError, match="another thread is writing"):
-            threads.submit(second).result()
-    assert (path / "file" if path.is_dir() else path).read_text() == "first"
-    second()  # afterwards it can
-    assert (path / "file" if path.is_dir() else path).read_text() == "second"
-    assert [file.name for file in tmp_path.iterdir()] == ["written"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -109,58 +84,61 @@ def _umask() -> int:
     return current
 
 
-def _die_before(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """The function, except that this process dies like one that is killed before its n-th call."""
-    calls = iter(range(call))
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_exception_between_two_renames_leaves_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    replace = os.replace
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, None) is None:
-            os._exit(9)
-        return function(*args, **kwargs)
+    def failing(source: Path, target: Path) -> None:
+        if source.name == target.name:  # the new folder, not the earlier one
+            raise error
+        replace(source, target)
 
-    return wrapped
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "weights").write_text("old")
+    with monkeypatch.context() as patch, pytest.raises(error), atomic_folder(path) as temporary:
+        (temporary / "weights").write_text("new")
+        patch.setattr(os, "replace", failing)
+    assert (path / "weights").read_text() == "old"
+    assert _names(tmp_path) == ["model"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize(
-    ("module", "name", "call", "content"),
-    [
-        (os, "replace", 0, "old"),
-        (os, "replace", 1, "old"),
-        (shutil, "rmtree", 0, "old"),
-        (shutil, "rmtree", 1, "new"),
-    ],
+    ("module", "name", "call", "found"),
+    [(os, "replace", 0, 0.0), (os, "replace", 1, 1.0), (shutil, "rmtree", 0, 1.0)],
 )
-def test_a_killed_replacement_is_recovered(
-    tmp_path: Path, module: Any, name: str, call: int, content: str
+def test_a_killed_replacement_is_found_by_the_next_reader(
+    tmp_path: Path, module: Any, name: str, call: int, found: float
 ) -> None:
-    path = tmp_path / "checkpoint"
-    with atomic_folder(path) as temporary:
-        (temporary / "step").write_text("old")
+    path = tmp_path / "result"
+    Faithfulness(0.0, 0.0, 1).save(path)
     child = os.fork()
     if child == 0:
-        setattr(module, name, _die_before(getattr(module, name), call))
         with atomic_folder(path) as temporary:
-            (temporary / "step").write_text("new")
+            Faithfulness(1.0, 1.0, 1).save(temporary)
+            function, calls = getattr(module, name), iter(range(call))
+            die = lambda *given, **more: (  # noqa: E731
+                os._exit(9) if next(calls, None) is None else function(*given, **more)
+            )
+            setattr(module, name, die)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    recover_folder(path)
-    assert (path / "step").read_text() == content
-    # And the next replacement works all the same.
-    with atomic_folder(path) as temporary:
-        (temporary / "step").write_text("next")
-    assert (path / "step").read_text() == "next"
-    assert not (tmp_path / ".checkpoint.previous").exists()
+    if call:
+        assert not path.exists(), "killed between the two renames"
+    assert Faithfulness.load(path).divergence == found
+    shutil.rmtree(path)
+    assert not recover_folder(path), "what was removed since stays removed"
 
 
-def test_recovering_leaves_a_whole_folder_alone(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / ".model.previous").mkdir()
-    (tmp_path / ".model.previous" / "old").touch()
-    recover_folder(tmp_path / "model")
-    assert _names(tmp_path / "model") == []
-    recover_folder(tmp_path / "neither")
-    assert not (tmp_path / "neither").exists()
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path / "c"), locked(tmp_path / "c"):
+        pass  # one process may hold it twice
+    other = FileLock(tmp_path / ".c.lock")
+    with other, pytest.raises(ValueError, match="locked by another"), locked(tmp_path / "c"):
+        pass
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -213,22 +191,6 @@ def test_truncated_tensors_are_named(tmp_path: Path, kept: int) -> None:
         read_tensors(path)
 
 
-def test_tensors_that_are_gone_when_torch_opens_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "some.safetensors"
-    write_tensors(path, {"a": torch.ones(3)})
-    opened = torch.UntypedStorage.from_file
-
-    def removed(name: str, *args: Any, **kwargs: Any) -> Any:
-        path.unlink()
-        return opened(name, *args, **kwargs)
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", removed)
-    with pytest.raises(ValueError, match="expected a safetensors file at"):
-        read_tensors(path)
-
-
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="expected a safetensors file"):
@@ -262,7 +224,7 @@ def test_a_folder_behind_a_link_is_replaced_again_and_again(tmp_path: Path) -> N
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model").write_text("precious")
     with (
-        pytest.raises(ValueError, match="expected a folder"),
+        pytest.raises(OSError, match=r"cannot write .*model"),
         atomic_folder(tmp_path / "model") as temporary,
     ):
         (temporary / "content").touch()
@@ -290,6 +252,11 @@ def test_saving_a_model_replaces_an_earlier_one(
     read = SparseTransformer.from_pretrained(tmp_path / "model", device="cpu")
     assert torch.equal(read.model.embed.W_E, sparse.model.embed.W_E)
     assert _names(tmp_path) == ["model"]
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()}
+    assert modes == {0o666 & ~_umask()}, "as readable as any other file"
+    (tmp_path / "model" / "notes.json").touch()
+    with pytest.raises(ValueError, match="notes.json"):
+        sparse.save_pretrained(tmp_path / "model")
 
 
 def test_a_digest_names_exactly_these_tensors() -> None:

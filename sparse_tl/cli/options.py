@@ -161,5 +161,5 @@ Device = Annotated[
         callback=checked_device,
     ),
 ]
-Restart = Annotated[bool, run("", "Remove an earlier run in --out first.", "--restart")]
+Restart = Annotated[bool, run("", "Set an earlier run in --out aside first.", "--restart")]
 Quiet = Annotated[bool, run("", "No progress bars.", "--quiet")]

@@ -26,7 +26,6 @@ from sparse_tl.storage.files import (
     atomic_folder,
     check_writable,
     read_json,
-    recover_folder,
     write_csv,
     write_json,
 )
@@ -65,13 +64,13 @@ def build_pair(
         KeyboardInterrupt: after Ctrl-C, once the state is saved; another call resumes.
     """
     folder = Path(folder)
-    if not recover_folder(folder / "dense"):
+    if not (folder / "dense").exists():
         checkpoint = folder / "checkpoint-dense"
         model, history = recipe.train(seed, checkpoint=checkpoint, device=device, progress=progress)
         _write_history(folder, history.assign(phase="dense"))
         with atomic_folder(folder / "dense") as temporary:
             save_model(model, temporary)
-    if not recover_folder(folder / "sparse"):
+    if not (folder / "sparse").exists():
         checkpoint = folder / "checkpoint-sparse"
         dense = load_model(folder / "dense", device=device)
         sparse, outcome = recipe.sparsify(dense, seed, checkpoint=checkpoint, progress=progress)
@@ -146,7 +145,7 @@ def build_cached(
     """The cache folder of a pair, which is built unless one of this recipe and version exists."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
     made_by = {"version": __version__, **recipe.settings(seed)}
-    complete = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
+    complete = (folder / "dense").exists() and (folder / "sparse").exists()
     if complete and _made_by(folder) == made_by:
         _remove_checkpoints(folder)
         return folder

@@ -26,8 +26,7 @@ from rich.filesize import decimal
 from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.scopes import scope
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.storage.checksums import checksum
-from sparse_tl.storage.files import atomic_folder, check_writable, recover_folder
+from sparse_tl.storage.files import atomic_folder, check_writable
 
 _BLOCK = 2**20
 
@@ -135,7 +134,8 @@ def check_file(name: str, file: Path) -> Path:
     Raises:
         ValueError: it is another file, or damaged.
     """
-    sha256 = checksum(file)
+    with file.open("rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
     if sha256 != published(name).sha256:
         raise _wrong_file(name, str(file), sha256)
     return file
@@ -173,7 +173,6 @@ def get_language_model(
             there is too little disk space, or the file has a different checksum.
     """
     model, file = published(name), cached_file(name, cache)
-    recover_folder(file.parent)
     if is_whole(name, file):
         return file
     if model.terms and not accept_licence:

@@ -25,7 +25,6 @@ from sparse_tl.models.addition import addition_recipe
 from sparse_tl.models.language import SMOLLM2, load_language_model, load_language_models
 from sparse_tl.models.pairs import SHIPPED, build_cached, read_pair
 from sparse_tl.models.tasks import task_recipe
-from sparse_tl.storage.checksums import write_sums
 from sparse_tl.storage.files import atomic_folder, read_tensors, write_json, write_tensors
 from sparse_tl.tasks import task_report
 
@@ -37,8 +36,8 @@ def ship() -> None:
     for recipe in RECIPES:
         built, folder = build_cached(recipe, 0), SHIPPED / recipe.name
         with atomic_folder(folder) as temporary:
-            shutil.copytree(built, temporary, dirs_exist_ok=True)
-            (temporary / "history.csv").unlink()
+            others = shutil.ignore_patterns("history.csv", ".*")
+            shutil.copytree(built, temporary, dirs_exist_ok=True, ignore=others)
             for side in ("dense", "sparse"):
                 _halve(temporary / side / "model.safetensors")
         pair = read_pair(folder, device="cpu")
@@ -76,7 +75,6 @@ def _halve(file: Path) -> None:
     """Store a file's weights in half precision."""
     weights = read_tensors(file)
     write_tensors(file, {name: tensor.half() for name, tensor in weights.items()})
-    write_sums(file.parent)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def run_addition(
         steps: number of post-training steps; by default as in `addition_recipe`.
         target_loss: nats per answer character; by default as in `addition_recipe`.
         device: device for training; by default a GPU if there is one.
-        restart: discard an earlier run.
+        restart: set an earlier run aside.
         progress: whether to show a progress bar.
 
     Raises:

@@ -78,7 +78,7 @@ def run_circuits(
         seeds: seeds of the prompts and of the built-in models, one model pair per seed; figures
             show all of them and their median. With `model`, seeds affect only the prompts.
         device: device to run on.
-        restart: discard an earlier run.
+        restart: set an earlier run aside.
         progress: whether to show a progress bar.
 
     Raises:

@@ -231,8 +231,7 @@ def report(
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     """The measurements of one model and seed, and its curves as tables."""
-    skill = read_json(folder / ACCURACY)  # a number in folders of version 0.2
-    numbers: dict[str, Any] = {**skill} if isinstance(skill, dict) else {"accuracy": skill}
+    numbers: dict[str, Any] = read_json(folder / ACCURACY)
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
         evaluation = Evaluation.load(folder / parts)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,15 +17,15 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.parallel import ranks
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
-from sparse_tl.storage.atomic import is_temporary, writers
-from sparse_tl.storage.files import check_writable, read_json, recover_folder, write_json
-from sparse_tl.storage.locks import Hold
+from sparse_tl.storage.files import check_writable, locked, read_json, write_json
 from sparse_tl.training import DenseAndSparse, HeldOut
 
 Saved = TypeVar("Saved", bound=Result)
 
 SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
+_EARLIER = "earlier-"
+"""Start of the names of the folders, in a run's folder, of the runs before each restart."""
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -36,7 +36,7 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
     """The result that an earlier call saved in a folder; otherwise a new one, saved there."""
-    if ranks.on_first(lambda: recover_folder(folder)):
+    if ranks.on_first(folder.exists):
         return kind.load(folder)
     result = measured()
     result.save(folder)
@@ -80,13 +80,15 @@ class SparseRun:
     @property
     def held_out(self) -> dict[str, HeldOut]:
         """Held-out measurements of the dense and the sparse model."""
-        return {side: _held_out(self.metrics[side]) for side in SIDES}
+        return {side: from_fields(HeldOut, self.metrics[side]) for side in SIDES}
 
     @property
     def texts(self) -> dict[str, DenseAndSparse]:
         """Held-out measurements of both models on every text and task, if there are several."""
         return {
-            name: DenseAndSparse(**{side: _held_out(numbers) for side, numbers in sides.items()})
+            name: DenseAndSparse(
+                **{side: from_fields(HeldOut, numbers) for side, numbers in sides.items()}
+            )
             for name, sides in self.metrics.get("texts", {}).items()
         }
 
@@ -105,13 +107,6 @@ class SparseRun:
         return table_html(self.to_pandas(), self.verdict)
 
 
-def _held_out(numbers: dict[str, Any]) -> HeldOut:
-    """Measurements from a file; those that older versions did not write are None."""
-    absent = {field.name: None for field in fields(HeldOut) if field.default is None}
-    absent |= {field.name: {} for field in fields(HeldOut) if field.default_factory is dict}
-    return from_fields(HeldOut, {**absent, **numbers})
-
-
 @dataclass(frozen=True)
 class _Record(Result):
     """The content of ``run.json``."""
@@ -119,11 +114,6 @@ class _Record(Result):
     settings: dict[str, object]
     seconds: dict[str, float]
     pinned: dict[str, object]
-    wrote: list[str]
-
-    def __post_init__(self) -> None:
-        if not all(map(str.isprintable, self.wrote)):
-            raise ValueError("it lists a file with control characters in its name")
 
 
 class RunFolder:
@@ -131,13 +121,13 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    ``run.json`` also lists every file that the command writes; `restart` removes these. With
-    several ranks, only the first reads and writes, and passes on what it reads.
+    With several ranks, only the first reads and writes, and passes on what it reads.
 
     Args:
         path: the folder; created if absent.
         settings: everything that determines the results; a folder with other settings is refused.
-        restart: remove the files of an earlier run first.
+        restart: first move all that an earlier run's folder holds into a folder ``earlier-1``,
+            ``earlier-2``, ... in it; nothing is deleted.
 
     Raises:
         ValueError: the folder is read-only, in use by another process, or holds another run or
@@ -150,7 +140,7 @@ class RunFolder:
         self.path = Path(path)
         ranks.check_alike({"out": str(path), **settings})
         earlier = ranks.on_first(lambda: self._open(restart))
-        empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
+        empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}}
         self._record = earlier or empty
         recorded = self._record["settings"]
         different = [
@@ -164,14 +154,13 @@ class RunFolder:
                 "Choose another --out, or start over with --restart."
             )
         self._write()
-        writers[self.path.resolve()] = self
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     def finished(self, name: str) -> bool:
         """Whether a stage's result exists."""
-        return ranks.on_first(lambda: recover_folder(self.path / name))
+        return ranks.on_first((self.path / name).exists)
 
     def pin(self, name: str, value: Any) -> None:
         """Record an input that is known only once it is loaded.
@@ -206,14 +195,6 @@ class RunFolder:
             seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
             self._write()
 
-    def writes(self, files: list[Path]) -> None:
-        """Record files before they are written; see `Writer`."""
-        names = [file.relative_to(self.path.resolve()).as_posix() for file in files]
-        new = {*names} - {*self._record["wrote"], RUN_FILE}
-        if new:
-            self._record["wrote"] = sorted({*self._record["wrote"], *new})
-            self._write()
-
     @property
     def seconds(self) -> float:
         """Total seconds of all stages, over all calls of the command."""
@@ -221,62 +202,38 @@ class RunFolder:
 
     def _open(self, restart: bool) -> dict[str, Any] | None:
         """Lock the folder; return the record of an earlier call, if this one resumes it."""
-        check_writable(self.path)
-        self._hold = Hold(self.path)
-        record = self._read()
-        if record is None:
-            return None
-        if not restart and any((self.path / name).exists() for name in record["wrote"]):
-            return record
-        self._clear(record)  # also if an earlier command failed before it produced anything
-        return None
-
-    def _read(self) -> dict[str, Any] | None:
-        if (self.path / RUN_FILE).exists():
-            try:
-                return asdict(from_fields(_Record, read_json(self.path / RUN_FILE)))
-            except ValueError as error:
-                raise ValueError(
-                    f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
-                    "Remove the folder yourself, or choose another --out."
-                ) from error
-        if all(map(is_temporary, self.path.iterdir())):
-            return None
-        raise ValueError(
-            f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
-            f"{self.path} holds {sorted(p.name for p in self.path.iterdir())[:5]}"
-        )
-
-    def _clear(self, record: dict[str, Any]) -> None:
-        """Remove the files of the earlier run, and nothing else.
-
-        Raises:
-            ValueError: folders that the run made hold other files.
-        """
-        files = {self.path / name for name in record["wrote"]}
-        parents = {folder for file in files for folder in file.parents}
-        folders = {folder for folder in parents if self.path in folder.parents}
-        inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
-        foreign = [
-            os.path.relpath(entry, self.path)
-            for entry in {*inside, *files}
-            if not is_temporary(entry)
-            and (entry not in files | folders or (entry in files and entry.is_dir()))
-        ]
-        root = Path(os.path.realpath(self.path))
-        if foreign or any(root not in Path(os.path.realpath(file)).parents for file in files):
+        file = check_writable(self.path) / RUN_FILE
+        self._lock = ExitStack()  # until this object is collected
+        self._lock.enter_context(locked(file))
+        names = {entry.name for entry in self.path.iterdir()}
+        names -= {name for name in names if name.startswith(_EARLIER) or name.endswith(".lock")}
+        results = {name for name in names if not name.startswith(".")}  # not left by a killed write
+        if results and RUN_FILE not in results:
             raise ValueError(
-                f"expected only files of the earlier run, to start over; {self.path} also holds "
-                f"{sorted(foreign)[:5]}, which would be deleted. Move that elsewhere."
+                f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
+                f"{self.path} holds {sorted(results)[:5]}"
             )
-        for file in files:
-            file.unlink(missing_ok=True)
-        for entry in [*folders, *filter(is_temporary, self.path.iterdir())]:
-            if entry.is_dir():
-                shutil.rmtree(entry)  # it holds only unfinished files
-            else:
-                entry.unlink(missing_ok=True)
-        (self.path / RUN_FILE).unlink()
+        if restart and results:
+            asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
+            aside = next(folder for folder in asides if not folder.exists())
+            aside.mkdir()
+            for name in [*names - {RUN_FILE}, RUN_FILE]:  # with the record, another try can go on
+                (self.path / name).rename(aside / name)
+            return None
+        # What failed before it produced anything may be changed.
+        return self._read(file) if results - {RUN_FILE} else None
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        content = read_json(file)
+        if isinstance(content, dict):
+            content.pop("wrote", None)  # version 0.2 listed its files there
+        try:
+            return asdict(from_fields(_Record, content))
+        except ValueError as error:
+            raise ValueError(
+                f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
+                "Choose another --out, or start over with --restart."
+            ) from error
 
     def _write(self) -> None:
         if ranks.is_first():

@@ -107,7 +107,7 @@ def run_head_roles(
         max_heads: maximum number of heads to ablate.
         seed: random seed for prompts, batches, random orders and the built-in models.
         device: device to run on.
-        restart: discard an earlier run.
+        restart: set an earlier run aside.
         progress: whether to show a progress bar.
 
     Raises:

@@ -129,7 +129,7 @@ def run_post_training(
             a finished run.
         seed: random seed for data order and gate noise.
         device: device for training.
-        restart: discard an earlier run.
+        restart: set an earlier run aside.
         progress: whether to show a progress bar.
 
     Raises:

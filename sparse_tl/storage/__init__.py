@@ -1,1 +1,1 @@
-"""Files: atomic writes, checksums, locks, and formats from which nothing is unpickled."""
+"""Files: atomic writes, locks, and formats from which nothing is unpickled."""

@@ -6,31 +6,101 @@ import hashlib
 import json
 import math
 import os
+import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_tl.calls.scopes import scope
-from sparse_tl.storage.atomic import (
-    atomic_file as atomic_file,
-    atomic_folder as atomic_folder,
-    read_steadily as read_steadily,
-    recover_folder as recover_folder,
-)
-from sparse_tl.storage.checksums import SUMS_FILE, read_sums
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-_LARGEST_JSON = 2**30
-"""Largest number of bytes of a JSON file; nothing that the package reads comes near it."""
+_EARLIER = ".earlier"
+
+
+@scope
+def beside(path: Path) -> Iterator[Path]:
+    """A temporary path of the same name, in a hidden folder beside `path` that is removed again.
+
+    Raises:
+        OSError: something could not be written.
+    """
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        folder.mkdir(parents=True)
+        yield folder / path.name
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"cannot write {path}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def complete(temporary: Path) -> None:
+    """Write all files beside a temporary path to the disk, as readable as any other new file."""
+    mode = temporary.parent.stat().st_mode & 0o666  # as the umask has it
+    for file in temporary.parent.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)  # safetensors makes private files
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
+
+
+@scope
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path that replaces `path` if the block ends without an exception."""
+    path = Path(path)
+    with beside(path) as temporary:
+        yield temporary
+        complete(temporary)
+        os.replace(temporary, path)
+
+
+@scope
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary folder that replaces `path` if the block ends without an exception.
+
+    A folder with files cannot be replaced in one step: the earlier one is moved aside first. If the
+    process is killed in between, `recover_folder` puts the new one in its place. If `path` is a
+    link, its target is replaced.
+    """
+    path = Path(path).resolve()
+    with beside(path) as temporary:
+        temporary.mkdir()
+        yield temporary
+        complete(temporary)
+        earlier = temporary.with_name(path.name + _EARLIER)
+        try:
+            if path.is_dir():
+                os.replace(path, earlier)
+            os.replace(temporary, path)
+        except BaseException:
+            if earlier.exists() and not path.exists():
+                os.replace(earlier, path)
+            raise
+
+
+def recover_folder(path: str | Path) -> bool:
+    """Put the folder in place that a killed `atomic_folder` did not; return whether it exists."""
+    path = Path(path).resolve()
+    if not path.exists():
+        for earlier in path.parent.glob(f".{escape(path.name)}.*/{escape(path.name)}{_EARLIER}"):
+            if (new := earlier.with_name(path.name)).exists():
+                os.replace(new, path)
+                shutil.rmtree(earlier.parent, ignore_errors=True)
+                break
+    return path.exists()
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
@@ -39,15 +109,19 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     Args:
         folder: folder that will be replaced.
         marker: file that every folder of this kind has.
-        others: further files of such a folder, besides those that its checksums list.
+        others: names of further files in such a folder, or patterns of names.
 
     Raises:
-        ValueError: the folder holds files but no marker, or files with other names.
+        ValueError: the folder holds something but no marker, or files with other names.
     """
     folder = Path(folder)
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    known = {marker, *others, *read_sums(folder), SUMS_FILE}
-    unknown = [name for name in names if marker not in names or name not in known]
+    names = sorted(path.name for path in folder.iterdir()) if recover_folder(folder) else []
+    known = (marker, *others, "SHA256SUMS")  # checksums, in folders of version 0.2
+    unknown = [
+        name
+        for name in names
+        if marker not in names or not any(fnmatch(name, pattern) for pattern in known)
+    ]
     if unknown:
         raise ValueError(
             f"expected an output folder that is empty, or holds nothing but an earlier {marker} "
@@ -68,12 +142,13 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not valid JSON, or not a plain file; the message names it.
+        ValueError: the file is not valid JSON; the message names it.
     """
-    _check_plain(path, "valid JSON", _LARGEST_JSON)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except FileNotFoundError:
+        raise
     except (ValueError, RecursionError, OSError) as error:  # syntax, encoding, numbers; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
 
@@ -115,7 +190,6 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         ValueError: the file is truncated or not safetensors; the message names it.
     """
     with tensor_file(path):
-        _check_plain(path, "a safetensors file")
         return load_file(path)
 
 
@@ -125,10 +199,8 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         ValueError: the file is truncated or not safetensors; the message names it.
     """
-    with tensor_file(path):
-        _check_plain(path, "a safetensors file")
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}
+    with tensor_file(path), safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 @scope
@@ -140,20 +212,8 @@ def tensor_file(path: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
-        # RuntimeError: torch opens the file a second time, when it may have been removed.
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"expected a safetensors file at {path}; {error!s:.200}") from error
-
-
-def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None:
-    """Refuse pipes and devices, which never end, and files that are too large."""
-    path = Path(path)
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"expected {what} at {path}; there is no such file")
-    if not path.is_file():
-        raise ValueError(f"expected {what} at {path}; it is not a file, or is a broken link")
-    if path.stat().st_size > largest:
-        raise ValueError(f"expected {what} at {path}; it has {path.stat().st_size:,} bytes")
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -183,3 +243,28 @@ def check_writable(folder: str | Path) -> Path:
             "Choose another output folder."
         ) from error
     return folder
+
+
+@scope
+def locked(path: Path | None) -> Iterator[None]:
+    """Hold a lock on a file or folder; it is a hidden file beside `path`.
+
+    One process can hold it several times.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    if path is None:
+        yield
+        return
+    path = path.resolve()
+    file = check_writable(path.parent) / f".{path.name}.lock"
+    try:
+        lock = FileLock(file, thread_local=False, is_singleton=True).acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{path} is locked by another process, which writes to it. Wait until that ends, or "
+            "choose another place."
+        ) from None
+    with lock:
+        yield

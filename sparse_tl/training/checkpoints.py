@@ -24,14 +24,11 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import HookedModel, read_parameters, weights_digest
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.storage.checksums import check_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
-    check_writable,
     read_json,
     read_tensors,
-    recover_folder,
     write_json,
     write_tensors,
 )
@@ -134,7 +131,6 @@ def save_checkpoint(
     with ExitStack() as stack:
         temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
         ranks.on_each(write)
-        ranks.on_first(lambda: write_sums(temporary))
         ranks.on_first(stack.close)
 
 
@@ -153,10 +149,9 @@ def load_checkpoint(
         ValueError: the folder holds something else or is damaged, or the checkpoint belongs to
             another run or other data.
     """
-    ranks.on_first(partial(_check_folder, folder))
+    ranks.on_first(lambda: check_replaceable(folder, _STATE, "tensors*.safetensors"))
     if not (folder / _STATE).exists():
         return TrainingState()
-    ranks.on_first(partial(check_sums, folder))
     content = read_json(folder / _STATE)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
@@ -176,7 +171,7 @@ def load_checkpoint(
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"expected a complete checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
-    before = content.get("ranks", 1)
+    before = content["ranks"]
     if before != ranks.count() and ranks.is_first():
         warnings.warn(
             f"the checkpoint in {folder} was made on {before} ranks, and the run resumes on "
@@ -241,15 +236,6 @@ def check_ranks(identity: dict[str, Any]) -> None:
     facts |= {f"version of {name}": version(name) for name in _VERSIONS}
     facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
     ranks.check_alike(facts)
-
-
-def _check_folder(folder: Path) -> None:
-    """Check that a checkpoint can be read from a folder and written to it."""
-    recover_folder(folder)
-    files = [path.name for path in folder.glob("tensors*.safetensors")]
-    check_replaceable(folder, _STATE, *files)
-    if not (folder / _STATE).exists():
-        check_writable(folder if folder.exists() else folder.parent)
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:

@@ -30,7 +30,7 @@ from sparse_tl.lens import in_use, merged_lora, read_parameters
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import NonFiniteError
-from sparse_tl.storage.locks import held
+from sparse_tl.storage.files import locked
 from sparse_tl.training.checkpoints import (
     TrainingState,
     check_ranks,
@@ -99,7 +99,7 @@ def train(
     with ExitStack() as stack:  # holds the lock until the run ends
         if checkpoint is not None:
             folder = Path(checkpoint)
-            ranks.on_first(lambda: stack.enter_context(held(Path(checkpoint))))
+            ranks.on_first(lambda: stack.enter_context(locked(Path(checkpoint))))
             state = load_checkpoint(folder, masters.by_name, optimizer, identity, stream)
             masters.write()
         if state.step > 0:

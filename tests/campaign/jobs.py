@@ -225,14 +225,18 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "circuits": _circuits,
     "head-roles": _roles,
 }
-_CHANGING = {"seconds", "SHA256SUMS"}
+
+
+def hidden(file: Path, folder: Path) -> bool:
+    """Whether a file is a lock, or what a killed process left of a write."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def content(folder: Path) -> dict[str, str]:
-    """What a job left, by file; without durations, and what follows from them."""
+    """What a job left, by file; without durations and hidden files."""
     found: dict[str, str] = {}
     for file in sorted(folder.rglob("*")):
-        if not file.is_file() or file.name in _CHANGING:
+        if not file.is_file() or hidden(file, folder):
             continue
         if file.suffix == ".json":
             said = facts(json.loads(file.read_text(encoding="utf-8")))

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from jobs import JOBS, content, inputs
+from jobs import JOBS, content, hidden, inputs
 from processes import Ended, Process, run
 
 import sparse_tl as stl
 from sparse_tl.cli import app
-from sparse_tl.storage.atomic import is_temporary, recover_folder
-from sparse_tl.storage.checksums import check_sums
-from sparse_tl.storage.files import read_json, read_tensors
+from sparse_tl.storage.files import read_json, read_tensors, recover_folder
 
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 IN_A_ROW = 5
@@ -88,10 +86,10 @@ class Campaign:
     def _look(self, name: str, folder: Path, before: dict[str, int]) -> dict[str, int]:
         """Look for what is half written, and whether steps or finished results are lost."""
         steps: dict[str, int] = {}
-        for aside in folder.rglob(".*.previous"):
-            recover_folder(aside.with_name(aside.name[1 : -len(".previous")]))
+        for earlier in folder.rglob("*.earlier"):
+            recover_folder(earlier.parent.with_name(earlier.stem))
         for file in sorted(folder.rglob("*")):
-            if any(is_temporary(Path(part)) for part in file.relative_to(folder).parts):
+            if hidden(file, folder):
                 continue
             try:
                 if file.suffix == ".json":
@@ -101,8 +99,6 @@ class Campaign:
                         steps[key] = _progress(said)
                 elif file.suffix == ".safetensors":
                     read_tensors(file)
-                elif file.name == "SHA256SUMS":
-                    check_sums(file.parent)
             except (ValueError, OSError) as error:
                 self.wrong.append(f"{name}: half written: {error}")
         for key, step in before.items():

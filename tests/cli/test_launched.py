@@ -35,7 +35,7 @@ def test_post_train_on_two_ranks(
     run += ("--window", 8, "--batch-size", 4, "--steps", 4)
     outcome = _launched(*run, *shard, "--out", tmp_path / "out")
     assert outcome.returncode == 0, outcome.stderr
-    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    written = sorted(path.name for path in (tmp_path / "out").glob("[!.]*"))
     skills = [] if shard else ["skills.csv"]
     files = ["history.csv", "metrics.json", "run.json", *skills, "sparse", "texts.csv"]
     assert written == files

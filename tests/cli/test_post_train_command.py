@@ -44,7 +44,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
     assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
     sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")
     assert sparse.to_tokens("the cat").tolist() == [[0, 1, 2]]
-    assert sorted(path.name for path in out.iterdir()) == [
+    assert sorted(path.name for path in out.glob("[!.]*")) == [
         "history.csv",
         "metrics.json",
         "run.json",
@@ -168,11 +168,17 @@ def test_a_mended_command_needs_no_restart(tmp_path: Path, tiny: Path, story: Pa
 def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     out = tmp_path / "out"
     assert _text_run(tiny, story, out).code == 0
-    (out / "thesis.txt").touch()
+    own = ("notes.csv", "curves.png", "sparse/mine.json", ".checkpoint.0/mine")
+    (out / ".checkpoint.0").mkdir()  # such as a killed job leaves
+    for name in own:
+        (out / name).touch()
     outcome = _text_run(tiny, story, out, "--seed", "1", "--restart")
     assert outcome.code == 0, outcome.err
     assert json.loads((out / "metrics.json").read_text())["seed"] == 1
-    assert (out / "thesis.txt").exists()  # not of the run
+    aside = out / "earlier-1"
+    assert all((aside / name).exists() for name in own)
+    assert json.loads((aside / "metrics.json").read_text())["seed"] == 0
+    assert not any((out / name).exists() for name in own)
 
 
 def test_weights_in_bfloat16(tmp_path: Path, tiny: Path, story: Path) -> None:

@@ -16,7 +16,7 @@ from sparse_tl.lens import Model, load_model, save_model
 from sparse_tl.lens.loading import hooked_folder
 from sparse_tl.tasks.addition import addition_tokenizer
 
-pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]
+pytestmark = hooked_alone
 
 TURNED = {"positional_embedding_type": "rotary", "rotary_dim": 6}
 EXACT: dict[str, tuple[str, dict[str, Any], str]] = {

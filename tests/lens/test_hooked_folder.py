@@ -16,7 +16,7 @@ from sparse_tl.lens import Model, load_model, model_config, save_model
 from sparse_tl.storage.files import read_json, read_tensors, write_json, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
-pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]
+pytestmark = hooked_alone
 
 Build = Callable[..., Model]
 
@@ -45,7 +45,7 @@ def test_own_folder_round_trip_is_exact(build_tiny: Build, tmp_path: Path, kind:
 def test_a_saved_folder_holds_json_and_safetensors_alone(build_tiny: Build, tmp_path: Path) -> None:
     folder = _save(build_tiny(tokenizer=addition_tokenizer()), tmp_path / "model")
     kinds = {path.suffix or path.name for path in folder.iterdir()}
-    assert kinds <= {".json", ".safetensors", "SHA256SUMS"}
+    assert kinds <= {".json", ".safetensors"}
     assert "seed" not in read_json(folder / "tl_config.json")
     assert "device" not in read_json(folder / "tl_config.json")
 

@@ -46,9 +46,6 @@ AUTO_MAP = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("without_checksums")
-
-
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that a stranger's code makes; whoever is asked says yes."""

@@ -255,30 +255,6 @@ def test_another_number_of_ranks_goes_on_and_says_so(
     assert history["step"].tolist() == list(range(9))
 
 
-def test_a_damaged_checkpoint_is_found_by_one_rank_for_all(
-    build_echo: Build, echo_rows: Rows, interrupted: Path, tmp_path: Path
-) -> None:
-    checkpoint = shutil.copytree(interrupted, tmp_path / "c")
-    file = checkpoint / "tensors.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    checkpoints = sys.modules["sparse_tl.training.checkpoints"]
-    check, read = checkpoints.check_sums, list[Path]()
-    checkpoints_read = lambda folder: (read.append(folder), check(folder))  # noqa: E731
-
-    def job(rank: int) -> tuple[int, str]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoints, "check_sums", checkpoints_read)
-            with pytest.raises(ValueError, match="its SHA-256 differs") as caught:
-                _run(build_echo, echo_rows, rank, checkpoint=checkpoint)
-        return len(read), str(caught.value)
-
-    (first, said), (second, heard) = on_ranks(2, job)
-    assert (first, second) == (1, 0), "a large file is read once"
-    assert said == heard and str(file) in said
-
-
 @pytest.mark.long
 def test_a_rank_that_dies_ends_the_others_with_a_whole_checkpoint(
     build_echo: Build, echo_rows: Rows, whole: list[Found], tmp_path: Path

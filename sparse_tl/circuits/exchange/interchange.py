@@ -21,7 +21,13 @@ from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.exchange.mib import MIB_FRACTIONS
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.storage.files import atomic_folder, check_replaceable, read_json, write_json
+from sparse_tl.storage.files import (
+    atomic_folder,
+    check_replaceable,
+    read_json,
+    recover_folder,
+    write_json,
+)
 
 _SIZES = {"n_layers": int, "n_heads": int, "parallel_attn_mlp": bool}
 _MAX_HEADS = 1024
@@ -160,6 +166,7 @@ def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | 
     Raises:
         ValueError: the folder holds no JSON, or as in `from_eap_ig`.
     """
+    recover_folder(folder)
     paths = sorted(Path(folder).glob("*.json"))
     if not paths:
         raise ValueError(f"expected importances or circuits as JSON in {folder}; there are none")

@@ -42,7 +42,7 @@ from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.resuming import resumed
-from sparse_tl.storage.locks import held
+from sparse_tl.storage.files import locked
 
 SAVE_EVERY = 200
 """Number of tests between two checkpoints."""
@@ -103,7 +103,7 @@ def acdc(
     report = FaithfulnessRuns(runs, metric, held_out)
     search = _Search(initial, runs, metric, threshold or 1e-4)
     folder = None if checkpoint is None else Path(checkpoint)
-    with held(folder), autograd(False):
+    with locked(folder), autograd(False):
         if folder is not None:
             search.save_to(folder, f"{size} {threshold} {batch_size}", pairs)
         while True:

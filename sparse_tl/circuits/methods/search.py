@@ -39,7 +39,7 @@ from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric
 from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.storage.locks import held
+from sparse_tl.storage.files import locked
 
 SHRINKS = 0.93
 """Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
@@ -125,7 +125,7 @@ def find_circuit(
     judged = {method: _evaluated(ranking, run, at, patch) for method, ranking in found.items()}
     evaluating = time.monotonic() - ranked
     folder = None if checkpoint is None else Path(checkpoint)
-    with held(folder):
+    with locked(folder):
         search = Elimination(runs, metric, [*found.values()][-1].scores, at)
         if folder is not None:
             search.save_to(folder, pairs, f"{at} {batch_size}")

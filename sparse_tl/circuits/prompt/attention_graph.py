@@ -46,8 +46,7 @@ class AttentionGraph(Result):
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
         possible: pairs that the model's masks allow among the columns that it reads; ``None`` for
             all causal pairs, or all pairs if attention is bidirectional.
-        metric: name of the metric that effects are changes of; in graphs saved by earlier versions,
-            the logit of the predicted token.
+        metric: name of the metric that effects are changes of.
         answers: text of the answer at each target.
         wrong: text of the wrong answer, for metrics that compare the two.
     """

@@ -7,7 +7,6 @@ the gates. A folder may hold the model's low-rank adapters in place of its files
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -20,14 +19,12 @@ from sparse_tl.gates.sparse.mlps import MLPGates
 from sparse_tl.gates.sparse.score_gates import ScoreGates
 from sparse_tl.gates.sparse.share_gates import ShareGates
 from sparse_tl.lens import Model, adapt, load_model, save_model
-from sparse_tl.lens.loading.load import GATES_FILE, load_folder
+from sparse_tl.lens.loading.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.parallel import ranks
-from sparse_tl.storage.checksums import check_sums, read_sums, write_sums
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
     read_json,
-    read_steadily,
     read_tensors,
     recover_folder,
     write_json,
@@ -36,7 +33,7 @@ from sparse_tl.storage.files import (
 
 GATES_WEIGHTS = "gates.safetensors"
 SCHEMA = 1
-"""Format version of gates; folders without a version have this one."""
+"""Format version of gates."""
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 
@@ -68,8 +65,7 @@ def save_sparse(
         if not adapters_only:
             save_model(model, folder)  # all ranks take part if the weights are sharded
         return folder
-    recover_folder(folder)
-    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS)
+    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
     with atomic_folder(folder) as temporary:
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
         content: dict[str, object] = {
@@ -88,13 +84,12 @@ def save_sparse(
             tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
-        write_sums(temporary, read_sums(temporary))  # the model's are known
     return folder
 
 
 def is_sparse_folder(folder: str | Path) -> bool:
     """Whether the folder holds gates alongside its model."""
-    return (Path(folder) / GATES_FILE).exists()
+    return recover_folder(folder) and (Path(folder) / GATES_FILE).exists()
 
 
 def load_sparse(
@@ -106,19 +101,12 @@ def load_sparse(
         ValueError: the folder is of another kind, a file is damaged, or gates or adapters do not
             fit the model.
     """
-    return read_steadily(Path(folder), partial(_load, Path(folder), device, base))
-
-
-def _load(
-    folder: Path, device: str | None, base: str | Path | Model | None
-) -> tuple[Model, AttentionGates, MLPGates | None]:
-    recover_folder(folder)
+    folder = Path(folder)
     if not is_sparse_folder(folder):
         raise ValueError(
             f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "
             f"{GATES_FILE} in it; there is none"
         )
-    check_sums(folder)
     distribution = _read_distribution(folder / GATES_FILE)
     model = _load_model(folder, device, base)
     file = folder / GATES_WEIGHTS
@@ -182,8 +170,8 @@ def _read(
 
 
 def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
-    """The kind of gates that a folder holds; score gates if it names none, as in old versions."""
-    kind = read_json(file).get("gates", "score")
+    """The kind of gates that a folder holds."""
+    kind = read_json(file).get("gates")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r:.200}")
     return KINDS[kind]
@@ -205,9 +193,9 @@ def _read_distribution(file: Path) -> GateDistribution:
     """The gate distribution that `save_sparse` wrote: its name and parameters."""
     config = read_json(file)
     fields = config if isinstance(config, dict) else {}
-    if fields.get("schema", SCHEMA) != SCHEMA:
+    if fields.get("schema") != SCHEMA:
         raise ValueError(
-            f"expected gates of schema {SCHEMA} in {file}; got {fields['schema']!r:.200}: they "
+            f"expected gates of schema {SCHEMA} in {file}; got {fields.get('schema')!r:.200}: they "
             "were saved by another version of this package"
         )
     name, parameters = fields.get("distribution"), fields.get("parameters", {})

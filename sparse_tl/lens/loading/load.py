@@ -8,6 +8,7 @@ HookedTransformer see `hooked_folder`. No code from a folder is ever run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,20 @@ from sparse_tl.lens.loading.hub import fetch
 from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, check_files, quietly, read_model
 from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.parallel import ranks, shards
-from sparse_tl.storage.atomic import atomic_folder
-from sparse_tl.storage.checksums import check_sums, read_sums, write_sums
-from sparse_tl.storage.files import read_json, read_steadily, write_json
+from sparse_tl.storage.files import beside, complete, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
+MODEL_FILES = (
+    *(CONFIG_FILE, "config.json", "generation_config.json", "model.safetensors"),
+    *("model.safetensors.index.json", "model-*-of-*.safetensors", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    "sentencepiece.bpe.model",
+)
+"""Names, or patterns of names, of what `save_model` writes."""
 
 
 @checked
@@ -90,12 +97,7 @@ def load_model(
             f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
             "SparseTransformer.from_pretrained loads with its gates"
         )
-
-    def read() -> Model:
-        check_sums(folder)
-        return load_folder(folder, name, tokenizer, **placed)
-
-    return _with_bos_setting(read_steadily(folder, read), prepend_bos)
+    return _with_bos_setting(load_folder(folder, name, tokenizer, **placed), prepend_bos)
 
 
 def _with_bos_setting(model: Model, prepend_bos: bool | None) -> Model:
@@ -188,22 +190,23 @@ def save_model(model: Model, folder: str | Path) -> None:
     with quietly():
         plain = model if isinstance(model, HookedTransformer) else plain_model(model)
     _check_finite(plain, folder)
-    with atomic_folder(folder, keep=True) as temporary:
+    with beside(folder) as temporary:
+        temporary.mkdir()
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
         else:
             _save_bridge(model, plain, temporary)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
-        others = {
-            name: value
-            for name, value in read_sums(folder).items()
-            if (folder / name).is_file() and not (temporary / name).exists()
-        }
-        if not isinstance(model, HookedTransformer):  # an old file would be read first
-            (folder / CONFIG_FILE).unlink(missing_ok=True)
-            others.pop(CONFIG_FILE, None)
-        write_sums(temporary, others)
+        complete(temporary)
+        configs = (CONFIG_FILE, "config.json")  # without one, nobody reads half a model
+        for config in configs:
+            (folder / config).unlink(missing_ok=True)
+        for file in sorted(temporary.rglob("*"), key=lambda file: file.name in configs):
+            if file.is_file():
+                place = folder / file.relative_to(temporary)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, place)
 
 
 def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
