@@ -22,8 +22,7 @@ from sparse_tl.models.registry import (
     published,
 )
 from sparse_tl.parallel.progress import say
-from sparse_tl.storage.atomic import atomic_folder
-from sparse_tl.storage.files import read_json, write_json
+from sparse_tl.storage.files import atomic_folder, read_json, write_json
 
 Kind = TypeVar("Kind")
 
