@@ -1,0 +1,303 @@
+"""The settings of each job: options of its command, checks, and what ``run.json`` records.
+
+A field's name, type, default and description are those of its option. Nothing here imports torch,
+so that commands show their help and refuse wrong settings at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+
+from sparse_tl.calls.ranges import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
+
+INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
+"""The panels of the help."""
+MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
+OWN = "own"
+"""Name of the text that the model generates."""
+TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
+
+
+def setting(default: Any, metavar: str, help: str, panel: str = SETTINGS, **more: Any) -> Any:
+    """A field, with what the help of its option shows; ``exclude``: it does not change results."""
+    extra: Any = {"panel": panel}
+    return Field(default, title=metavar, description=help, json_schema_extra=extra, **more)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return () if value is None else tuple(value) if isinstance(value, list | range) else value
+
+
+def _split(value: Any) -> Any:
+    if not isinstance(value, str):
+        return _listed(value)
+    if parts := [part.strip() for part in value.split(",") if part.strip()]:
+        return tuple(parts)
+    raise ValueError("the list is empty")
+
+
+COMMAS = BeforeValidator(_split)
+"""Reads a list that is separated by commas, as in the terminal."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Names = Annotated[tuple[str, ...], COMMAS]
+Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
+
+
+class Job(BaseModel):
+    """The settings of a job. Its docstring and its fields are the help of its command.
+
+    Raises:
+        ValueError: a setting is unknown, missing or invalid; the message names its option.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    command: ClassVar[str]
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            message = wrong["msg"].removeprefix("Value error, ")
+            option = f"{option_name(str(wrong['loc'][0]))}: " if wrong["loc"] else ""
+            raise ValueError(f"{option}{message}") from None
+
+    def settings(self, **changed: Any) -> dict[str, Any]:
+        """What determines the results, for ``run.json``."""
+        return {"command": self.command, **self.model_dump(mode="json"), **changed}
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Some of the settings by name."""
+        return {name: getattr(self, name) for name in names}
+
+
+def option_name(field: str) -> str:
+    return "--" + field.strip("_").replace("_", "-")
+
+
+class AdditionJob(Job):
+    """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
+
+    Writes the models (dense/, sparse/), metrics.json, history.csv, a figure of both models
+    (addition.html, .svg, .png) and the circuit of each digit (circuits/). Run the command again to
+    resume an interrupted run; finished results are reused.
+    """
+
+    command = "addition"
+    form: Literal["autoregressive", "placeholder"] = setting(
+        "placeholder", "NAME", "autoregressive or placeholder (answer columns hold '?').", INPUT
+    )
+    target_loss: float | str | None = setting(
+        None, "NATS", "Loss per character: 0.01, or +0.01 over the dense model."
+    )
+    dense_steps: AtLeastOne | None = setting(None, "N", "Maximum steps of dense training.")
+    steps: AtLeastOne | None = setting(None, "N", "Number of post-training steps.")
+    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+
+
+class PostTrainingJob(Job):
+    """Make the attention of any model sparse, at a loss or number of edges of your choice.
+
+    Without --text, the model generates the text. --text and --task can be repeated; each text and
+    task must then meet the target loss. Writes the sparse model (sparse/), metrics.json,
+    history.csv and texts.csv. Run the command again to resume an interrupted run. With --prompt, it
+    also draws circuit_diagram (.html, .svg, .png), even for a finished run.
+    """
+
+    command = "post-train"
+    model: str = setting(..., "NAME", f"A dense model: {MODEL}", INPUT)
+    text: Texts = setting(
+        (),
+        "SOURCE",
+        "Text file, dataset (name or name:configuration), or own (text that the model generates). "
+        "Default: own. Repeatable.",
+        INPUT,
+    )
+    task: Texts = setting((), "NAME", f"Task to preserve: {TASK_NAMES}. Repeatable.", INPUT)
+    target_loss: float | str | None = setting(
+        None,
+        "NATS",
+        "Per token, on every text and task: kl+0.05 (divergence from the dense model, the "
+        "default), +0.05 (over its loss) or 2.5 (a loss).",
+        INPUT,
+        exclude=True,  # recorded as the target
+    )
+    target_edges: float | str | None = setting(
+        None,
+        "EDGES",
+        "Instead of a target loss: attention edges per token, the mean over texts and tasks, such "
+        "as 300, or 100x for a hundred times fewer than in the dense model.",
+        INPUT,
+        exclude=True,
+    )
+    held_out_text: Texts = setting(
+        (), "SOURCE", "Text that is only evaluated, not trained on. Repeatable.", INPUT
+    )
+    own_windows: AtLeastOne = setting(2000, "N", "Windows of text that the model generates.")
+    window: AtLeastOne = setting(128, "N", "Tokens per window.")
+    boundaries: Literal["predict", "skip", "split"] = setting(
+        "predict",
+        "NAME",
+        "At a document's end: predict the next, skip that loss, or split there.",
+    )
+    batch_size: AtLeastOne = setting(8, "N", "Windows per step, over all texts.")
+    accumulate: AtLeastOne = setting(1, "N", "Micro-batches per step.")
+    checkpoint_activations: bool = setting(
+        False, "", "Recompute activations to save memory.", exclude=True
+    )
+    shard: bool = setting(False, "", "Shard the weights across ranks.", exclude=True)
+    steps: AtLeastOne = setting(2000, "N", "Number of post-training steps.")
+    learning_rate: Positive = setting(7e-4, "RATE", "Peak learning rate of weights or adapters.")
+    gate_learning_rate: Positive = setting(3e-3, "RATE", "Peak learning rate of gates.")
+    trained: Literal["lora", "all", "qk", "gates"] | None = setting(
+        None,
+        "NAME",
+        "What to train besides the gates: lora (adapters), all, qk, or gates (nothing else). "
+        "Default: lora.",
+    )
+    lora: AtLeastOne = setting(16, "RANK", "Rank of the low-rank adapters.")
+    head_cost: NotNegative = setting(0.0, "EDGES", "Cost of a head in use.")
+    mlps: bool = setting(False, "", "Gate MLPs too.")
+    gates: Literal["score", "share"] = setting(
+        "share", "KIND", "What gates read: share (attention probability) or score."
+    )
+    initial_threshold: Share | None = setting(
+        None, "SHARE", "Initial threshold of share gates; 0.005 by default."
+    )
+    initial_bias: Logit | None = setting(None, "B", "Initial bias of score gates; 4 by default.")
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "NAME", "Weights: float32, or bfloat16 with float32 copies of those trained."
+    )
+    precision: Literal["float32", "bf16"] = setting("float32", "NAME", "float32 or bf16.")
+    prompt: str | None = setting(
+        None, "TEXT", "Also draw the attention of both models on this prompt.", INPUT, exclude=True
+    )
+    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts to train on: by default the one that the model generates."""
+        return self.text or (() if self.task else (OWN,))
+
+    @property
+    def n_groups(self) -> int:
+        """The parts of a step that have equally many tokens; the model's own short text is one."""
+        return len(self.texts) + len(self.task) + (OWN in self.texts)
+
+    @property
+    def per_group(self) -> int:
+        """Windows of one group per step."""
+        return self.batch_size // self.n_groups
+
+    @model_validator(mode="after")
+    def _sharded_on_text(self) -> PostTrainingJob:
+        if self.shard and OWN in self.texts:
+            raise ValueError("--shard needs --text: a sharded model cannot generate text")
+        return self
+
+
+class CircuitsJob(Job):
+    """Find the heads and circuit edges that a task needs in a dense and a sparse model.
+
+    With --model but without --sparse, only the dense model is analysed. A task that a model cannot
+    do gets no circuit, and the command says why. Writes metrics.json, curves.csv, scores,
+    evaluations, circuits with their diagrams, and the figures heads_kept and circuit_edges_kept
+    (.html, .svg, .png), which show every seed and the median. Without --model, it uses the built-in
+    task models; seeds that do not ship with the package are trained first and cached. Run the
+    command again to resume an interrupted run or to add seeds.
+    """
+
+    command = "circuits"
+    model: str | None = setting(
+        None, "NAME", f"The dense model: {MODEL} Default: the built-in pair.", INPUT
+    )
+    sparse: str | Path | None = setting(
+        None, "FOLDER", "The sparse model made from it; smollm2: the one in the package.", INPUT
+    )
+    tasks: Names = setting(
+        (),
+        "NAMES",
+        f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
+        INPUT,
+    )
+    pairs: Annotated[int, Field(ge=4, le=MOST)] = setting(
+        128, "N", "Prompt pairs per task: half score, half evaluate."
+    )
+    method: Literal["eap", "eap-ig", "eap-ig-activations", "relp"] = setting(
+        "eap-ig", "NAME", "eap, eap-ig, eap-ig-activations, relp."
+    )
+    patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
+        "corrupted", "NAME", "corrupted, mean, resample or zero."
+    )
+    batch_size: AtLeastOne = setting(32, "N", "Prompt pairs per forward pass.", exclude=True)
+    seeds: Seeds = setting(
+        (0,),
+        "NUMBERS",
+        "Comma-separated seeds of prompts and built-in pairs, one pair per seed.",
+        RUN,
+        min_length=1,
+        exclude=True,  # seeds can be added to a finished run
+    )
+
+    @model_validator(mode="after")
+    def _sparse_with_dense(self) -> CircuitsJob:
+        if self.sparse is not None and self.model is None:
+            raise ValueError("--sparse needs --model: the dense model that it was made from")
+        return self
+
+
+class HeadRolesJob(Job):
+    """Find which heads facilitate a task, are irrelevant to it or interfere, and ablate them.
+
+    Fits causal head gates for every task and model, and estimates the cost of each fit first.
+    Writes a grid of ablation curves (ablation_grid.html, .svg, .png), metrics.json, scores.csv and
+    curves.csv; for each task and model also the roles, a heat map of the heads and the trajectories
+    of their gates. Without --model, it uses the built-in models; seeds that do not ship with the
+    package are trained first and cached. Run the command again to resume an interrupted run.
+    """
+
+    command = "head-roles"
+    model: Texts = setting(
+        (), "NAME", f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair.", INPUT
+    )
+    tasks: Names = setting(
+        (),
+        "NAMES",
+        "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "
+        "ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, folder or "
+        f"other dataset; text=SOURCE; {TASK_NAMES}.",
+        INPUT,
+    )
+    prompts: Annotated[int, Field(ge=8, le=MOST)] = setting(
+        128, "N", "Prompts per task; a quarter is held out."
+    )
+    seeds: Annotated[int, Field(ge=1, le=10_000)] = setting(
+        2, "N", "Number of gate matrices, fitted together; 10 in the paper."
+    )
+    updates: AtLeastOne = setting(100, "N", "Updates per stage; 500 in the paper.")
+    lambda_: float = setting(0.1, "NATS", "Weight of the gate penalty.")
+    batch_size: AtLeastOne = setting(16, "N", "Prompts per update; 64 in the paper.")
+    accumulate: AtLeastOne = setting(
+        1, "N", "Micro-batches per update, to save memory.", exclude=True
+    )
+    max_heads: AtLeastOne = setting(50, "N", "Maximum number of heads to ablate.")
+    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+
+    @model_validator(mode="after")
+    def _with_a_penalty(self) -> HeadRolesJob:
+        if self.lambda_ == 0:
+            raise ValueError("--lambda: gates need a penalty, so it cannot be 0")
+        return self
