@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from sparse_tl.cli.memory import keep_freed_memory
-from sparse_tl.cli.options import Device, Quiet, Restart, field_option, panel
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, parameter
 from sparse_tl.cli.printing import console
 from sparse_tl.runs.jobs import RUN, Job
 
@@ -88,29 +88,23 @@ def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], 
 
     The function gets the job, its output folder, and the other arguments of the job's function.
     """
-    names = {name: field_option(name, field) for name, field in kind.model_fields.items()}
-    of_run = [name for name, field in kind.model_fields.items() if panel(field) == RUN]
-    folder = typer.Option(metavar="FOLDER", help="Output folder.", rich_help_panel=RUN)
-    options = {name: names[name] for name in names if name not in of_run}
-    options["out"] = Annotated[Path, folder], Path("runs") / kind.command
-    options |= {name: names[name] for name in of_run}
-    options |= {"device": (Device, None), "restart": (Restart, False), "quiet": (Quiet, False)}
+    settings = [parameter(name, field) for name, field in kind.model_fields.items()]
 
     def register(function: Any) -> Any:
-        def run(out: Path, device: str | None, restart: bool, quiet: bool, **settings: Any) -> None:
+        def run(
+            *,
+            out: Out = Path("runs") / kind.command,
+            device: Device = None,
+            restart: Restart = False,
+            quiet: Quiet = False,
+            **given: Any,
+        ) -> None:
             how = {"device": device, "restart": restart, "progress": not quiet}
-            function(kind(**settings), out, how)
+            function(kind(**given), out, how)
 
-        run.__doc__ = kind.__doc__
-        run.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-                for name, (annotation, default) in options.items()
-            ]
-        )
+        *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
+        signature = inspect.Signature([*settings, *shared])
+        run.__doc__, run.__signature__ = kind.__doc__, signature  # type: ignore[attr-defined]
         command(kind.command, *examples)(run)
         return function
 

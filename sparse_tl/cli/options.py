@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -16,35 +18,29 @@ def option(metavar: str, help: str, panel: str, *names: str, **more: Any) -> Any
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-def panel(field: FieldInfo) -> str:
-    """The panel of the help that shows a setting."""
-    extra: Any = field.json_schema_extra
-    return extra["panel"]
-
-
-def field_option(name: str, field: FieldInfo) -> tuple[Any, Any]:
-    """The annotation and the default of a setting's option, for Typer."""
-    kind, default = _kind(field.annotation), field.get_default()
-    if COMMAS in field.metadata:
-        kind, default = str, ",".join(map(str, default))
+def parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """A setting as a parameter of a command, for Typer."""
+    kind, default, extra = _kind(field.annotation), field.default, field.json_schema_extra
+    if field.is_required():
+        default = inspect.Parameter.empty
+    elif COMMAS in field.metadata:
+        kind, default = str, ",".join(map(str, default)) or None
     elif kind is list[str]:
         default = None
-    shown = option(str(field.title), str(field.description), panel(field), option_name(name))
-    if field.is_required():
-        default = ...
-    return Annotated[kind | None, shown], default or None if kind is str else default
+    metavar = "" if kind is bool else str(field.title)
+    shown = option(metavar, str(field.description), cast(Any, extra)["panel"], option_name(name))
+    annotation = Annotated[kind | None, shown]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
 def _kind(annotation: Any) -> Any:
     """What the terminal reads for a setting: a number, a flag, texts or a text."""
     origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _kind(inside[0])
     if origin is tuple:
         return list[str]
-    kinds = [kind for kind in inside if kind is not NoneType]
-    if len(kinds) == len(inside) - 1 == 1:
-        return _kind(kinds[0])
+    if origin is Annotated or NoneType in inside and len(inside) == 2:
+        return _kind(inside[0])
     return annotation if annotation in (bool, int, float) else str
 
 
@@ -64,6 +60,7 @@ def checked_device(device: str | None) -> str | None:
     return device
 
 
+Out = Annotated[Path, option("FOLDER", "Output folder.", RUN)]
 Device = Annotated[
     str | None,
     option(

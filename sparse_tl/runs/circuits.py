@@ -116,10 +116,8 @@ def run_circuits(
                     skills[task.name][side].numbers,
                     task.metric,
                     folder / name,
-                    method=job.method,
-                    patch=job.patch,
-                    batch_size=job.batch_size,
                     progress=progress,
+                    **job.only("method", "patch", "batch_size"),
                 )
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}

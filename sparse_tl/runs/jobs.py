@@ -29,7 +29,7 @@ OWN = "own"
 TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
 
 
-def setting(default: Any, metavar: str, help: str, panel: str = SETTINGS, **more: Any) -> Any:
+def setting(default: Any, help: str, metavar: str = "N", panel: str = SETTINGS, **more: Any) -> Any:
     """A field, with what the help of its option shows; ``exclude``: it does not change results."""
     extra: Any = {"panel": panel}
     return Field(default, title=metavar, description=help, json_schema_extra=extra, **more)
@@ -98,14 +98,14 @@ class AdditionJob(Job):
 
     command = "addition"
     form: Literal["autoregressive", "placeholder"] = setting(
-        "placeholder", "NAME", "autoregressive or placeholder (answer columns hold '?').", INPUT
+        "placeholder", "autoregressive or placeholder (answer columns hold '?').", "NAME", INPUT
     )
     target_loss: float | str | None = setting(
-        None, "NATS", "Loss per character: 0.01, or +0.01 over the dense model."
+        None, "Loss per character: 0.01, or +0.01 over the dense model.", "NATS"
     )
-    dense_steps: AtLeastOne | None = setting(None, "N", "Maximum steps of dense training.")
-    steps: AtLeastOne | None = setting(None, "N", "Number of post-training steps.")
-    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+    dense_steps: AtLeastOne | None = setting(None, "Maximum steps of dense training.")
+    steps: AtLeastOne | None = setting(None, "Number of post-training steps.")
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
 
 
 class PostTrainingJob(Job):
@@ -118,74 +118,72 @@ class PostTrainingJob(Job):
     """
 
     command = "post-train"
-    model: str = setting(..., "NAME", f"A dense model: {MODEL}", INPUT)
+    model: str = setting(..., f"A dense model: {MODEL}", "NAME", INPUT)
     text: Texts = setting(
         (),
-        "SOURCE",
         "Text file, dataset (name or name:configuration), or own (text that the model generates). "
         "Default: own. Repeatable.",
+        "SOURCE",
         INPUT,
     )
-    task: Texts = setting((), "NAME", f"Task to preserve: {TASK_NAMES}. Repeatable.", INPUT)
+    task: Texts = setting((), f"Task to preserve: {TASK_NAMES}. Repeatable.", "NAME", INPUT)
     target_loss: float | str | None = setting(
         None,
-        "NATS",
         "Per token, on every text and task: kl+0.05 (divergence from the dense model, the "
         "default), +0.05 (over its loss) or 2.5 (a loss).",
+        "NATS",
         INPUT,
         exclude=True,  # recorded as the target
     )
     target_edges: float | str | None = setting(
         None,
-        "EDGES",
         "Instead of a target loss: attention edges per token, the mean over texts and tasks, such "
         "as 300, or 100x for a hundred times fewer than in the dense model.",
+        "EDGES",
         INPUT,
         exclude=True,
     )
     held_out_text: Texts = setting(
-        (), "SOURCE", "Text that is only evaluated, not trained on. Repeatable.", INPUT
+        (), "Text that is only evaluated, not trained on. Repeatable.", "SOURCE", INPUT
     )
-    own_windows: AtLeastOne = setting(2000, "N", "Windows of text that the model generates.")
-    window: AtLeastOne = setting(128, "N", "Tokens per window.")
+    own_windows: AtLeastOne = setting(2000, "Windows of text that the model generates.")
+    window: AtLeastOne = setting(128, "Tokens per window.")
     boundaries: Literal["predict", "skip", "split"] = setting(
-        "predict",
-        "NAME",
-        "At a document's end: predict the next, skip that loss, or split there.",
+        "predict", "At a document's end: predict the next, skip that loss, or split there.", "NAME"
     )
-    batch_size: AtLeastOne = setting(8, "N", "Windows per step, over all texts.")
-    accumulate: AtLeastOne = setting(1, "N", "Micro-batches per step.")
+    batch_size: AtLeastOne = setting(8, "Windows per step, over all texts.")
+    accumulate: AtLeastOne = setting(1, "Micro-batches per step.")
     checkpoint_activations: bool = setting(
-        False, "", "Recompute activations to save memory.", exclude=True
+        False, "Recompute activations to save memory.", exclude=True
     )
-    shard: bool = setting(False, "", "Shard the weights across ranks.", exclude=True)
-    steps: AtLeastOne = setting(2000, "N", "Number of post-training steps.")
-    learning_rate: Positive = setting(7e-4, "RATE", "Peak learning rate of weights or adapters.")
-    gate_learning_rate: Positive = setting(3e-3, "RATE", "Peak learning rate of gates.")
+    shard: bool = setting(False, "Shard the weights across ranks.", exclude=True)
+    steps: AtLeastOne = setting(2000, "Number of post-training steps.")
+    learning_rate: Positive = setting(7e-4, "Peak learning rate of weights or adapters.", "RATE")
+    gate_learning_rate: Positive = setting(3e-3, "Peak learning rate of gates.", "RATE")
     trained: Literal["lora", "all", "qk", "gates"] | None = setting(
         None,
-        "NAME",
         "What to train besides the gates: lora (adapters), all, qk, or gates (nothing else). "
-        "Default: lora.",
+        "Default: lora, or all if the model takes no adapters.",
+        "NAME",
     )
-    lora: AtLeastOne = setting(16, "RANK", "Rank of the low-rank adapters.")
-    head_cost: NotNegative = setting(0.0, "EDGES", "Cost of a head in use.")
-    mlps: bool = setting(False, "", "Gate MLPs too.")
+    lora: AtLeastOne = setting(16, "Rank of the low-rank adapters.", "RANK")
+    head_cost: NotNegative = setting(0.0, "Cost of a head in use.", "EDGES")
+    mlps: bool = setting(False, "Gate MLPs too.")
     gates: Literal["score", "share"] = setting(
-        "share", "KIND", "What gates read: share (attention probability) or score."
+        "share", "What gates read: share (attention probability) or score.", "KIND"
     )
     initial_threshold: Share | None = setting(
-        None, "SHARE", "Initial threshold of share gates; 0.005 by default."
+        None, "Initial threshold of share gates; 0.005 by default.", "SHARE"
     )
-    initial_bias: Logit | None = setting(None, "B", "Initial bias of score gates; 4 by default.")
+    initial_bias: Logit | None = setting(None, "Initial bias of score gates; 4 by default.", "B")
     dtype: Literal["float32", "bfloat16"] | None = setting(
-        None, "NAME", "Weights: float32, or bfloat16 with float32 copies of those trained."
+        None, "Weights: float32, or bfloat16 with float32 copies of those trained.", "NAME"
     )
-    precision: Literal["float32", "bf16"] = setting("float32", "NAME", "float32 or bf16.")
+    precision: Literal["float32", "bf16"] = setting("float32", "float32 or bf16.", "NAME")
     prompt: str | None = setting(
-        None, "TEXT", "Also draw the attention of both models on this prompt.", INPUT, exclude=True
+        None, "Also draw the attention of both models on this prompt.", "TEXT", INPUT, exclude=True
     )
-    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -222,34 +220,34 @@ class CircuitsJob(Job):
 
     command = "circuits"
     model: str | None = setting(
-        None, "NAME", f"The dense model: {MODEL} Default: the built-in pair.", INPUT
+        None, f"The dense model: {MODEL} Default: the built-in pair.", "NAME", INPUT
     )
     sparse: str | Path | None = setting(
-        None, "FOLDER", "The sparse model made from it; smollm2: the one in the package.", INPUT
+        None, "The sparse model made from it; smollm2: the one in the package.", "FOLDER", INPUT
     )
     tasks: Names = setting(
         (),
-        "NAMES",
         f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
+        "NAMES",
         INPUT,
     )
     pairs: Annotated[int, Field(ge=4, le=MOST)] = setting(
-        128, "N", "Prompt pairs per task: half score, half evaluate."
+        128, "Prompt pairs per task: half score, half evaluate."
     )
     method: Literal["eap", "eap-ig", "eap-ig-activations", "relp"] = setting(
-        "eap-ig", "NAME", "eap, eap-ig, eap-ig-activations, relp."
+        "eap-ig", "eap, eap-ig, eap-ig-activations, relp.", "NAME"
     )
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
-        "corrupted", "NAME", "corrupted, mean, resample or zero."
+        "corrupted", "corrupted, mean, resample or zero.", "NAME"
     )
-    batch_size: AtLeastOne = setting(32, "N", "Prompt pairs per forward pass.", exclude=True)
+    batch_size: AtLeastOne = setting(32, "Prompt pairs per forward pass.", exclude=True)
     seeds: Seeds = setting(
         (0,),
-        "NUMBERS",
         "Comma-separated seeds of prompts and built-in pairs, one pair per seed.",
+        "NUMBERS",
         RUN,
         min_length=1,
-        exclude=True,  # seeds can be added to a finished run
+        exclude=True,  # they can be added to a finished run
     )
 
     @model_validator(mode="after")
@@ -271,30 +269,28 @@ class HeadRolesJob(Job):
 
     command = "head-roles"
     model: Texts = setting(
-        (), "NAME", f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair.", INPUT
+        (), f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair.", "NAME", INPUT
     )
     tasks: Names = setting(
         (),
-        "NAMES",
         "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "
         "ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, folder or "
         f"other dataset; text=SOURCE; {TASK_NAMES}.",
+        "NAMES",
         INPUT,
     )
     prompts: Annotated[int, Field(ge=8, le=MOST)] = setting(
-        128, "N", "Prompts per task; a quarter is held out."
+        128, "Prompts per task; a quarter is held out."
     )
     seeds: Annotated[int, Field(ge=1, le=10_000)] = setting(
-        2, "N", "Number of gate matrices, fitted together; 10 in the paper."
+        2, "Number of gate matrices, fitted together; 10 in the paper."
     )
-    updates: AtLeastOne = setting(100, "N", "Updates per stage; 500 in the paper.")
-    lambda_: float = setting(0.1, "NATS", "Weight of the gate penalty.")
-    batch_size: AtLeastOne = setting(16, "N", "Prompts per update; 64 in the paper.")
-    accumulate: AtLeastOne = setting(
-        1, "N", "Micro-batches per update, to save memory.", exclude=True
-    )
-    max_heads: AtLeastOne = setting(50, "N", "Maximum number of heads to ablate.")
-    seed: Seed = setting(0, "N", "Random seed for weights, data order and gate noise.", RUN)
+    updates: AtLeastOne = setting(100, "Updates per stage; 500 in the paper.")
+    lambda_: float = setting(0.1, "Weight of the gate penalty.", "NATS")
+    batch_size: AtLeastOne = setting(16, "Prompts per update; 64 in the paper.")
+    accumulate: AtLeastOne = setting(1, "Micro-batches per update, to save memory.", exclude=True)
+    max_heads: AtLeastOne = setting(50, "Maximum number of heads to ablate.")
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
 
     @model_validator(mode="after")
     def _with_a_penalty(self) -> HeadRolesJob:
