@@ -97,10 +97,10 @@ def _checked_function(function: Any, name: str) -> Any:
         try:
             return function(*bound.args, **bound.kwargs)
         except RuntimeError as error:
-            batch_size = signature.parameters.get("batch_size")
+            batch_size = inspect.signature(call).parameters.get("batch_size")
             if batch_size is None or not is_out_of_memory(error):
                 raise
-            size = given.get("batch_size", batch_size.default)
+            size = {**given, **kwargs}.get("batch_size", batch_size.default)
             raise batches_too_large(name, size, error) from error
 
     return call

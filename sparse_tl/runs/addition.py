@@ -17,7 +17,7 @@ from sparse_tl.plots import CircuitDiagram
 from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
-from sparse_tl.runs.jobs import AdditionJob
+from sparse_tl.runs.jobs import AdditionJob, takes
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
@@ -46,6 +46,7 @@ class AdditionRun(SparseRun):
         return f"{super()._repr_html_()}\n{self.diagram}"
 
 
+@takes(AdditionJob)
 @checked
 def run_addition(
     out: str | Path,

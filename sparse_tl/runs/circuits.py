@@ -24,7 +24,7 @@ from sparse_tl.models import (
 from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import Comparison, measure, measured_file, measured_folder, report
 from sparse_tl.runs.folder import SIDES, RunFolder
-from sparse_tl.runs.jobs import CircuitsJob
+from sparse_tl.runs.jobs import CircuitsJob, takes
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
@@ -35,6 +35,7 @@ EXAMPLES = 500
 Draw = Callable[[int], PromptPairs]
 
 
+@takes(CircuitsJob)
 @checked
 def run_circuits(
     out: str | Path,

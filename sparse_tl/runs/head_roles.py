@@ -36,7 +36,7 @@ from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder, save_figure, saved
-from sparse_tl.runs.jobs import HeadRolesJob
+from sparse_tl.runs.jobs import HeadRolesJob, takes
 from sparse_tl.storage.files import digest, read_json, write_csv, write_json
 
 FEWEST = 8
@@ -69,6 +69,7 @@ class HeadRolesRun:
         return table_html(self.to_pandas())
 
 
+@takes(HeadRolesJob)
 @checked
 def run_head_roles(
     out: str | Path,

@@ -6,6 +6,8 @@ so that commands show their help and refuse wrong settings at once.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -82,6 +84,18 @@ class Job(BaseModel):
     def only(self, *names: str) -> dict[str, Any]:
         """Some of the settings by name."""
         return {name: getattr(self, name) for name in names}
+
+
+def takes(kind: type[Job]) -> Callable[[Any], Any]:
+    """Show the fields of a job in the signature of a function that takes them as ``**settings``."""
+
+    def shown(function: Any) -> Any:
+        *shared, _ = inspect.signature(function).parameters.values()
+        settings = inspect.signature(kind).parameters.values()
+        function.__signature__ = inspect.Signature([*shared, *settings])
+        return function
+
+    return shown
 
 
 def option_name(field: str) -> str:

@@ -28,7 +28,7 @@ from sparse_tl.lens import (
 from sparse_tl.models import load_named_model
 from sparse_tl.parallel import ranks
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
-from sparse_tl.runs.jobs import PostTrainingJob, option_name
+from sparse_tl.runs.jobs import PostTrainingJob, option_name, takes
 from sparse_tl.runs.texts import OWN, TASKS_BY_NAME, GroupReader, group_name, warn_of_repeats
 from sparse_tl.storage.files import write_csv, write_json
 from sparse_tl.tasks import BATTERY, measure_skills
@@ -37,6 +37,7 @@ from sparse_tl.training.constraint import parse_target
 from sparse_tl.training.post_train import TARGET_LOSS
 
 
+@takes(PostTrainingJob)
 @checked
 def run_post_training(
     out: str | Path,

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from sparse_tl.runs import run_post_training
 from sparse_tl.runs.jobs import AdditionJob, CircuitsJob, HeadRolesJob, Job, PostTrainingJob
 from sparse_tl.training import post_train
 
@@ -14,6 +15,7 @@ def test_post_training_on_text_has_the_defaults_of_post_training() -> None:
     job = PostTrainingJob(model="gpt2")
     names = ("steps", "learning_rate", "gate_learning_rate", "head_cost", "precision", "seed")
     parameters = inspect.signature(post_train).parameters
+    assert set(dict(job)) < set(inspect.signature(run_post_training).parameters)
     assert job.only(*names) == {name: parameters[name].default for name in names}
 
 
