@@ -196,7 +196,7 @@ def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_p
     with pytest.raises(ValueError, match="words, dense: expected a source of at least 8 .* got 6"):
         run_head_roles(tmp_path / "few", model=folders[:1], tasks=[f"text={words}"], **FEW)
     words.write_text("to the year 17 " * 300, encoding="utf-8")
-    with pytest.warns(UserWarning, match="expected 64 prompts; the source has only"):
+    with pytest.warns(UserWarning, match="64 prompts were asked for; only"):
         found = run_head_roles(
             tmp_path / "some",
             model=folders[:1],

@@ -11,9 +11,12 @@ from made_tokenizers import byte_level
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.runs.cells import cells_of
+from sparse_tl.runs.jobs import PostTrainingJob
 from sparse_tl.runs.texts import GroupReader
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
 from sparse_tl.tasks.capitals import COUNTRIES
+
+JOB = PostTrainingJob(model="tiny", task="capitals", window=16, steps=1, batch_size=4)
 
 
 @pytest.fixture
@@ -31,11 +34,11 @@ def test_a_task_of_too_few_prompts_is_refused(model: Any, monkeypatch: pytest.Mo
     few = CapitalsTask(templates=("The capital of [COUNTRY] is",), countries=COUNTRIES[:10])
     monkeypatch.setitem(TASKS_BY_NAME, "capitals", few)
     with pytest.raises(ValueError, match="at least 18 prompts of capitals.* got 10"):
-        GroupReader(model, 16, "predict", 1, 4, 1, 0, 1).task("capitals")
+        GroupReader(model, JOB).task("capitals")
 
 
 def test_a_held_out_prompt_is_not_trained_on_where_a_task_has_few(model: Any) -> None:
-    read = GroupReader(model, 16, "predict", 1, 4, 1, 0, 1)
+    read = GroupReader(model, JOB)
     group = read.task("capitals")
     rows = group.stream.examples
     held_out = _prompts(group.validation) | _prompts(group.test)

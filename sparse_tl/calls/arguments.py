@@ -27,27 +27,24 @@ from typing import (
 import jaxtyping
 import numpy as np
 import torch
-from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from sparse_tl.calls.out_of_memory import batches_too_large, is_out_of_memory
+from sparse_tl.calls.ranges import (
+    MOST as MOST,
+    AtLeastOne as AtLeastOne,
+    Count as Count,
+    Fraction as Fraction,
+    Logit as Logit,
+    NotNegative as NotNegative,
+    Positive as Positive,
+    Seed as Seed,
+    Share as Share,
+)
 from sparse_tl.calls.wording import WORDS, in_words, is_array, shown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
-
-MOST = 10**9
-"""Largest count of steps, prompts or parts, since a longer run would not end; and largest rate or
-cost, since optimizers overflow beyond it."""
-
-Count = Annotated[int, Ge(0), Le(MOST)]
-AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
-Seed = Annotated[int, Ge(0), Lt(2**63)]
-Positive = Annotated[float, Gt(0), Le(MOST)]
-NotNegative = Annotated[float, Ge(0), Le(MOST)]
-Fraction = Annotated[float, Ge(0), Le(1)]
-Logit = Annotated[float, Ge(-10_000), Le(10_000)]
-Share = Annotated[float, Gt(0), Le(1)]
 
 _OTHER_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
@@ -100,10 +97,10 @@ def _checked_function(function: Any, name: str) -> Any:
         try:
             return function(*bound.args, **bound.kwargs)
         except RuntimeError as error:
-            batch_size = signature.parameters.get("batch_size")
+            batch_size = inspect.signature(call).parameters.get("batch_size")
             if batch_size is None or not is_out_of_memory(error):
                 raise
-            size = given.get("batch_size", batch_size.default)
+            size = {**given, **kwargs}.get("batch_size", batch_size.default)
             raise batches_too_large(name, size, error) from error
 
     return call

@@ -5,13 +5,13 @@ from __future__ import annotations
 from traceback import clear_frames
 from typing import Any
 
-import torch
-
 _OF_THE_CPU = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the machine ran out of memory."""
+    import torch  # slow: not needed for help
+
     known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return known or isinstance(error, RuntimeError) and _OF_THE_CPU in str(error)
 

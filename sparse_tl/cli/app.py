@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,8 +12,9 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from sparse_tl.cli.memory import keep_freed_memory
-from sparse_tl.cli.options import RUN
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, parameter
 from sparse_tl.cli.printing import console
+from sparse_tl.runs.jobs import RUN, Job
 
 _EXAMPLES: dict[str | None, str] = {
     None: """
@@ -81,19 +83,45 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
     return register
 
 
-def call(job: str, options: dict[str, Any]) -> Any:
-    """Run a job of `runs` with all options of its command, and return its result."""
-    from sparse_tl import runs  # slow imports: not needed for help and usage errors
-    from sparse_tl.parallel import ranks
+def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], Any]:
+    """Register a function as the command of a job, with an option for each of its settings.
 
-    if ranks.count() > 1 and job != "run_post_training":
+    The function gets the job, its output folder, and the other arguments of the job's function.
+    """
+    settings = [parameter(name, field) for name, field in kind.model_fields.items()]
+
+    def register(function: Any) -> Any:
+        def run(
+            *,
+            out: Out = Path("runs") / kind.command,
+            device: Device = None,
+            restart: Restart = False,
+            quiet: Quiet = False,
+            **given: Any,
+        ) -> None:
+            how = {"device": device, "restart": restart, "progress": not quiet}
+            function(kind(**given), out, how)
+
+        *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
+        signature = inspect.Signature([*settings, *shared])
+        run.__doc__, run.__signature__ = kind.__doc__, signature  # type: ignore[attr-defined]
+        command(kind.command, *examples)(run)
+        return function
+
+    return register
+
+
+def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any]) -> Any:
+    """Run a job's function, and return its result."""
+    from sparse_tl.parallel import ranks  # slow import: not needed for help and usage errors
+
+    if ranks.count() > 1 and job.command != "post-train":
         raise ValueError(
             f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
             "attribution, evaluation and head gates also run on several ranks."
         )
     keep_freed_memory()
-    progress = not options.pop("quiet")
-    outcome = getattr(runs, job)(progress=progress, **options)
+    outcome = function(out, **dict(job), **how)
     ranks.leave()
     return outcome
 

@@ -8,8 +8,9 @@ import typer
 from rich.filesize import decimal
 
 from sparse_tl.cli.app import command
-from sparse_tl.cli.options import SUBJECT, Quiet, setting
+from sparse_tl.cli.options import Quiet, option
 from sparse_tl.cli.printing import console, table
+from sparse_tl.runs.jobs import INPUT, SETTINGS
 
 
 @command(
@@ -22,11 +23,11 @@ def get(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Name of a model; omit it to list all.", rich_help_panel=SUBJECT
+            metavar="NAME", help="Name of a model; omit it to list all.", rich_help_panel=INPUT
         ),
     ] = None,
     accept_licence: Annotated[
-        bool, setting("", "Accept the model's terms of use.", "--accept-licence")
+        bool, option("", "Accept the model's terms of use.", SETTINGS, "--accept-licence")
     ] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
@@ -17,8 +17,9 @@ from sparse_tl.plots import CircuitDiagram
 from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.runs.jobs import AdditionJob, takes
 from sparse_tl.storage.files import digest, write_json
-from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, Form, decode
+from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 
 PROMPT = "36+28"
@@ -45,52 +46,41 @@ class AdditionRun(SparseRun):
         return f"{super()._repr_html_()}\n{self.diagram}"
 
 
+@takes(AdditionJob)
 @checked
 def run_addition(
     out: str | Path,
     *,
-    form: Form = "placeholder",
-    seed: Seed = 0,
-    dense_steps: AtLeastOne | None = None,
-    steps: AtLeastOne | None = None,
-    target_loss: float | str | None = None,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
+    **settings: Any,
 ) -> AdditionRun:
     """Run all unfinished steps and return all results.
 
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
-        form: how sums are written.
-        seed: random seed for everything.
-        dense_steps: maximum number of dense training steps; by default as in `addition_recipe`.
-        steps: number of post-training steps; by default as in `addition_recipe`.
-        target_loss: nats per answer character; by default as in `addition_recipe`.
         device: device for training; by default a GPU if there is one.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
+        settings: the fields of `AdditionJob`; by default as in `addition_recipe`.
 
     Raises:
         ValueError: a setting is invalid, or the output folder cannot be used.
         MemoryError: the address space of this process is limited.
     """
+    job = AdditionJob(**settings)
     check_address_space()
-    task = AdditionTask(form)
-    options = {"steps": steps, "target_loss": target_loss}
-    recipe = addition_recipe(form).changed(
-        dense={} if dense_steps is None else {"steps": dense_steps},
-        sparse={name: value for name, value in options.items() if value is not None},
+    task, seed = AdditionTask(job.form), job.seed
+    given = job.model_dump(include={"steps", "target_loss"}, exclude_none=True)
+    dense_given = {} if job.dense_steps is None else {"steps": job.dense_steps}
+    recipe = addition_recipe(job.form).changed(dense=dense_given, sparse=given)
+    recorded = job.settings(
+        dense_steps=recipe.dense["steps"],
+        steps=recipe.sparse["steps"],
+        target_loss=str(TargetLoss.parse(recipe.sparse["target_loss"])),
     )
-    settings = {
-        "command": "addition",
-        "form": form,
-        "seed": seed,
-        "dense_steps": recipe.dense["steps"],
-        "steps": recipe.sparse["steps"],
-        "target_loss": str(TargetLoss.parse(recipe.sparse["target_loss"])),
-    }
-    folder = RunFolder(out, settings, restart=restart)
+    folder = RunFolder(out, recorded, restart=restart)
     with folder.stage("models"):
         build_pair(recipe, folder.path, seed, device=device, progress=progress)
         dense, sparse, verdict, _ = read_pair(folder.path, device=device)
@@ -99,7 +89,7 @@ def run_addition(
         save_figure(diagram, folder.path, "addition")
     test = task.split(seed=seed)[2]
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
-    metrics: dict[str, Any] = {"seed": seed, "form": form, "verdict": verdict}
+    metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}
     metrics |= {side: asdict(evaluate_held_out(model, test)) for side, model in models.items()}
     metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
     metrics["seconds"] = round(folder.seconds, 1)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from annotated_types import Ge, Le
-
-from sparse_tl.calls.arguments import MOST, AtLeastOne, Seed, checked
-from sparse_tl.circuits.methods.attribution import Method
+from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates import PatchName as Patch, SparseTransformer
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import (
     SMOLLM2,
@@ -27,11 +24,10 @@ from sparse_tl.models import (
 from sparse_tl.plots.page.javascript import check_address_space
 from sparse_tl.runs.comparison import Comparison, measure, measured_file, measured_folder, report
 from sparse_tl.runs.folder import SIDES, RunFolder
+from sparse_tl.runs.jobs import CircuitsJob, takes
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
-Pairs = Annotated[int, Ge(4), Le(MOST)]
-"""Number of prompt pairs: half for scoring, half for evaluation."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 """The default tasks, in the order of their panels."""
 EXAMPLES = 500
@@ -39,21 +35,15 @@ EXAMPLES = 500
 Draw = Callable[[int], PromptPairs]
 
 
+@takes(CircuitsJob)
 @checked
 def run_circuits(
     out: str | Path,
     *,
-    model: str | None = None,
-    sparse: str | Path | None = None,
-    tasks: Sequence[str] = (),
-    pairs: Pairs = 128,
-    method: Method = "eap-ig",
-    patch: Patch = "corrupted",
-    batch_size: AtLeastOne = 32,
-    seeds: Sequence[Seed] = (0,),
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
+    **settings: Any,
 ) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
@@ -66,52 +56,27 @@ def run_circuits(
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        model: name or folder of the dense model, as in `load_language_model` or `load_model`; by
-            default, both built-in task models are analysed.
-        sparse: folder of the sparse model made from `model`, or "smollm2" for the one that comes
-            with the package; without it, only the dense model is analysed.
-        tasks: names of tasks; by default those of `ORDER`, the only ones of the built-in models.
-        pairs: prompt pairs per task, at least 4.
-        method: attribution method, as in `attribute_circuit_edges`.
-        patch: patch at parts outside a circuit.
-        batch_size: prompt pairs per forward pass.
-        seeds: seeds of the prompts and of the built-in models, one model pair per seed; figures
-            show all of them and their median. With `model`, seeds affect only the prompts.
         device: device to run on.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
+        settings: the fields of `CircuitsJob`.
 
     Raises:
-        ValueError: a setting is invalid, there is no seed, or every task fails for a model.
+        ValueError: a setting is invalid, or every task fails for a model.
         MemoryError: the address space of this process is limited.
     """
-    if model is None and sparse is not None:
-        raise ValueError(
-            "expected the dense model that the sparse one was made from; got no model and "
-            f"sparse={str(sparse)!r}"
-        )
+    job = CircuitsJob(**settings)
+    model, sparse, seeds = job.model, job.sparse, tuple(dict.fromkeys(job.seeds))
     sides = SIDES if model is None or sparse is not None else ("dense",)
     check_address_space()
-    seeds = tuple(dict.fromkeys(seeds))
-    if not seeds:
-        raise ValueError("expected at least one seed; got none")
     built_in = {task.name: task for task in TASKS}
     known: Mapping[str, Task] = built_in if model is None else TASKS_BY_NAME
-    unknown = [name for name in tasks if name not in known]
+    unknown = [name for name in job.tasks if name not in known]
     if unknown:
         raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
-    chosen = [known[name] for name in dict.fromkeys(tasks or ORDER)]
-    settings = {
-        "command": "circuits",
-        "format": 6,
-        "model": model,
-        "sparse": None if sparse is None else str(sparse),
-        "tasks": [task.name for task in chosen],
-        "pairs": pairs,
-        "method": method,
-        "patch": patch,
-    }
-    folder = RunFolder(out, settings, restart=restart)
+    chosen = [known[name] for name in dict.fromkeys(job.tasks or ORDER)]
+    recorded = job.settings(format=6, tasks=[task.name for task in chosen])
+    folder = RunFolder(out, recorded, restart=restart)
     declined: dict[str, list[str]] = {}
     for seed in seeds:
         missing = [
@@ -136,7 +101,7 @@ def run_circuits(
             else:
                 draws[task.name] = partial(task.pairs, models["dense"], seed=seed)
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                skill = _skills(models, task, draws[task.name], batch_size, progress)
+                skill = _skills(models, task, draws[task.name], job.batch_size, progress)
             if isinstance(skill, str):
                 declined.setdefault(task.name, []).append(f"{task.title}, seed {seed}{skill}")
             else:
@@ -148,14 +113,12 @@ def run_circuits(
             with folder.stage(name, f"{task.title}, seed {seed}, {side} model"):
                 measure(
                     models[side],
-                    draws[task.name](pairs),
+                    draws[task.name](job.pairs),
                     skills[task.name][side].numbers,
                     task.metric,
                     folder / name,
-                    method=method,
-                    patch=patch,
-                    batch_size=batch_size,
                     progress=progress,
+                    **job.only("method", "patch", "batch_size"),
                 )
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}
@@ -165,7 +128,7 @@ def run_circuits(
         write_json(folder / "no_circuits.json", reasons)
     title = "Task Model" if model is None else model
     names = dict(zip(sides, (title, f"Sparse {title}"), strict=False))
-    compared = report(folder.path, titles, names, seeds=seeds, patch=patch)
+    compared = report(folder.path, titles, names, seeds=seeds, patch=job.patch)
     return replace(compared, no_circuits=reasons)
 
 

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pandas as pd
-from annotated_types import Ge, Le
 
-from sparse_tl.calls.arguments import MOST, AtLeastOne, Seed, checked
+from sparse_tl.calls.arguments import checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import (
     ROLES,
@@ -30,18 +29,18 @@ from sparse_tl.head_roles import (
 )
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.cost import roles_cost
-from sparse_tl.head_roles.fitting import GateFitting, SeedCount
+from sparse_tl.head_roles.fitting import GateFitting
 from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.parallel.progress import say
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder, save_figure, saved
+from sparse_tl.runs.jobs import HeadRolesJob, takes
 from sparse_tl.storage.files import digest, read_json, write_csv, write_json
 
 FEWEST = 8
 """Minimum number of prompts per task."""
-Prompts = Annotated[int, Ge(FEWEST), Le(MOST)]
 PROMPTS = "prompts.json"
 """The last file that a cell writes."""
 HELD_OUT = 0.25
@@ -70,74 +69,35 @@ class HeadRolesRun:
         return table_html(self.to_pandas())
 
 
+@takes(HeadRolesJob)
 @checked
 def run_head_roles(
     out: str | Path,
     *,
-    model: str | Sequence[str] | None = None,
-    tasks: Sequence[str] = (),
-    seeds: SeedCount = 2,
-    updates: AtLeastOne = 100,
-    lambda_: float = 0.1,
-    prompts: Prompts = 128,
-    batch_size: AtLeastOne = 16,
-    accumulate: AtLeastOne = 1,
-    max_heads: AtLeastOne = 50,
-    seed: Seed = 0,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
+    **settings: Any,
 ) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        model: name or folder of a dense or sparse model, or several, as in `load_language_model`,
-            `load_model` or `SparseTransformer.from_pretrained`; by default the built-in dense and
-            sparse models.
-        tasks: with built-in models: addition, greater_than, ioi, docstring, ioi_long. With others:
-            the tasks of `task_report`; syntax, common_sense and math, with ``=SOURCE`` for a file,
-            folder or dataset other than the published one; and ``text=SOURCE`` for running text.
-        seeds: number of gate matrices, fitted together.
-        updates: optimizer steps in each of the three stages.
-        lambda_: coefficient of the penalty.
-        prompts: prompts per task; a quarter of them is held out for the curves.
-        batch_size: prompts per update.
-        accumulate: micro-batches per update, to save memory.
-        max_heads: maximum number of heads to ablate.
-        seed: random seed for prompts, batches, random orders and the built-in models.
         device: device to run on.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
+        settings: the fields of `HeadRolesJob`.
 
     Raises:
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    if lambda_ == 0:
-        raise ValueError("expected a lambda other than 0, since gates need a penalty; got 0")
-    models = [model] if isinstance(model, str) else list(model or ())
-    if models:
-        cells = cells_of(models, tasks, prompts, device)
+    job = HeadRolesJob(**settings)
+    if job.model:
+        cells = cells_of(job.model, job.tasks, job.prompts, device)
     else:
-        cells = built_in_cells(tasks, prompts, seed, device, progress)
-    fitting = {
-        "seeds": seeds,
-        "updates": updates,
-        "lambda_": lambda_,
-        "batch_size": batch_size,
-        "max_heads": max_heads,
-        "seed": seed,
-    }
-    settings = {
-        "command": "head-roles",
-        "format": 2,
-        "model": models,
-        "tasks": list(tasks),
-        "prompts": prompts,
-        **fitting,
-    }
-    folder = RunFolder(out, settings, restart=restart)
+        cells = built_in_cells(job.tasks, job.prompts, job.seed, device, progress)
+    folder = RunFolder(out, job.settings(format=2), restart=restart)
     for number, cell in enumerate(cells, start=1):
         name = f"{cell.task}/{cell.model}"
         if folder.finished(f"{name}/{PROMPTS}"):
@@ -151,15 +111,14 @@ def run_head_roles(
                     f"expected a source of at least {FEWEST} prompts that fit the model; got "
                     f"{len(dataset)}"
                 )
-            if len(dataset) < prompts:
+            if len(dataset) < job.prompts:
                 warnings.warn(
-                    f"expected {prompts} prompts; the source has only {len(dataset)} that fit the "
-                    "model",
+                    f"{job.prompts} prompts were asked for; only {len(dataset)} of the source fit "
+                    "the model",
                     stacklevel=2,
                 )
-            options = {**fitting, "accumulate": accumulate, "progress": progress}
             title = f"{cell.row}, {cell.column} ({number} of {len(cells)})"
-            _measure(loaded, dataset, folder, name, title, **options)
+            _measure(loaded, dataset, folder, name, title, job, progress)
             del loaded  # free its memory for the next model
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return _report(folder, cells)
@@ -171,29 +130,25 @@ def _measure(
     folder: RunFolder,
     name: str,
     title: str,
-    *,
-    seeds: int,
-    max_heads: int,
-    seed: int,
+    job: HeadRolesJob,
     progress: bool,
-    **settings: Any,
 ) -> None:
     """Measure one cell: roles on most prompts, curves on the others."""
-    fitted, held_out = dataset.split(HELD_OUT, seed=seed)
+    fitted, held_out = dataset.split(HELD_OUT, seed=job.seed)
     cell, checkpoint = folder / name, folder / "checkpoints" / name
+    fitting = job.only("updates", "lambda_", "batch_size", "accumulate", "seed")
     if progress:
         check_fits(model, dataset)
-        fitting = GateFitting(seed=seed, **settings)
-        cost = roles_cost(model, fitted, held_out, fitting, seeds=seeds, max_heads=max_heads)
-        say(f"{title}: {cost}")
-    settings |= {"seeds": seeds, "seed": seed, "held_out": held_out, "progress": progress}
+        counts = job.only("seeds", "max_heads")
+        say(f"{title}: {roles_cost(model, fitted, held_out, GateFitting(**fitting), **counts)}")
+    fitting |= {"seeds": job.seeds, "held_out": held_out, "progress": progress}
     roles = saved(
         cell / "roles",
         HeadRoles,
-        lambda: fit_head_gates(model, fitted, checkpoint=checkpoint, **settings),
+        lambda: fit_head_gates(model, fitted, checkpoint=checkpoint, **fitting),
     )
     for role in ROLES:
-        options = {"max_heads": max_heads, "seed": seed, "control": role == ROLES[0]}
+        options = {**job.only("max_heads", "seed"), "control": role == ROLES[0]}
         measured = partial(ablation_curve, model, roles, held_out, role, **options)
         saved(
             cell / role,

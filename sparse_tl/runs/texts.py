@@ -9,18 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparse_tl.data import Boundaries, Documents, ShuffledStream, TextStream, read_documents
+from sparse_tl.data import Documents, ShuffledStream, TextStream, read_documents
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.runs.jobs import OWN, PostTrainingJob
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import sampled_windows, short_rows
 
-OWN = "own"
-"""Name of the text that the model generates."""
-OWN_WINDOWS = 2000
-"""Default number of windows that the model generates."""
 VALIDATION_WINDOWS = 200
 """Maximum number of windows for model selection; at most half of the held-out windows."""
 TEST_WINDOWS = 800
@@ -55,65 +52,54 @@ class GroupReader:
 
     Args:
         model: the model before training.
-        window: tokens per window.
-        boundaries: treatment of document boundaries, as in `text_rows`.
-        steps: number of steps.
-        per_step: windows of one group per step.
-        n_groups: number of groups, which share the held-out windows evenly.
-        seed: random seed for the order of rows, for prompts, and for the generated text.
-        accumulate: micro-batches per step.
+        job: the settings of the run. Groups share the held-out windows evenly.
     """
 
     model: SparseTransformer
-    window: int
-    boundaries: Boundaries
-    steps: int
-    per_step: int
-    n_groups: int
-    seed: int
-    accumulate: int
+    job: PostTrainingJob
 
     def text(self, source: str) -> Group:
         """A text or dataset; the last tenth of the windows read before training is held out."""
         documents = read_documents(source)
-        needed = self.steps * self.per_step + HELD_OUT_WINDOWS // self.n_groups
-        limit = min(needed, WINDOW_TOKENS // self.window)
+        needed = self.job.steps * self.job.per_group + HELD_OUT_WINDOWS // self.job.n_groups
+        limit = min(needed, WINDOW_TOKENS // self.job.window)
         windows = self._windows(documents, limit)
         train, held_out = self._split(windows)
         if len(windows) == limit < needed:
             stream = TextStream(
                 documents,
                 self.model.tokenizer,
-                self.window,
-                self.per_step,
-                self.seed,
+                self.job.window,
+                self.job.per_group,
+                self.job.seed,
                 left_out=range(len(train), len(windows)),
-                boundaries=self.boundaries,
-                accumulate=self.accumulate,
+                boundaries=self.job.boundaries,
+                accumulate=self.job.accumulate,
             )
         else:
-            stream = self._shuffled(source, self._rows(train), self.per_step)
+            stream = self._shuffled(source, self._rows(train), self.job.per_group)
         return self._group(source, stream, self._rows(held_out))
 
-    def own(self, n: int, save_to: Path, progress: bool) -> list[Group]:
+    def own(self, save_to: Path, progress: bool) -> list[Group]:
         """Text that the model generates, of which a tenth is held out, as windows and `short_rows`.
 
         All kinds of short rows together have about as many tokens per step as the windows.
         """
-        options = {"seed": self.seed, "save_to": save_to, "progress": progress}
+        n, window = self.job.own_windows, self.job.window
+        options = {"seed": self.job.seed, "save_to": save_to, "progress": progress}
         parts = self._split(torch.arange(n))
         with self.model.opened():
-            rows = sampled_windows(self.model, n, self.window, **options)
+            rows = sampled_windows(self.model, n, window, **options)
         train, held_out = map(rows.select, parts)
-        groups = [self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)]
-        n_held_out = min(HELD_OUT_WINDOWS // self.n_groups, 2 * len(held_out))
+        groups = [self._group(OWN, self._shuffled(OWN, train, self.job.per_group), held_out)]
+        n_held_out = min(HELD_OUT_WINDOWS // self.job.n_groups, 2 * len(held_out))
         train, held_out = (
-            short_rows(rows.tokens, self.model.tokenizer, seed=self.seed)
+            short_rows(rows.tokens, self.model.tokenizer, seed=self.job.seed)
             for rows in (train, held_out)
         )
         for name, rows in train.items():
             n_tokens = int(rows.loss_mask.sum()) / len(rows) * len(train)
-            per_step = max(1, round(self.per_step * self.window / n_tokens))
+            per_step = max(1, round(self.job.per_group * window / n_tokens))
             stream = self._shuffled(name, rows, per_step)
             groups.append(self._group(name, stream, held_out[name].select(slice(n_held_out))))
         return groups
@@ -121,29 +107,29 @@ class GroupReader:
     def task(self, name: str) -> Group:
         """A task's prompts, with loss at the answer; about as many tokens per step as of a text."""
         task = TASKS_BY_NAME[name]
-        pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.seed)
+        pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.job.seed)
         rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # repeats come last
         if n < 18:
             raise ValueError(f"expected at least 18 prompts of {name}, to hold out two; got {n}")
         train, held_out = rows.select(slice(n - n // 9)), rows.select(slice(n - n // 9, n))
-        per_step = self.per_step * max(1, self.window // rows.tokens.shape[1])
+        per_step = self.job.per_group * max(1, self.job.window // rows.tokens.shape[1])
         return self._group(name, self._shuffled(name, train, per_step), held_out)
 
     def held_out(self, source: str) -> TokenBatch:
         """Rows of a text that is only evaluated."""
         documents = read_documents(source, split="validation")
-        return self._rows(self._windows(documents, TEST_WINDOWS // self.n_groups))
+        return self._rows(self._windows(documents, TEST_WINDOWS // self.job.n_groups))
 
     def _windows(self, documents: Documents, limit: int) -> Tensor:
         tokenizer = self.model.tokenizer
-        return cut_windows(documents, tokenizer, self.window, limit, self.boundaries)
+        return cut_windows(documents, tokenizer, self.job.window, limit, self.job.boundaries)
 
     def _rows(self, windows: Tensor) -> TokenBatch:
-        return window_rows(windows, self.model.tokenizer, self.boundaries)
+        return window_rows(windows, self.model.tokenizer, self.job.boundaries)
 
     def _split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """The windows to train on, and the held-out ones."""
-        n_held_out = min(HELD_OUT_WINDOWS // self.n_groups, len(windows) // 10)
+        n_held_out = min(HELD_OUT_WINDOWS // self.job.n_groups, len(windows) // 10)
         if n_held_out < 2:
             raise ValueError(
                 f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Use "
@@ -153,12 +139,12 @@ class GroupReader:
         return windows[:-n_held_out], windows[-n_held_out:].clone()
 
     def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:
-        warn_of_repeats(group_name(name), self.steps * per_step, len(rows))
+        warn_of_repeats(group_name(name), self.job.steps * per_step, len(rows))
         size = min(per_step, len(rows))
-        return ShuffledStream(rows, size, self.seed, accumulate=self.accumulate)
+        return ShuffledStream(rows, size, self.job.seed, accumulate=self.job.accumulate)
 
     def _group(self, source: str, stream: TokenStream, held_out: TokenBatch) -> Group:
-        half = min(VALIDATION_WINDOWS // self.n_groups, len(held_out) // 2)
+        half = min(VALIDATION_WINDOWS // self.job.n_groups, len(held_out) // 2)
         parts = (slice(half), slice(half, None))
         return Group(group_name(source), stream, *map(held_out.select, parts))
 

@@ -1,48 +1,44 @@
-"""A command and the function that it calls do the same unless they are told otherwise."""
+"""The settings of the post-training job agree with what it calls, and with its command."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 
-from sparse_tl import runs
-from sparse_tl.cli import commands
-from sparse_tl.cli.options import split_names, split_seeds
+from sparse_tl.runs import run_post_training
+from sparse_tl.runs.jobs import AdditionJob, CircuitsJob, HeadRolesJob, Job, PostTrainingJob
 from sparse_tl.training import post_train
-
-COMMANDS = {
-    "addition": (commands.addition, runs.run_addition),
-    "post-train": (commands.post_train, runs.run_post_training),
-    "circuits": (commands.circuits, runs.run_circuits),
-    "head-roles": (commands.head_roles, runs.run_head_roles),
-    "doctor": (commands.doctor, runs.run_doctor),
-}
-
-
-def defaults(function: Any) -> dict[str, Any]:
-    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_has_the_defaults_of_its_function(name: str) -> None:
-    """What a command says nothing about is what the function does by itself."""
-    command, function = COMMANDS[name]
-    expected = defaults(function)
-    found = defaults(command)
-    found["progress"] = not found.pop("quiet", False)
-    for option, default in found.items():
-        if option == "out" or (option == "progress" and name == "doctor"):
-            continue
-        if expected[option] == ():
-            default = tuple(split_names(default))
-        elif option == "seeds" and isinstance(default, str):
-            default = split_seeds(default)
-        assert default == expected[option], option
 
 
 def test_post_training_on_text_has_the_defaults_of_post_training() -> None:
-    found, expected = defaults(runs.run_post_training), defaults(post_train)
-    shared = {"steps", "learning_rate", "head_cost", "precision", "seed"}
-    assert {name: found[name] for name in shared} == {name: expected[name] for name in shared}
+    job = PostTrainingJob(model="gpt2")
+    names = ("steps", "learning_rate", "gate_learning_rate", "head_cost", "precision", "seed")
+    parameters = inspect.signature(post_train).parameters
+    assert set(dict(job)) < set(inspect.signature(run_post_training).parameters)
+    assert job.only(*names) == {name: parameters[name].default for name in names}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (PostTrainingJob, {}, "--model: Field required"),
+        (PostTrainingJob, {"model": "gpt2", "stepz": 1}, "--stepz: "),
+        (PostTrainingJob, {"model": "gpt2", "learning_rate": float("nan")}, "--learning-rate: "),
+        (PostTrainingJob, {"model": "gpt2", "shard": True}, "--shard needs --text"),
+        (CircuitsJob, {"pairs": 3}, "--pairs: "),
+        (CircuitsJob, {"seeds": ()}, "--seeds: "),
+        (CircuitsJob, {"tasks": ","}, "--tasks: the list is empty"),
+        (HeadRolesJob, {"lambda_": 0}, "--lambda: "),
+        (AdditionJob, {"steps": True}, "--steps: "),
+    ],
+)
+def test_a_wrong_setting_is_named_by_its_option(kind: type[Job], settings: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        kind(**settings)
+
+
+def test_lists_are_read_as_in_the_terminal() -> None:
+    job = CircuitsJob(seeds="0, 2", tasks="ioi,docstring")
+    assert (job.seeds, job.tasks) == ((0, 2), ("ioi", "docstring"))
+    assert HeadRolesJob(tasks=["text=a,b.txt"], model="gpt2").tasks == ("text=a,b.txt",)

@@ -23,7 +23,7 @@ REFUSED = {
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
     "seeds": (
         ["circuits", "--seeds", "0,-1"],
-        "expected --seeds as whole numbers, such as 0,1,2; got '0,-1'",
+        "--seeds: .* greater than or equal to 0",
     ),
     "no text": (
         [

@@ -7,8 +7,8 @@ from tiny import small_task_models
 
 from sparse_tl import load_task_models, task_report
 from sparse_tl.circuits import accuracy
-from sparse_tl.cli import options
 from sparse_tl.models import TASKS
+from sparse_tl.runs.jobs import TASK_NAMES
 from sparse_tl.tasks import TASKS_BY_NAME, IOITask, TaskReport
 from sparse_tl.tasks.report import by_name
 
@@ -22,7 +22,7 @@ def test_the_tasks_by_name() -> None:
     names = ["greater_than", "ioi", "ioi_long", "docstring"]
     assert [task.name for task in TASKS] == names
     assert list(TASKS_BY_NAME) == [*names, "subject_verb", "anaphor", "induction", "capitals"]
-    assert {*options.TASK_NAMES.split(", ")} == {*TASKS_BY_NAME}  # what commands name in their help
+    assert {*TASK_NAMES.split(", ")} == {*TASKS_BY_NAME}  # what commands name in their help
     with pytest.raises(ValueError, match=r"expected tasks of \['greater_than'.* got 'sums'"):
         by_name("sums")
 

@@ -1,0 +1,313 @@
+"""The settings of each job: options of its command, checks, and what ``run.json`` records.
+
+A field's name, type, default and description are those of its option. Nothing here imports torch,
+so that commands show their help and refuse wrong settings at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+
+from sparse_tl.calls.ranges import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
+
+INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
+"""The panels of the help."""
+MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
+OWN = "own"
+"""Name of the text that the model generates."""
+TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
+
+
+def setting(default: Any, help: str, metavar: str = "N", panel: str = SETTINGS, **more: Any) -> Any:
+    """A field, with what the help of its option shows; ``exclude``: it does not change results."""
+    extra: Any = {"panel": panel}
+    return Field(default, title=metavar, description=help, json_schema_extra=extra, **more)
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, str):
+        return (value,)
+    return () if value is None else tuple(value) if isinstance(value, list | range) else value
+
+
+def _split(value: Any) -> Any:
+    if not isinstance(value, str):
+        return _listed(value)
+    if parts := [part.strip() for part in value.split(",") if part.strip()]:
+        return tuple(parts)
+    raise ValueError("the list is empty")
+
+
+COMMAS = BeforeValidator(_split)
+"""Reads a list that is separated by commas, as in the terminal."""
+Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Names = Annotated[tuple[str, ...], COMMAS]
+Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
+
+
+class Job(BaseModel):
+    """The settings of a job. Its docstring and its fields are the help of its command.
+
+    Raises:
+        ValueError: a setting is unknown, missing or invalid; the message names its option.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    command: ClassVar[str]
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            message = wrong["msg"].removeprefix("Value error, ")
+            option = f"{option_name(str(wrong['loc'][0]))}: " if wrong["loc"] else ""
+            raise ValueError(f"{option}{message}") from None
+
+    def settings(self, **changed: Any) -> dict[str, Any]:
+        """What determines the results, for ``run.json``."""
+        return {"command": self.command, **self.model_dump(mode="json"), **changed}
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Some of the settings by name."""
+        return {name: getattr(self, name) for name in names}
+
+
+def takes(kind: type[Job]) -> Callable[[Any], Any]:
+    """Show the fields of a job in the signature of a function that takes them as ``**settings``."""
+
+    def shown(function: Any) -> Any:
+        *shared, _ = inspect.signature(function).parameters.values()
+        settings = inspect.signature(kind).parameters.values()
+        function.__signature__ = inspect.Signature([*shared, *settings])
+        return function
+
+    return shown
+
+
+def option_name(field: str) -> str:
+    return "--" + field.strip("_").replace("_", "-")
+
+
+class AdditionJob(Job):
+    """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
+
+    Writes the models (dense/, sparse/), metrics.json, history.csv, a figure of both models
+    (addition.html, .svg, .png) and the circuit of each digit (circuits/). Run the command again to
+    resume an interrupted run; finished results are reused.
+    """
+
+    command = "addition"
+    form: Literal["autoregressive", "placeholder"] = setting(
+        "placeholder", "autoregressive or placeholder (answer columns hold '?').", "NAME", INPUT
+    )
+    target_loss: float | str | None = setting(
+        None, "Loss per character: 0.01, or +0.01 over the dense model.", "NATS"
+    )
+    dense_steps: AtLeastOne | None = setting(None, "Maximum steps of dense training.")
+    steps: AtLeastOne | None = setting(None, "Number of post-training steps.")
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
+
+
+class PostTrainingJob(Job):
+    """Make the attention of any model sparse, at a loss or number of edges of your choice.
+
+    Without --text, the model generates the text. --text and --task can be repeated; each text and
+    task must then meet the target loss. Writes the sparse model (sparse/), metrics.json,
+    history.csv and texts.csv. Run the command again to resume an interrupted run. With --prompt, it
+    also draws circuit_diagram (.html, .svg, .png), even for a finished run.
+    """
+
+    command = "post-train"
+    model: str = setting(..., f"A dense model: {MODEL}", "NAME", INPUT)
+    text: Texts = setting(
+        (),
+        "Text file, dataset (name or name:configuration), or own (text that the model generates). "
+        "Default: own. Repeatable.",
+        "SOURCE",
+        INPUT,
+    )
+    task: Texts = setting((), f"Task to preserve: {TASK_NAMES}. Repeatable.", "NAME", INPUT)
+    target_loss: float | str | None = setting(
+        None,
+        "Per token, on every text and task: kl+0.05 (divergence from the dense model, the "
+        "default), +0.05 (over its loss) or 2.5 (a loss).",
+        "NATS",
+        INPUT,
+        exclude=True,  # recorded as the target
+    )
+    target_edges: float | str | None = setting(
+        None,
+        "Instead of a target loss: attention edges per token, the mean over texts and tasks, such "
+        "as 300, or 100x for a hundred times fewer than in the dense model.",
+        "EDGES",
+        INPUT,
+        exclude=True,
+    )
+    held_out_text: Texts = setting(
+        (), "Text that is only evaluated, not trained on. Repeatable.", "SOURCE", INPUT
+    )
+    own_windows: AtLeastOne = setting(2000, "Windows of text that the model generates.")
+    window: AtLeastOne = setting(128, "Tokens per window.")
+    boundaries: Literal["predict", "skip", "split"] = setting(
+        "predict", "At a document's end: predict the next, skip that loss, or split there.", "NAME"
+    )
+    batch_size: AtLeastOne = setting(8, "Windows per step, over all texts.")
+    accumulate: AtLeastOne = setting(1, "Micro-batches per step.")
+    checkpoint_activations: bool = setting(
+        False, "Recompute activations to save memory.", exclude=True
+    )
+    shard: bool = setting(False, "Shard the weights across ranks.", exclude=True)
+    steps: AtLeastOne = setting(2000, "Number of post-training steps.")
+    learning_rate: Positive = setting(7e-4, "Peak learning rate of weights or adapters.", "RATE")
+    gate_learning_rate: Positive = setting(3e-3, "Peak learning rate of gates.", "RATE")
+    trained: Literal["lora", "all", "qk", "gates"] | None = setting(
+        None,
+        "What to train besides the gates: lora (adapters), all, qk, or gates (nothing else). "
+        "Default: lora, or all if the model takes no adapters.",
+        "NAME",
+    )
+    lora: AtLeastOne = setting(16, "Rank of the low-rank adapters.", "RANK")
+    head_cost: NotNegative = setting(0.0, "Cost of a head in use.", "EDGES")
+    mlps: bool = setting(False, "Gate MLPs too.")
+    gates: Literal["score", "share"] = setting(
+        "share", "What gates read: share (attention probability) or score.", "KIND"
+    )
+    initial_threshold: Share | None = setting(
+        None, "Initial threshold of share gates; 0.005 by default.", "SHARE"
+    )
+    initial_bias: Logit | None = setting(None, "Initial bias of score gates; 4 by default.", "B")
+    dtype: Literal["float32", "bfloat16"] | None = setting(
+        None, "Weights: float32, or bfloat16 with float32 copies of those trained.", "NAME"
+    )
+    precision: Literal["float32", "bf16"] = setting("float32", "float32 or bf16.", "NAME")
+    prompt: str | None = setting(
+        None, "Also draw the attention of both models on this prompt.", "TEXT", INPUT, exclude=True
+    )
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts to train on: by default the one that the model generates."""
+        return self.text or (() if self.task else (OWN,))
+
+    @property
+    def n_groups(self) -> int:
+        """The parts of a step that have equally many tokens; the model's own short text is one."""
+        return len(self.texts) + len(self.task) + (OWN in self.texts)
+
+    @property
+    def per_group(self) -> int:
+        """Windows of one group per step."""
+        return self.batch_size // self.n_groups
+
+    @model_validator(mode="after")
+    def _sharded_on_text(self) -> PostTrainingJob:
+        if self.shard and OWN in self.texts:
+            raise ValueError("--shard needs --text: a sharded model cannot generate text")
+        return self
+
+
+class CircuitsJob(Job):
+    """Find the heads and circuit edges that a task needs in a dense and a sparse model.
+
+    With --model but without --sparse, only the dense model is analysed. A task that a model cannot
+    do gets no circuit, and the command says why. Writes metrics.json, curves.csv, scores,
+    evaluations, circuits with their diagrams, and the figures heads_kept and circuit_edges_kept
+    (.html, .svg, .png), which show every seed and the median. Without --model, it uses the built-in
+    task models; seeds that do not ship with the package are trained first and cached. Run the
+    command again to resume an interrupted run or to add seeds.
+    """
+
+    command = "circuits"
+    model: str | None = setting(
+        None, f"The dense model: {MODEL} Default: the built-in pair.", "NAME", INPUT
+    )
+    sparse: str | Path | None = setting(
+        None, "The sparse model made from it; smollm2: the one in the package.", "FOLDER", INPUT
+    )
+    tasks: Names = setting(
+        (),
+        f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
+        "NAMES",
+        INPUT,
+    )
+    pairs: Annotated[int, Field(ge=4, le=MOST)] = setting(
+        128, "Prompt pairs per task: half score, half evaluate."
+    )
+    method: Literal["eap", "eap-ig", "eap-ig-activations", "relp"] = setting(
+        "eap-ig", "eap, eap-ig, eap-ig-activations, relp.", "NAME"
+    )
+    patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
+        "corrupted", "corrupted, mean, resample or zero.", "NAME"
+    )
+    batch_size: AtLeastOne = setting(32, "Prompt pairs per forward pass.", exclude=True)
+    seeds: Seeds = setting(
+        (0,),
+        "Comma-separated seeds of prompts and built-in pairs, one pair per seed.",
+        "NUMBERS",
+        RUN,
+        min_length=1,
+        exclude=True,  # they can be added to a finished run
+    )
+
+    @model_validator(mode="after")
+    def _sparse_with_dense(self) -> CircuitsJob:
+        if self.sparse is not None and self.model is None:
+            raise ValueError("--sparse needs --model: the dense model that it was made from")
+        return self
+
+
+class HeadRolesJob(Job):
+    """Find which heads facilitate a task, are irrelevant to it or interfere, and ablate them.
+
+    Fits causal head gates for every task and model, and estimates the cost of each fit first.
+    Writes a grid of ablation curves (ablation_grid.html, .svg, .png), metrics.json, scores.csv and
+    curves.csv; for each task and model also the roles, a heat map of the heads and the trajectories
+    of their gates. Without --model, it uses the built-in models; seeds that do not ship with the
+    package are trained first and cached. Run the command again to resume an interrupted run.
+    """
+
+    command = "head-roles"
+    model: Texts = setting(
+        (), f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair.", "NAME", INPUT
+    )
+    tasks: Names = setting(
+        (),
+        "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "
+        "ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, folder or "
+        f"other dataset; text=SOURCE; {TASK_NAMES}.",
+        "NAMES",
+        INPUT,
+    )
+    prompts: Annotated[int, Field(ge=8, le=MOST)] = setting(
+        128, "Prompts per task; a quarter is held out."
+    )
+    seeds: Annotated[int, Field(ge=1, le=10_000)] = setting(
+        2, "Number of gate matrices, fitted together; 10 in the paper."
+    )
+    updates: AtLeastOne = setting(100, "Updates per stage; 500 in the paper.")
+    lambda_: float = setting(0.1, "Weight of the gate penalty.", "NATS")
+    batch_size: AtLeastOne = setting(16, "Prompts per update; 64 in the paper.")
+    accumulate: AtLeastOne = setting(1, "Micro-batches per update, to save memory.", exclude=True)
+    max_heads: AtLeastOne = setting(50, "Maximum number of heads to ablate.")
+    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
+
+    @model_validator(mode="after")
+    def _with_a_penalty(self) -> HeadRolesJob:
+        if self.lambda_ == 0:
+            raise ValueError("--lambda: gates need a penalty, so it cannot be 0")
+        return self
