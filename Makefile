@@ -47,8 +47,8 @@ demo-lm: language-model
 	$(BIN)/python -m sparse_tl post-train --model smollm2 --text own --task ioi --target-loss kl+0.1 \
 		--own-windows 240 --window 64 --batch-size 6 --steps 80 --precision bf16 \
 		--prompt "When Mary and John went to the store, John gave a drink to" --out runs/smollm2
-	@echo "After 4,324 steps, on four texts and six tasks, it is 31 to 43x fewer in windows of 256 tokens:" \
-		"load_language_models() gives that model. See runs/smollm2/circuit_diagram.html."
+	@echo "The model that comes with the package was trained for ten hours, and has 62 to 81x fewer edges in windows" \
+		"of 256 tokens: load_language_models(). See runs/smollm2/circuit_diagram.html."
 
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
 lab: $(INSTALLED)

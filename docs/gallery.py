@@ -2,12 +2,10 @@
 
     python docs/gallery.py --runs runs/gallery
     python docs/gallery.py --figure head_roles --figure gate_trajectories
-    python docs/gallery.py --hero FOLDER
 
 The second form makes some figures anew, from runs that are there. Runs that are finished in that
-folder are not done again. The third makes the first picture of the README, docs/images/hero.png and
-hero_dark.png, from a saved sparse version of SmolLM2. Each other function below makes one figure;
-the page shows its first words, its code, and what the runs that it reads were set to.
+folder are not done again. Each function below makes one figure; the page shows its first words, its
+code, and what the runs that it reads were set to.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from PIL import Image
 
 from sparse_tl import (
     IOITask,
     Scores,
-    SparseTransformer,
     ablation_grid,
     attention_view,
     attribute_circuit_edges,
@@ -39,7 +37,6 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import Circuit, SeedCurves
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.lens import adapt
 from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
 from sparse_tl.plots.panels.curves import Parts
@@ -49,11 +46,11 @@ from sparse_tl.runs.head_roles import run_head_roles
 from sparse_tl.storage.files import read_json
 
 OUT = Path(__file__).parent / "gallery"
-IMAGES = Path(__file__).parent / "images"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
 WITHOUT_RUN = {
     "addition": "the built-in addition models of seed 0, dense and sparse, on one sum",
-    "language model": "the models of `load_language_models`, on 16 prompt pairs",
+    "language model": "the models of `load_language_models`, on one prompt",
+    "pairs": "the models of `load_language_models`, on 16 prompt pairs",
 }
 # Smaller than the defaults of `sparse-tl head-roles`: 100 updates, 128 prompts, 5 tasks.
 HEAD_ROLES: dict[str, Any] = {
@@ -113,6 +110,14 @@ def circuit_sign(runs: Path) -> Figure:
     return circuits[name].figure(scores=scores[name], max_circuit_edges=25, colour="sign")
 
 
+def language_model(runs: Path) -> Figure:
+    """SmolLM2 on one prompt: all edges of the dense model above, those of the sparse one below."""
+    dense, sparse = load_language_models()
+    models = {"Base Model": dense, "Sparse Model": sparse}
+    prompt = "When Mary and John went to the store, John gave a drink to"
+    return circuit_diagram(models, prompt, positions=[-1], size=(960, 1100))
+
+
 def language_model_circuit(runs: Path) -> Figure:
     """SmolLM2 and its sparse version on indirect objects: circuit edges, and what heads do."""
     task, (dense, sparse) = IOITask(), load_language_models()
@@ -147,15 +152,6 @@ def head_roles(runs: Path) -> Figure:
 def gate_trajectories(runs: Path) -> Figure:
     """Every head's gate through the three stages of a fit, in the colour of its role."""
     return plots.gate_trajectories(HeadRoles.load(runs / "head-roles/ioi/sparse/roles"))
-
-
-def hero(sparse: Path) -> Figure:
-    """SmolLM2 on one prompt: all edges of the dense model above, those of a sparse one below."""
-    dense, _ = load_language_models()
-    model = SparseTransformer.from_pretrained(sparse, base=adapt(dense).copy())
-    models = {"Base Model": dense, "Sparse Model": model}
-    prompt = "When Mary and John went to the store, John gave a drink to"
-    return circuit_diagram(models, prompt, positions=[-1], size=(960, 1100))
 
 
 # ---- what they read ----------------------------------------------------------------------------
@@ -203,7 +199,8 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     edges_kept: ("Edges kept", "circuits"),
     circuit_docstring: ("A circuit", "circuits"),
     circuit_sign: ("A circuit by sign", "circuits"),
-    language_model_circuit: ("A circuit of a real language model", "language model"),
+    language_model: ("Attention edges of a real language model", "language model"),
+    language_model_circuit: ("A circuit of a real language model", "pairs"),
     head_ablation: ("Head ablation", "head-roles"),
     ablation_curve: ("One ablation curve", "head-roles"),
     head_roles: ("Roles of heads", "head-roles"),
@@ -245,20 +242,22 @@ def measured(runs: Path, run: str) -> str:
 
 def write(name: str, figure: Figure) -> list[str]:
     """The files of one figure, each as large as a repository should hold."""
-    written = [figure.save(OUT / f"{name}.svg")]
+    written = []
     for theme, place in (("light", f"{name}.png"), ("dark", f"{name}_dark.png")):
         for scale in (1.5, 1.25, 1.0):
             path = figure.save(OUT / place, scale=scale, theme=theme)
+            few = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+            few.save(path, optimize=True)  # half the size, and no colour off by what one can see
             if path.stat().st_size <= _MOST_PICTURE:
                 break
         else:
             raise ValueError(f"expected {place} of at most {_MOST_PICTURE} bytes; draw less")
         written.append(path)
-    page = OUT / f"{name}.html"
-    if figure.save(page).stat().st_size <= _MOST_PAGE:
-        written.append(page)
-    else:
-        page.unlink()
+    for page in (OUT / f"{name}.svg", OUT / f"{name}.html"):
+        if figure.save(page).stat().st_size <= _MOST_PAGE:
+            written.append(page)
+        else:
+            page.unlink()
     return [path.name for path in written]
 
 
@@ -285,16 +284,8 @@ def main(
         Path("runs/gallery")
     ),
     figure: Annotated[list[str] | None, typer.Option(help="Make only these figures.")] = None,
-    hero_of: Annotated[
-        Path | None, typer.Option("--hero", help="Make only the README's picture, of this model.")
-    ] = None,
 ) -> None:
     """Make every figure of the gallery and its page, or some figures without the page."""
-    if hero_of:
-        picture = hero(hero_of)
-        picture.save(IMAGES / "hero.png", scale=1.5)
-        picture.save(IMAGES / "hero_dark.png", scale=1.5, theme="dark")
-        return
     by_name = {make.__name__: make for make in FIGURES}
     for name in figure or ():
         if name not in by_name:
