@@ -252,7 +252,7 @@ class GradientPass:
                 plan, tokens = self._plan, self.batch.clean
                 _, final = record(plan.adapter, tokens, (), replaced=replaced, **self._options)
             shift = self._share * self._plan.measured(final, self.batch).sum() - value
-            if bool(shift.abs() > 1e-6 * (1 + value.abs())):
+            if bool(shift.abs() > 1e-4 * (1 + value.abs())):  # two passes round differently
                 raise ValueError(
                     f"expected gradients of the metric at {name}; there is none, although the "
                     f"metric moves by {shift.item():.3g} with the value there. A hook on the model "
