@@ -62,7 +62,7 @@ def load_language_model(
     for where, file in files.items():
         if file is not None and file.is_file():
             check_file(name, file)
-            say(f"{model.title} from the {where}: {file}")
+            say(f"{model.title} from the {where}: {str(file).replace(str(Path.home()), '~', 1)}")
             return _of_file(name, file, options)
     try:
         fetch(model.hub)
