@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import plain_transformer
 from filelock import FileLock
 
 from sparse_tl.circuits import Faithfulness
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, boot, load_model, save_model
 from sparse_tl.storage.files import (
     atomic_file,
     atomic_folder,
@@ -103,6 +104,46 @@ def test_an_exception_between_two_renames_leaves_the_old_folder(
         patch.setattr(os, "replace", failing)
     assert (path / "weights").read_text() == "old"
     assert _names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("meddling", ["a reader", "a second interrupt"])
+def test_between_two_renames_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meddling: str
+) -> None:
+    path, replace, calls = tmp_path / "result", os.replace, list[Path]()
+    Faithfulness(0.0, 0.0, 1).save(path)
+
+    def meddled(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2 and meddling == "a reader":
+            assert recover_folder(path)
+        elif len(calls) > 1 and meddling != "a reader":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        try:
+            with atomic_folder(path) as temporary:
+                Faithfulness(1.0, 1.0, 1).save(temporary)
+                patch.setattr(os, "replace", meddled)
+        except KeyboardInterrupt:
+            assert meddling == "a second interrupt" and not path.exists()
+    assert Faithfulness.load(path).divergence == 1.0
+
+
+def test_parts_of_a_model_replace_the_file_that_was_read_before(
+    tmp_path: Path, build_tiny: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, other = (plain_transformer("llama", seed=seed) for seed in (0, 1))
+    save_model(boot(plain), tmp_path)
+    model, kind = boot(other), type(other)
+    save = kind.save_pretrained
+    parts = lambda self, folder: save(self, folder, max_shard_size="20KB")  # noqa: E731
+    monkeypatch.setattr(kind, "save_pretrained", parts)
+    save_model(model, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+    tokens = torch.arange(9)[None]
+    assert torch.equal(load_model(tmp_path, device="cpu")(tokens), model(tokens))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

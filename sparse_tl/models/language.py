@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from sparse_tl.models.registry import (
     installed_file,
     published,
 )
+from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import say
 from sparse_tl.storage.files import atomic_folder, read_json, write_json
 
@@ -81,18 +83,26 @@ def _of_file(name: str, file: Path, options: dict[str, Any]) -> Model:
     """The model of a GGUF file.
 
     Such a file takes ten times as long to read as a folder of weights. So a folder is kept in the
-    cache, made from this file by this version of the package.
+    cache, made from this file by these versions of this package and of transformers.
     """
     folder = cached_file(name).parent / "converted"
-    made = {"sha256": published(name).sha256, "sparse_tl": version("sparse_tl")}
-    if not ((folder / _MADE).is_file() and read_json(folder / _MADE) == made):
-        try:
-            with atomic_folder(folder) as temporary:
-                save_model(load_model(file, device="cpu"), temporary)
-                write_json(temporary / _MADE, made)
-        except (OSError, ValueError):  # no space, or another process makes it
-            return load_model(file, **options)
-    return load_model(folder, **options)
+    made = {package: version(package) for package in ("sparse_tl", "transformers")}
+    made["sha256"] = published(name).sha256
+    if ranks.count() == 1 and not _was_made(folder, made):
+        with suppress(OSError), atomic_folder(folder) as temporary:  # if there is space for it
+            save_model(load_model(file, device="cpu"), temporary)
+            write_json(temporary / _MADE, made)
+    if _was_made(folder, made):
+        with suppress(ValueError):  # it is damaged
+            return load_model(folder, **options)
+    return load_model(file, **options)
+
+
+def _was_made(folder: Path, made: dict[str, str]) -> bool:
+    try:
+        return read_json(folder / _MADE) == made
+    except (OSError, ValueError):
+        return False
 
 
 @checked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,6 +26,8 @@ Saved = TypeVar("Saved", bound=Result)
 SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
 _EARLIER = "earlier-"
+_LEFT = re.compile(r"\..+\.[0-9a-f]{8}")
+"""Names of what a killed write left."""
 """Start of the names of the folders, in a run's folder, of the runs before each restart."""
 
 
@@ -205,8 +208,8 @@ class RunFolder:
         file = check_writable(self.path) / RUN_FILE
         self._lock = ExitStack()  # until this object is collected
         self._lock.enter_context(locked(file))
-        names = {entry.name for entry in self.path.iterdir()}
-        names -= {name for name in names if name.startswith(_EARLIER) or name.endswith(".lock")}
+        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(_EARLIER)}
+        names = {name for name in names if name[0] != "." or _LEFT.fullmatch(name)}
         results = {name for name in names if not name.startswith(".")}  # not left by a killed write
         if results and RUN_FILE not in results:
             raise ValueError(
@@ -216,8 +219,12 @@ class RunFolder:
         if restart and results:
             asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
             aside = next(folder for folder in asides if not folder.exists())
+            for nested in self.path.rglob(f".{RUN_FILE}.lock"):
+                with locked(nested.with_name(RUN_FILE)):  # a run in a folder of this one goes on
+                    pass
             aside.mkdir()
-            for name in [*names - {RUN_FILE}, RUN_FILE]:  # with the record, another try can go on
+            # The record first: a folder that is half moved is refused, not resumed.
+            for name in [RUN_FILE, *names - {RUN_FILE}]:
                 (self.path / name).rename(aside / name)
             return None
         # What failed before it produced anything may be changed.

@@ -38,9 +38,11 @@ def setting(default: Any, help: str, metavar: str = "N", panel: str = SETTINGS, 
 
 
 def _listed(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return () if value is None else tuple(value) if isinstance(value, list | range) else value
+    if isinstance(value, str | Path):
+        return (str(value),)
+    if isinstance(value, list | range | tuple):
+        return tuple(str(one) if isinstance(one, Path) else one for one in value)
+    return () if value is None else value
 
 
 def _split(value: Any) -> Any:
@@ -51,11 +53,16 @@ def _split(value: Any) -> Any:
     raise ValueError("the list is empty")
 
 
+def _seeds(value: Any) -> Any:
+    return (value,) if isinstance(value, int) else _split(value)
+
+
 COMMAS = BeforeValidator(_split)
 """Reads a list that is separated by commas, as in the terminal."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Names = Annotated[tuple[str, ...], COMMAS]
-Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
+Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], BeforeValidator(_seeds)]
+Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
 
 
 class Job(BaseModel):
@@ -75,7 +82,7 @@ class Job(BaseModel):
             wrong = error.errors(include_url=False)[0]
             message = wrong["msg"].removeprefix("Value error, ")
             option = f"{option_name(str(wrong['loc'][0]))}: " if wrong["loc"] else ""
-            raise ValueError(f"{option}{message}") from None
+            raise ValueError(f"{option}{message}; got {wrong['input']!r:.80}") from None
 
     def settings(self, **changed: Any) -> dict[str, Any]:
         """What determines the results, for ``run.json``."""
@@ -127,12 +134,12 @@ class PostTrainingJob(Job):
 
     Without --text, the model generates the text. --text and --task can be repeated; each text and
     task must then meet the target loss. Writes the sparse model (sparse/), metrics.json,
-    history.csv and texts.csv. Run the command again to resume an interrupted run. With --prompt, it
-    also draws circuit_diagram (.html, .svg, .png), even for a finished run.
+    history.csv, texts.csv and skills.csv. Run the command again to resume an interrupted run. With
+    --prompt, it also draws circuit_diagram (.html, .svg, .png), even for a finished run.
     """
 
     command = "post-train"
-    model: str = setting(..., f"A dense model: {MODEL}", "NAME", INPUT)
+    model: Model = setting(..., f"A dense model: {MODEL}", "NAME", INPUT)
     text: Texts = setting(
         (),
         "Text file, dataset (name or name:configuration), or own (text that the model generates). "
@@ -233,7 +240,7 @@ class CircuitsJob(Job):
     """
 
     command = "circuits"
-    model: str | None = setting(
+    model: Model | None = setting(
         None, f"The dense model: {MODEL} Default: the built-in pair.", "NAME", INPUT
     )
     sparse: str | Path | None = setting(

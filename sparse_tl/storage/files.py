@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -10,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
@@ -44,7 +46,9 @@ def beside(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        moved = folder / (path.name + _EARLIER)
+        if path.exists() or not moved.exists():  # otherwise `recover_folder` needs it
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def complete(temporary: Path) -> None:
@@ -54,7 +58,11 @@ def complete(temporary: Path) -> None:
         if file.is_file():
             file.chmod(mode)  # safetensors makes private files
             with file.open("rb+") as written:
-                os.fsync(written.fileno())
+                try:
+                    os.fsync(written.fileno())
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # a file system without it
+                        raise
 
 
 @scope
@@ -85,7 +93,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             if path.is_dir():
                 os.replace(path, earlier)
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, FileNotFoundError) and path.exists():
+                return  # a reader put it in place
             if earlier.exists() and not path.exists():
                 os.replace(earlier, path)
             raise
@@ -247,9 +257,10 @@ def check_writable(folder: str | Path) -> Path:
 
 @scope
 def locked(path: Path | None) -> Iterator[None]:
-    """Hold a lock on a file or folder; it is a hidden file beside `path`.
+    """Hold a lock on a file or folder, and remove what killed writes left of it.
 
-    One process can hold it several times.
+    The lock is a hidden file beside `path`. One process can hold it several times. On disks without
+    locks, nothing is locked.
 
     Raises:
         ValueError: another process holds it.
@@ -266,5 +277,10 @@ def locked(path: Path | None) -> Iterator[None]:
             f"{path} is locked by another process, which writes to it. Wait until that ends, or "
             "choose another place."
         ) from None
+    except (OSError, NotImplementedError):
+        lock = nullcontext()
     with lock:
+        recover_folder(path)
+        for left in path.parent.glob(f".{escape(path.name)}.{'?' * 8}"):
+            shutil.rmtree(left, ignore_errors=True)
         yield

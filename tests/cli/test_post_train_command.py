@@ -168,9 +168,11 @@ def test_a_mended_command_needs_no_restart(tmp_path: Path, tiny: Path, story: Pa
 def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     out = tmp_path / "out"
     assert _text_run(tiny, story, out).code == 0
-    own = ("notes.csv", "curves.png", "sparse/mine.json", ".checkpoint.0/mine")
-    (out / ".checkpoint.0").mkdir()  # such as a killed job leaves
-    for name in own:
+    left = ".checkpoint.0123abcd"  # by a killed job
+    own = ("notes.csv", "curves.png", "sparse/mine.json", f"{left}/mine")
+    for folder in (left, ".git"):
+        (out / folder).mkdir()
+    for name in (*own, ".git/HEAD"):
         (out / name).touch()
     outcome = _text_run(tiny, story, out, "--seed", "1", "--restart")
     assert outcome.code == 0, outcome.err
@@ -178,7 +180,10 @@ def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     aside = out / "earlier-1"
     assert all((aside / name).exists() for name in own)
     assert json.loads((aside / "metrics.json").read_text())["seed"] == 0
-    assert not any((out / name).exists() for name in own)
+    assert not any((out / name).exists() for name in own) and (out / ".git/HEAD").exists()
+    (out / "run.json").rename(aside / "run.json")  # as if the next restart had been killed
+    outcome = _text_run(tiny, story, out, "--seed", "1")
+    assert outcome.code == 1 and "expected an empty output folder" in outcome.err
 
 
 def test_weights_in_bfloat16(tmp_path: Path, tiny: Path, story: Path) -> None:

@@ -91,7 +91,7 @@ def read_header(file: Path) -> Header:
     try:
         reader = GGUFReader(file)
         fields = {name: _value(name, field) for name, field in reader.fields.items()}
-    except (IndexError, KeyError, OSError, OverflowError, ValueError) as error:
+    except (IndexError, KeyError, OSError, OverflowError, RecursionError, ValueError) as error:
         raise ValueError(f"{whole}; it is damaged ({error})") from error
     if (parts := fields.get("split.count", 1)) not in (0, 1):
         raise ValueError(

@@ -38,7 +38,7 @@ MODEL_FILES = (
     *("model.safetensors.index.json", "model-*-of-*.safetensors", "chat_template.jinja"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
-    "sentencepiece.bpe.model",
+    *("sentencepiece.bpe.model", "additional_chat_templates", "tekken.json", "bpe.codes"),
 )
 """Names, or patterns of names, of what `save_model` writes."""
 
@@ -186,11 +186,11 @@ def save_model(model: Model, folder: str | Path) -> None:
         if isinstance(model, TransformerBridge) and shards.has_sharded_weights(model):
             plain_model(model)
         return
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     with quietly():
         plain = model if isinstance(model, HookedTransformer) else plain_model(model)
     _check_finite(plain, folder)
-    with beside(folder) as temporary:
+    with beside(folder / "model") as temporary:  # on the same disk, wherever the folder is
         temporary.mkdir()
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
@@ -200,8 +200,9 @@ def save_model(model: Model, folder: str | Path) -> None:
             model.tokenizer.save_pretrained(temporary)
         complete(temporary)
         configs = (CONFIG_FILE, "config.json")  # without one, nobody reads half a model
-        for config in configs:
-            (folder / config).unlink(missing_ok=True)
+        weights = folder.glob("model*.safetensors*")  # one file is read before any parts
+        for earlier in [*(folder / config for config in configs), *weights]:
+            earlier.unlink(missing_ok=True)
         for file in sorted(temporary.rglob("*"), key=lambda file: file.name in configs):
             if file.is_file():
                 place = folder / file.relative_to(temporary)
