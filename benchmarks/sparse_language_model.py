@@ -6,7 +6,7 @@
    and divergence at the answer.
 3. On four tasks: the fewest heads and circuit edges with an explained effect of 0.9. Scores
    (EAP-IG) come from half of the pairs, effects from the other half. The edges of these circuits
-   are counted by kind too: many lead to MLPs, on which gates on attention have no hold.
+   are counted by kind too: many lead to MLPs, which attention gates do not affect.
 
 Prints tables in Markdown, and draws the explained effect against the number of heads and edges
 kept, as means over pairs, in figures beside the report. Every measurement is written to a JSON file

@@ -68,7 +68,7 @@ def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
         "--text Salesforce/wikitext:wikitext-103-raw-v1",
     ),
     (
-        "all weights, on one text, at a loss of your choice",
+        "all weights, on one text, within a loss limit you choose",
         "--model models/mine --text story.txt --target-loss +0.02\n--trained all",
     ),
     ("as true to the dense model as 300 edges per token can be", "--model gpt2 --target-edges 300"),
@@ -149,7 +149,7 @@ def doctor(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Check whether this machine and a model of your choice support the other commands.
+    """Check whether this machine and a model you name support the other commands.
 
     Shows versions, devices and the cache of built-in models, and tests numerically what a small
     model and yours support: gates, circuits, left-padded prompts, training and saving. The exit

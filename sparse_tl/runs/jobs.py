@@ -130,7 +130,7 @@ class AdditionJob(Job):
 
 
 class PostTrainingJob(Job):
-    """Make the attention of any model sparse, at a loss or number of edges of your choice.
+    """Make the attention of any model sparse, within a loss limit or a number of edges you choose.
 
     Without --text, the model generates the text. --text and --task can be repeated; each text and
     task must then meet the target loss. Writes the sparse model (sparse/), metrics.json,

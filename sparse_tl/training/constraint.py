@@ -75,7 +75,7 @@ STEEPNESS = 3.0
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """The target that every group of rows has to meet.
+    """The target that every group of rows must meet.
 
     Args:
         nats: upper bound on the quantity `of`, in nats per label.

@@ -23,7 +23,7 @@ from sparse_tl.training.reference import as_dense
 
 
 class Validation:
-    """Validation rows, each group of which has to meet the target, and held-out rows.
+    """Validation rows, each group of which must meet the target, and held-out rows.
 
     The constructor measures the dense model, so it must be called before training.
 

@@ -17,7 +17,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 _GPT2 = {"gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"}
 _DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Every digit by itself, then GPT-2's rule."""
+"""Every digit on its own, then GPT-2's rule."""
 _COMPOSED = {"olmo", "mpt", "command-r", "qwen2", "deepseek-r1-qwen", "megrez", "qwen35"}
 """Characters are composed first (NFC)."""
 _WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
