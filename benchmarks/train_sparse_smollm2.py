@@ -1,8 +1,9 @@
 """Train the sparse SmolLM2 that comes with the package further, in a given time.
 
 Continues from its adapters and gates, or from others, on the model's own text and the texts that
-are given, as windows and as short text, and on tasks on request, each a group. Prints what became
-of every group, and of skills that no group asks for. Run it again to resume.
+are given, as windows and as short text, each a group, and on tasks on request, which make one group
+(as a group each, they cost skills that look like them). Prints what became of every group, and of
+skills that no group asks for. Run it again to resume.
 
 With ``--minutes``, a few steps and an evaluation are timed first, and the run has as many steps as
 fit into the rest, the sampling of the model's own text included.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000, help="of each task")
     parser.add_argument("--window-step", type=int, default=1, help="own and other windows")
     parser.add_argument("--short-step", type=int, default=6, help="short rows of each kind")
-    parser.add_argument("--task-step", type=int, default=2, help="prompts of each task")
+    parser.add_argument("--task-step", type=int, default=8, help="prompts, of all tasks")
     parser.add_argument("--held-out-tokens", type=int, default=1280, help="that select, by group")
     parser.add_argument("--steps", type=int, default=460)
     parser.add_argument("--minutes", type=float, help="that the whole run takes, instead of steps")
@@ -81,9 +83,10 @@ def main() -> None:
         for file in args.text
     ]
     add_text("texts", TokenBatch.next_token(torch.cat(texts)), 1)
-    for name in args.tasks:
-        rows = TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7).answer_rows()
-        add(name, rows, args.task_step)
+    if args.tasks:
+        pairs = (TASKS_BY_NAME[name].pairs(sparse, args.prompts, seed=7) for name in args.tasks)
+        rows = TokenBatch.joined([some.answer_rows() for some in pairs])
+        add("tasks", replace(rows, groups=None), args.task_step)
     options: dict[str, Any] = {
         "validation": validation,
         "target_loss": args.target_loss or (None if args.target_edges else "kl+0.1"),
