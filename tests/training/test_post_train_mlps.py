@@ -232,11 +232,6 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     assert moved == gates
 
 
-def test_bf16_runs(build_echo: Build, echo_rows: Rows) -> None:
-    outcome = _post_train(SparseTransformer(build_echo(), mlps=True), echo_rows, precision="bf16")
-    assert outcome.history["loss"].iloc[1:].notna().all()
-
-
 @pytest.mark.parametrize("stopped_at", [1, 4])
 def test_a_run_that_is_stopped_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, stopped_at: int
@@ -258,16 +253,6 @@ def test_a_run_that_is_stopped_resumes_exactly(
     assert all(torch.equal(t, theirs[name]) for name, t in resumed.state_dict().items())
     start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
     assert not torch.equal(_mlp_gates(resumed).bias, start.bias)
-
-
-def test_a_checkpoint_of_a_run_without_gates_on_mlps_is_refused(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    _post_train(SparseTransformer(build_echo()), echo_rows, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match="belongs to another run"):
-        _post_train(
-            SparseTransformer(build_echo(), mlps=True), echo_rows, checkpoint=tmp_path / "c"
-        )
 
 
 def test_a_padded_row_measures_as_without_padding(build_tiny: Build) -> None:
