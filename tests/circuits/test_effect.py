@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -103,19 +101,3 @@ class TestEffectCurve:
         assert list(table.columns) == ["name", "size", "mean", "low", "high"]
         assert table["size"].tolist() == [0, 10, 20, 144]
         assert table.loc[2, ["mean", "low", "high"]].tolist() == pytest.approx([0.9, 0.85, 0.95])
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"sizes": [2, 2]}, "whole numbers from 0, increasing, in the curve 'm'; got [2, 2]"),
-            ({"mean": [0.5]}, "in 'mean' of the curve 'm'; got [0.5] for 2 sizes"),
-            ({"mean": [0.5, math.nan]}, "in 'mean' of the curve 'm'; got [0.5, nan]"),
-        ],
-    )
-    def test_refuses_bad_input(
-        self, changes: dict[str, Any], message: str, unchecked_types: None
-    ) -> None:
-        good = {"sizes": [1, 2], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
-        EffectCurve("m", **good)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            EffectCurve("m", **(good | changes))
