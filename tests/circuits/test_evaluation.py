@@ -256,14 +256,6 @@ def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: s
         call(RESULTS[name], model, pairs, **options)
 
 
-def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:
-    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
-    model = build_tiny()
-    found = evaluate(model, same, logit_difference, _some_edges(adapt(model).graph), progress=False)
-    with pytest.raises(ValueError, match="no effect to explain"):
-        _ = found.effect
-
-
 def test_intervals_leave_out_draws_without_an_effect() -> None:
     """One pair of three has no effect: draws of it alone have no ratio."""
     from sparse_tl.circuits import Evaluation

@@ -297,16 +297,6 @@ def test_counts_of_batches_are_counts_of_all(tokens: Tensor) -> None:
     assert f"{whole.active_mlps_per_prompt:.2f} active of 16 MLP outputs" in repr(whole)
 
 
-def test_without_gates_on_mlps_nothing_is_said_of_them(tokens: Tensor) -> None:
-    sparse = SparseTransformer(build("plain"))
-    counts = sparse.count_attention_edges(tokens)
-    assert sparse.mlp_gates is None
-    assert counts.active_mlps is counts.expected_mlps is counts.possible_mlps is None
-    assert counts.active_mlps_per_prompt is None
-    assert "MLP" not in repr(counts) and "MLP" not in repr(sparse)
-    assert counts.mlps_to_pandas().empty
-
-
 # Passes that run twice, in pieces, or in other precision.
 
 

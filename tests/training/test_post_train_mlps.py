@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 from tiny import small_model
-from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
@@ -253,23 +252,3 @@ def test_a_run_that_is_stopped_resumes_exactly(
     assert all(torch.equal(t, theirs[name]) for name, t in resumed.state_dict().items())
     start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
     assert not torch.equal(_mlp_gates(resumed).bias, start.bias)
-
-
-def test_a_padded_row_measures_as_without_padding(build_tiny: Build) -> None:
-    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    rows = TokenBatch.next_token(tokens)
-    rows.loss_mask[:, :3] = False
-    pad = torch.zeros(4, 2, dtype=torch.long)
-
-    def padded(some: Tensor) -> Tensor:
-        return torch.cat([pad.to(some.dtype), some], dim=1)
-
-    mask = padded(torch.ones_like(tokens))
-    batch = TokenBatch(padded(tokens), padded(rows.labels), padded(rows.loss_mask), mask)
-    sparse = SparseTransformer(build_tiny("float64"), mlps=True, initial_bias=0.5)
-    with torch.no_grad():
-        _mlp_gates(sparse).weight.normal_(generator=torch.Generator().manual_seed(0))
-        _mlp_gates(sparse).bias.zero_()
-    found = [evaluate_held_out(sparse, some).numbers for some in (rows, batch)]
-    assert 0 < found[0]["active_mlps"] < 12
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
