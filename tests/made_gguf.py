@@ -175,26 +175,6 @@ def field(name: str, kind: int, value: bytes) -> bytes:
     return text(name) + struct.pack("<I", kind) + value
 
 
-LLAMA = field("general.architecture", 8, text("llama"))
-
-
-def tensor(name: str, shape: Sequence[int], kind: int = 0, offset: int = 0) -> bytes:
-    """An entry of the table of tensors."""
-    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return text(name) + sizes + struct.pack("<IQ", kind, offset)
-
-
-def header(
-    fields: Sequence[bytes] = (LLAMA,),
-    tensors: Sequence[bytes] = (),
-    *,
-    version: int = 3,
-    n_fields: int | None = None,
-    n_tensors: int | None = None,
-) -> bytes:
-    counts = (
-        len(tensors) if n_tensors is None else n_tensors,
-        len(fields) if n_fields is None else n_fields,
-    )
-    start = b"GGUF" + struct.pack("<IQQ", version, *counts)
-    return start + b"".join([*fields, *tensors])
+def header(fields: Sequence[bytes]) -> bytes:
+    """A file of metadata alone."""
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(fields)) + b"".join(fields)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ from architecture_checks import CHECKS, Subject
 from architectures import N_HEADS
 
 from sparse_tl.lens.models.bridge import BridgeAdapter
-
-SCRIPT = Path(__file__).parents[1] / "docs" / "architectures.py"
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +49,3 @@ class Other(Subject):
 def test_checks_of_gates_see_a_hundredth_in_one_head(title: str) -> None:
     with pytest.raises(ValueError, match="differs by"):
         CHECKS[title](Other("llama"))
-
-
-@pytest.mark.skipif(not SCRIPT.exists(), reason="the documentation is in the repository alone")
-def test_the_page_says_what_failed_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("make_page", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    def wrong(subject: Subject) -> None:
-        """What it is."""
-        raise ValueError("it is\nwrong")
-
-    checks = {"gates open": CHECKS["gates open"], "generation": CHECKS["generation"], "x": wrong}
-    monkeypatch.setattr(script, "CHECKS", checks)
-    lines = script.page([script.measured(["llama"])]).splitlines()
-    assert any(line.startswith("| Llama 3 | all but x |") for line in lines)
-    row = next(line for line in lines if line.startswith("| Llama 3 | yes |"))
-    assert row.endswith("e-07 | no (1) |") and "1. it is wrong" in lines
-    assert any(line == script.EVERY for line in lines)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Count, Positive, checked
+from sparse_tl.calls.arguments import Positive, checked
 
 
 @checked
@@ -22,31 +21,6 @@ def accept(
     rates: Mapping[str, Positive] | None = None,
 ) -> None:
     """Takes nothing amiss."""
-
-
-@checked
-class Counter:
-    """Something with methods."""
-
-    def __init__(self, start: Count) -> None:
-        self.start = start
-
-    def by(self, n: Count) -> int:
-        """The start and some more."""
-        return self.start + n
-
-    @staticmethod
-    def of(n: Count) -> Counter:
-        """One that starts there."""
-        return Counter(n)
-
-    @classmethod
-    def named(cls, name: str) -> Counter:
-        """One that starts at the length of its name."""
-        return cls(len(name))
-
-    def _unseen(self, n: int) -> int:
-        return n
 
 
 def test_sizes_of_other_arguments() -> None:
@@ -63,15 +37,3 @@ def test_sizes_of_other_arguments() -> None:
 def test_rates_out_of_range(rate: float) -> None:
     with pytest.raises(ValueError, match="finite numbers above 0 .* for rates"):
         accept(rates={"*": rate})
-
-
-def test_methods_of_a_class() -> None:
-    calls: list[Callable[[], Any]] = [
-        lambda: Counter(-1),
-        lambda: Counter(1).by(-1),
-        lambda: Counter.of(-1),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"Counter.*: expected a whole number from 0"):
-            call()
-    assert Counter.named("four").by(1) == Counter.of(4)._unseen(5) == 5

@@ -85,24 +85,6 @@ def test_a_head_reads_through_its_group() -> None:
     assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a0.h1->a0.h0<q>", "too late"),
-        ("a0.h7->logits", "has no a0.h7"),
-        ("input->a1.h0", "has no a1.h0"),
-    ],
-)
-def test_edges_that_do_not_exist(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TINY.index(name)
-
-
-def test_sizes_that_no_model_has() -> None:
-    with pytest.raises(ValueError, match="share key-value heads evenly; got 5 heads and 2"):
-        CircuitGraph(2, 5, 2)
-
-
 def _scores(graph: CircuitGraph = TINY) -> Scores:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(graph.exists.shape, generator=generator, dtype=torch.float64)
@@ -160,11 +142,6 @@ def test_heads_and_attention_edges_are_ranked_like_circuit_edges() -> None:
     for kept, other in ((heads.top(1), "edges"), (edges.top(1), "heads")):
         with pytest.raises(ValueError, match="expected a circuit of"):
             getattr(kept, other)
-
-
-def test_a_size_larger_than_the_graph() -> None:
-    with pytest.raises(ValueError, match=r"expected a size in 0\.\.46; got 47"):
-        _scores().top(47)
 
 
 def test_scores_and_masks_of_another_graph() -> None:

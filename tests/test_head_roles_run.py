@@ -176,20 +176,6 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
         cells_of([str(other.parent)], [f"text={text}"], 8, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"prompts": 1001}, "at most 1000 prompts"),
-        ({"model": "m", "tasks": ["math=none.jsonl", "math"]}, "each kind of task once"),
-    ],
-)
-@pytest.mark.usefixtures("offline")
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_head_roles(tmp_path / "run", **{**FEW, **settings})
-    assert not (tmp_path / "run").exists()
-
-
 def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("to the year 17 " * 50, encoding="utf-8")

@@ -49,8 +49,6 @@ from sparse_tl.results import Result, table_html
 from sparse_tl.resuming import Resumable
 from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
-from sparse_tl.runs.head_roles import HeadRolesRun
-from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
@@ -253,43 +251,9 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
         type(RESULTS[name]).load(folder)
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
-    folder = SCORES.save(tmp_path / "result")
-    said = json.loads((folder / "result.json").read_text())
-    whole = said["fields"]
-    for wrong, message in (
-        ({**whole, "method": 3}, "expected str as method; got 3"),
-        ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
-        ({"values": "values"}, r"it lacks \['grid', 'method', 'prompt_start'\]"),
-        ({**whole, "more": 1}, r"unknown \['more'\]"),
-        ({**whole, "grid": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
-        ({**whole, "grid": said}, "as grid; got"),
-    ):
-        (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
-        with pytest.raises(ValueError, match=f"expected a complete Scores in .*{message}"):
-            Scores.load(folder)
-    (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
-    with pytest.raises(ValueError, match="another version of this package"):
-        Scores.load(folder)
-
-
 def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
     known = replace(SCORES, prompt_start="<s>")
     assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
-
-
-@pytest.mark.parametrize(
-    "field", ["trajectories", "losses", "fitted", "removed", "removed_together"]
-)
-def test_axes_of_two_sizes_are_refused(field: str, tmp_path: Path) -> None:
-    """Each has an axis that another one has too, or of a known size."""
-    folder = RESULTS["roles"].save(tmp_path / "result")
-    tensors = read_tensors(folder / "result.safetensors")
-    write_tensors(
-        folder / "result.safetensors", {**tensors, field: torch.cat([tensors[field]] * 2)}
-    )
-    with pytest.raises(ValueError, match=r"expected a complete HeadRoles in .*; expected .* as"):
-        HeadRoles.load(folder)
 
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
@@ -338,23 +302,6 @@ def test_words_and_cells_are_escaped():
     assert "<img" not in html and html.count("&lt;img") == 4
 
 
-def test_numbers_are_short():
-    table = pd.DataFrame({"loss": [1.23456789], "edges": [18911232.4]})
-    assert cells(table_html(table)) == [["loss", "edges"], ["1.235", "18,911,232"]]
-
-
-def test_a_measurement_is_one_row():
-    names, values = cells(HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)._repr_html_())
-    assert dict(zip(names, values, strict=True)) == {
-        "loss": "0.25",
-        "accuracy": "0.5",
-        "active_attention_edges": "12",
-        "active_attention_edges_per_token": "3",
-        "possible_attention_edges": "24",
-        "active_heads": "2",
-    }
-
-
 def test_runs_show_both_models():
     base, sparse = build_addition_model(), SparseTransformer(build_addition_model())
     metrics = {"verdict": "Met.", "dense": asdict(DENSE), "sparse": asdict(DENSE)}
@@ -381,11 +328,3 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         ["ioi", "heads", "4", "4", "1"],
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
     ]
-
-
-def test_head_roles_have_a_row_per_task_model_and_role():
-    roles = ("facilitation", "irrelevance", "interference")
-    said = {role: {"heads": n, "change_when_ablated": -0.5} for n, role in enumerate(roles)}
-    run = HeadRolesRun({"tasks": {"ioi": {"dense": said}}}, pd.DataFrame(), pd.DataFrame())
-    rows = cells(run._repr_html_())[1:]
-    assert rows == [["ioi", "dense", role, str(n), "-0.5"] for n, role in enumerate(roles)]

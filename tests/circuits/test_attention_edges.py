@@ -83,8 +83,3 @@ def test_edges_beyond_a_window_do_not_exist(pairs: PromptPairs) -> None:
     with pytest.raises(ValueError, match=r"it has no a0\.h0:0->4"):
         scores["a0.h0:0->4"]
     assert scores["a1.h0:0->4"] != 0  # layers in between have no window
-
-
-def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:
-    with pytest.raises(ValueError, match="'zero' or 'corrupted' for patch; got 'mean'"):
-        attribute_attention_edges(build_tiny(), pairs, logit_difference, patch="mean")  # type: ignore[arg-type]

@@ -257,22 +257,6 @@ def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
     assert not torch.allclose(gated, dense)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"method": "acdc"}, "'eap' or .* for method; got 'acdc'"),
-        ({"steps": 0}, "from 1 to .* for steps; got 0"),
-        ({"patch": "noise"}, "for patch; got 'noise'"),
-        ({"batch_size": 0}, "from 1 to .* for batch_size; got 0"),
-    ],
-)
-def test_settings_that_make_no_sense(
-    build_tiny: Build, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        attribute_circuit_edges(build_tiny(), random_pairs(), logit_difference, **settings)
-
-
 def test_metrics_of_the_wrong_shape(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match=r"expected a metric of shape \(5,\).*got \(\)"):
         attribute_circuit_edges(build_tiny(), random_pairs(), lambda logits, pairs: logits.sum())

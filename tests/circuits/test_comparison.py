@@ -62,19 +62,3 @@ def test_planted_edges_rank_first(name: str, method: str) -> None:
     known = Circuit(planted.graph, planted.mask)
     assert roc(scores, known).auc == 1
     assert overlap(scores.top(len(known)), known).iou == 1
-
-
-def test_circuits_that_cannot_be_compared() -> None:
-    other = CircuitGraph(2, 1, 1)
-    with pytest.raises(ValueError, match="expected a circuit of"):
-        roc(_scores([0.0] * 5), Circuit(other, other.exists))
-    with pytest.raises(ValueError, match="expected a known circuit with some"):
-        roc(_scores([0.0] * 5), _circuit([]))
-    with pytest.raises(ValueError, match="expected circuits with parts"):
-        overlap(_circuit([]), _circuit([0]))
-
-
-def test_a_circuit_shows_itself_as_a_diagram() -> None:
-    html = _circuit([0, 1, 2, 4])._repr_html_()
-    assert "<svg" in html and "a0.h0" in html
-    assert "0 of 5 circuit edges" in _circuit([])._repr_html_()

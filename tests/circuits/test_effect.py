@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -63,11 +61,6 @@ class TestSizeAt:
         assert multiplier(DENSE, short) is None
         assert multiplier(short, DENSE) is None
 
-    @pytest.mark.parametrize("level", [0.0, -1.0, 1.01, math.nan])
-    def test_refuses_other_levels(self, level: float) -> None:
-        with pytest.raises(ValueError, match="above 0 to 1 for level; got"):
-            DENSE.size_at(level)
-
 
 class TestEffectAt:
     def test_is_the_inverse_of_size_at(self) -> None:
@@ -97,25 +90,3 @@ class TestEffectCurve:
         assert made == EffectCurve("m", (0, 3), (0.0, 0.5), (-0.5, 0.0), (0.5, 1.0))
         assert {type(value) for value in (*made.mean, *made.low)} == {float}
         assert {type(size) for size in made.sizes} == {int}
-
-    def test_to_pandas_has_a_row_per_size(self) -> None:
-        table = SPARSE.to_pandas()
-        assert list(table.columns) == ["name", "size", "mean", "low", "high"]
-        assert table["size"].tolist() == [0, 10, 20, 144]
-        assert table.loc[2, ["mean", "low", "high"]].tolist() == pytest.approx([0.9, 0.85, 0.95])
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"sizes": [2, 2]}, "whole numbers from 0, increasing, in the curve 'm'; got [2, 2]"),
-            ({"mean": [0.5]}, "in 'mean' of the curve 'm'; got [0.5] for 2 sizes"),
-            ({"mean": [0.5, math.nan]}, "in 'mean' of the curve 'm'; got [0.5, nan]"),
-        ],
-    )
-    def test_refuses_bad_input(
-        self, changes: dict[str, Any], message: str, unchecked_types: None
-    ) -> None:
-        good = {"sizes": [1, 2], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
-        EffectCurve("m", **good)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            EffectCurve("m", **(good | changes))

@@ -27,7 +27,6 @@ from sparse_tl.circuits.intervals import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
-from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference, measure
@@ -75,15 +74,6 @@ def test_mean_patches_equal_the_slow_oracle(model: Model, pairs: PromptPairs) ->
     found = evaluate(model, pairs, logit_difference, circuit, patch="mean", progress=False)
     slow = run_patched(model, adapt(model).graph, pairs, circuit.mask, "mean")
     torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
-
-
-def test_only_edges_unlike_the_others_of_their_source_are_computed(build_tiny: Build) -> None:
-    """So that time and memory grow with what a small circuit keeps, and a large one leaves out."""
-    adapter = adapt(build_tiny())
-    few = Circuit.of(adapter.graph, ["input->m0", "m0->logits"]).mask
-    for mask in (few, adapter.graph.exists & ~few):
-        weights = EdgeWeights(adapter, mask[None].float(), 0)
-        assert [str(adapter.graph.sources[row]) for row in weights.rows] == ["input", "m0"]
 
 
 def test_single_precision_equals_the_slow_oracle(build_tiny: Build, pairs: PromptPairs) -> None:
@@ -264,14 +254,6 @@ def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: s
     assert options
     with pytest.raises(ValueError, match="of the model's own|expected roles of 4 layers"):
         call(RESULTS[name], model, pairs, **options)
-
-
-def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:
-    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
-    model = build_tiny()
-    found = evaluate(model, same, logit_difference, _some_edges(adapt(model).graph), progress=False)
-    with pytest.raises(ValueError, match="no effect to explain"):
-        _ = found.effect
 
 
 def test_intervals_leave_out_draws_without_an_effect() -> None:

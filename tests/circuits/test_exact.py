@@ -95,12 +95,3 @@ def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> No
         errors.append(error.abs().max().item())
     assert errors[0] > 1e-9
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
-
-
-def test_parts_that_do_not_exist(build_tiny: Build, pairs: PromptPairs) -> None:
-    model = build_tiny()
-    for part, said in {"a0.h9": "it has no a0.h9", "m0": "it has no m0"}.items():
-        with pytest.raises(ValueError, match=said):
-            patch_exactly(model, pairs, logit_difference, [part], progress=False)
-    with pytest.raises(ValueError, match="too late"):
-        patch_exactly(model, pairs, logit_difference, ["m1->m0"], progress=False)

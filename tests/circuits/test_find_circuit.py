@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,27 +280,6 @@ def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: Pr
     found = find_circuit(small, many, logit_difference, **how)
     assert found.held_out.explained_effect >= 0.6
     assert len(found.evaluations["elimination"].sizes) <= 2  # where it starts, and all
-
-
-def test_fine_groups_that_take_over_a_quarter_of_the_time_are_left_out(
-    small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 5 groups out of layers, 5 into them, 4 out of heads and 12 into them, at a second each."""
-    groups, attempt = list[Any](), elimination.Elimination._try
-
-    def recorded(own: elimination.Elimination, group: Any) -> None:
-        groups.append(group)
-        attempt(own, group)
-
-    monkeypatch.setattr(elimination.Elimination, "_try", recorded)
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    for seconds, expected in ((17.5, "c" * 18), (30.5, "c" * 10 + "f" * 4 + "c" * 10)):
-        groups.clear()
-        clock = SimpleNamespace(monotonic=partial(next, count()))
-        monkeypatch.setattr(elimination, "time", clock)
-        find_circuit(small, many, logit_difference, at=0.6, seconds=seconds, **QUIET)
-        coarse = [all(isinstance(index, slice) for index in group) for group in groups]
-        assert "".join("fc"[some] for some in coarse).startswith(expected)
 
 
 @pytest.mark.long

@@ -93,18 +93,6 @@ def test_answers_can_be_chosen(sparse):
     assert loo.effects([(1, 3)]).effects[1, 0].item() == pytest.approx(change.item(), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("answers", "problem"),
-    [
-        ({"answer": "12"}, "single token; '12' has 2"),
-        ({"wrong": ["1", "2"]}, "one token as wrong=, or one for each of 3 positions; got 2"),
-    ],
-)
-def test_answers_that_are_no_token_are_refused(sparse, answers, problem):
-    with pytest.raises(ValueError, match=problem):
-        leave_one_out(sparse, **answers)
-
-
 def test_parts_that_nothing_reads_have_no_effect_at_all(sparse):
     # The last layer's edges matter at their own query alone.
     edges = [[(3, head, 7, 2)] for head in range(4)]

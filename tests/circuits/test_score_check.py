@@ -11,7 +11,6 @@ import torch
 from sparse_tl.circuits import (
     ScoreCheck,
     Scores,
-    attribute_attention_edges,
     attribute_circuit_edges,
     attribute_heads,
     check_scores,
@@ -106,9 +105,3 @@ def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) ->
         model, pairs, logit_difference, found.parts, positions=positions, progress=False
     )
     assert found.exact.tolist() == exact.tolist()
-
-
-def test_attention_edges_are_refused(model: Model, pairs: PromptPairs) -> None:
-    scores: Scores = attribute_attention_edges(model, pairs, logit_difference, progress=False)
-    with pytest.raises(ValueError, match="got AttentionGrid"):
-        check_scores(model, pairs, logit_difference, scores, progress=False)

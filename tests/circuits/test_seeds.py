@@ -116,21 +116,6 @@ def test_results_are_saved_whole(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("seeds", "curves", "message"),
-    [
-        ((1, 1), (SHORT, SHORT), "got seeds [1, 1]"),
-        ((1, 2), (SHORT,), "and curves of ['m']"),
-        ((1, 2), (curve({1: 0.1}), curve({2: 0.1})), "with a size in common"),
-    ],
-)
-def test_refuses_bad_curves(
-    seeds: tuple[int, ...], curves: tuple[EffectCurve, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SeedCurves(seeds, curves)
-
-
 def test_refuses_models_of_other_seeds() -> None:
     other = SeedCurves((1, 0), reaching(10, 10).curves)
     with pytest.raises(ValueError, match=re.escape("same order; got [0, 1] and [1, 0]")):

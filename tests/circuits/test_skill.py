@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -91,9 +90,3 @@ def test_a_pair_without_a_wrong_answer(
     wrong[4] = -1
     with pytest.raises(ValueError, match="a wrong answer for every pair.*; pair 4 has none"):
         measure_skill(build_tiny(), replace(pairs, wrong=wrong), logit_difference)
-
-
-def test_it_is_saved(tmp_path: Path) -> None:
-    skill = _skill(41, 64)
-    again = Skill.load(skill.save(tmp_path / "skill"))
-    assert repr(again) == repr(skill) and again.lack == skill.lack == ""

@@ -191,19 +191,6 @@ def test_tracing_leaves_the_model_as_it_was(model):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "positions", "message"),
-    [
-        ("36+28=000640", None, "at most 11 tokens"),
-        ("36+28=", [7], r"positions in 1\.\.6"),
-        (torch.tensor([1, 99]), None, r"tokens in 0\.\.12; got 99"),
-    ],
-)
-def test_bad_prompts_and_positions_are_refused(model, prompt, positions, message):
-    with pytest.raises(ValueError, match=message):
-        trace_attention(model, prompt, positions=positions)
-
-
 # ---- exact effects -------------------------------------------------------------------------------
 
 

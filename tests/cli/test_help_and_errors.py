@@ -66,10 +66,3 @@ def test_a_bug_is_called_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.err.startswith("Error: unexpected KeyError: 'blocks[9]'. This is a bug")
     assert "--debug" in outcome.err and "sparse-tl doctor" in outcome.err
     assert "Traceback" not in outcome.err
-
-
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    _circuits_that_raise(monkeypatch, KeyError("x"))
-    outcome = run_command("circuits", "--debug")
-    assert outcome.code == 1
-    assert outcome.err.startswith("Traceback (most recent call last)")

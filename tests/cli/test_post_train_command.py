@@ -214,20 +214,3 @@ def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Pa
     assert metrics["texts"]["story"]["sparse"]["divergence"] is not None
     assert pd.read_csv(tmp_path / "two" / "texts.csv")["text"].tolist() == [*own, "story"]
     assert "in each of 4 groups" in " ".join(both.out.split())
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--text", "{story}", "--text", "{story}"), "['story'] are given twice"),
-        (("--text", "own", "--shard"), "a sharded model cannot generate text"),
-    ],
-)
-def test_what_is_refused_before_anything_loads(
-    tmp_path: Path, tiny: Path, story: Path, more: tuple[str, ...], said: str
-) -> None:
-    more = tuple(part.format(story=story) for part in more)
-    with no_training():
-        outcome = run_command("post-train", "--model", tiny, "--out", tmp_path / "out", *more)
-    assert outcome.code == 1 and said in " ".join(outcome.err.split())
-    assert not (tmp_path / "out").exists()

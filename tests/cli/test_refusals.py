@@ -16,15 +16,7 @@ from sparse_tl.data.streams import ShuffledStream
 from sparse_tl.storage.files import read_tensors
 
 REFUSED = {
-    "two targets": (
-        ["post-train", "--model", "gpt2", "--target-loss", "+1", "--target-edges", "300"],
-        "expected a target loss or target edges, since each determines the other",
-    ),
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
-    "seeds": (
-        ["circuits", "--seeds", "0,-1"],
-        "--seeds: .* greater than or equal to 0",
-    ),
     "no text": (
         [
             *("post-train", "--model", "MODEL", "--text", "missing.txt", "--target-loss", "+1"),

@@ -36,19 +36,6 @@ def _equal(one: TokenBatch, other: TokenBatch) -> bool:
     return same and torch.equal(one.attention_mask, other.attention_mask)
 
 
-def test_the_loss_of_known_probabilities() -> None:
-    # Probabilities 1/2, 1/4, 1/4 everywhere; the labels' probabilities are 1/2, 1/4 and 1/4.
-    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(1, 4, 3)
-    batch = TokenBatch(
-        torch.zeros(1, 4, dtype=torch.long),
-        torch.tensor([[0, 1, 2, 0]]),
-        torch.tensor([[True, True, True, False]]),
-    )
-    by_hand = [math.log(2), math.log(4), math.log(4)]
-    losses = token_losses(logits[batch.loss_mask], batch.loss_labels())
-    assert losses.tolist() == pytest.approx(by_hand)
-
-
 def test_the_loss_of_every_label() -> None:
     batch = _batch(seed=3)
     logits = torch.randn(5, 4, 7, dtype=torch.float64)
@@ -203,26 +190,6 @@ def test_groups_go_with_their_rows() -> None:
 def test_groups_are_part_of_what_a_batch_is() -> None:
     digests = {_batch(groups=groups).digest() for groups in (None, [0] * 5, [0, 1, 0, 1, 0])}
     assert len(digests) == 3
-
-
-def test_an_empty_loss_mask_is_refused() -> None:
-    tokens = torch.zeros(2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"shape \(2, 3\); `loss_mask` is false everywhere"):
-        TokenBatch(tokens, tokens, torch.zeros(2, 3, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("name", ["labels", "loss_mask", "attention_mask"])
-def test_unequal_shapes_are_refused(name: str) -> None:
-    fields = {
-        "tokens": torch.zeros(2, 3, dtype=torch.long),
-        "labels": torch.zeros(2, 3, dtype=torch.long),
-        "loss_mask": torch.ones(2, 3, dtype=torch.bool),
-        "attention_mask": torch.ones(2, 3, dtype=torch.long),
-    }
-    fields[name] = fields[name][:, :2]
-    # Under pytest the shape annotations may speak first; their error names the field as well.
-    with pytest.raises(Exception, match=name):
-        TokenBatch(**fields)
 
 
 def test_exact_rows_ask_for_every_label_and_for_nothing_else() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.chat import REQUEST, chat_start
-from sparse_tl.tasks import DocstringTask, GreaterThanTask, InductionTask, docstring
+from sparse_tl.tasks import GreaterThanTask, InductionTask
 
 SMOLLM2 = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -122,36 +122,3 @@ def test_a_prompt_that_begins_with_a_line_break_keeps_it() -> None:
     rows = [{"clean": "\nThe cat", "corrupted": "\nThe dog", "answer": " sat", "wrong": " far"}]
     pairs = PromptPairs.from_texts(model, rows, chat=True)
     assert "[/INST] \nThe cat" in model.tokenizer.decode(pairs.clean[0].tolist())
-
-
-def test_templates_that_cannot_be_used_are_refused_in_one_sentence() -> None:
-    with pytest.raises(
-        ValueError, match="chat template, to put prompts into a chat; this one has none"
-    ):
-        PromptPairs.from_texts(_model(_smollm2(), None), ROWS, chat=True)
-    for template, said in {
-        "{{ messages[0].content }}": "ValueError",  # without the assistant's turn
-        "{{ messages[1].content | upper }}": "ValueError",
-    }.items():
-        with pytest.raises(
-            ValueError, match=f"expected a chat template that takes .*{said}"
-        ) as raised:
-            PromptPairs.from_texts(_model(_smollm2(), template), ROWS, chat=True)
-        assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("bos", [True, False])
-def test_a_chat_begins_by_itself(bos: bool) -> None:
-    with pytest.raises(ValueError, match=f"prepend_bos or chat.*prepend_bos={bos}"):
-        PromptPairs.from_texts(_model(_smollm2()), ROWS, chat=True, prepend_bos=bos)
-
-
-def test_docstring_in_a_chat() -> None:
-    names = [*docstring.ARGUMENTS[:20], *docstring.NOUNS[:10]]
-    tokenizer = byte_level(*(f" {name}" for name in names))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = SMOLLM2
-    reader = _Reader(tokenizer)
-    task = DocstringTask(arguments=docstring.ARGUMENTS[:20], nouns=docstring.NOUNS[:10])
-    for record in task.pairs(reader, 5, chat=True).to_records(tokenizer):
-        assert record["clean"].startswith(f"{BEGUN}\ndef ")

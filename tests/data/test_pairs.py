@@ -132,15 +132,6 @@ def test_an_answer_given_twice_counts_once(metric: Metric) -> None:
     )
 
 
-def test_whole_numbers_of_any_size_are_tokens() -> None:
-    pairs = _pairs()
-    tensors = (pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, pairs.positions)
-    small = PromptPairs(*(tensor.to(torch.int16) for tensor in tensors))
-    assert small.digest() == pairs.digest()
-    assert small.answer_rows().digest() == pairs.answer_rows().digest()
-    assert torch.equal(small.select(torch.tensor([1], dtype=torch.int32)).clean, pairs.clean[1:])
-
-
 def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
     """As in GPT-2's vocabulary, where a name without its space is in pieces, or another token."""
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "gpt2")
@@ -153,14 +144,6 @@ def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
     pairs = PromptPairs.from_texts(reader, [row])
     assert pairs.to_records(tokenizer)[0]["clean"] == "<|endoftext|>Then Mary met"
     assert tokenizer.decode(pairs.answers[0]) == " Joshua"
-
-
-def test_tensors_that_are_no_pairs() -> None:
-    pairs = _pairs()
-    with pytest.raises(ValueError, match="at least one prompt pair"):
-        pairs.select(slice(0, 0))
-    with pytest.raises(ValueError, match=r"positions in 0\.\.3; pair 1 has 4"):
-        PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.tensor([0, 4]))
 
 
 @pytest.mark.parametrize("metric", [logit_difference, log_probability, margin])

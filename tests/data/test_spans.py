@@ -33,13 +33,6 @@ def test_a_mapping_for_each(pairs: PromptPairs) -> None:
     assert spans.at.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
 
 
-def test_a_rest_of_ones_own(pairs: PromptPairs) -> None:
-    spans = pairs.with_spans({"rest": 0, "END": -1}).spans
-    assert spans is not None
-    assert spans.names == ("rest", "END")
-    assert spans.at.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1]]
-
-
 def test_tokens(pairs: PromptPairs) -> None:
     spans = pairs.select(slice(1, 2)).spans_of("tokens")
     assert spans.names == ("0", "1", "2")

@@ -44,12 +44,6 @@ def test_seeds_shuffle_differently_and_the_global_generator_is_left_alone() -> N
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("size", [0, -1, 6])
-def test_a_batch_size_that_does_not_fit(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"(batch size in|from) 1.*got {size}"):
-        ShuffledStream(_numbered(5), size)
-
-
 def test_a_stream_says_in_how_many_pieces_its_batches_are_run() -> None:
     """And gives the same whole batches whatever it says."""
     plain, in_pieces = (

@@ -118,26 +118,6 @@ def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> Non
             assert torch.equal(getattr(source.rows, name), getattr(sources[0].rows, name))
 
 
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([{"text": "def", "target": ""}], "target in every row; the target of row 0 is ''"),
-        ([{"text": "def"}], "a text as 'target' in every record; record 0 has None"),
-    ],
-)
-def test_records_without_a_target_are_refused(
-    tokenizer: Any, records: list[dict[str, Any]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        TargetDataset.from_records(tokenizer, records)
-
-
-def test_a_broken_file_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("{")
-    with pytest.raises(ValueError, match="JSON"):
-        TargetDataset.from_jsonl(tokenizer, tmp_path / "rows.jsonl")
-
-
 @pytest.mark.parametrize(("text", "target"), [("The capital is", " Paris"), ("A is ", "Paris")])
 def test_a_space_may_stand_on_either_side(gpt2: Any, text: str, target: str) -> None:
     found = TargetDataset.from_texts(gpt2, [text], [target], prepend_bos=True)

@@ -41,12 +41,6 @@ def test_a_limit_reads_no_further_than_it_must() -> None:
     assert read == [0, 1]
 
 
-@pytest.mark.parametrize(("documents", "count"), [(["a b"], 3), ([], 0), (["", ""], 2)])
-def test_text_shorter_than_a_window(documents: list[str], count: int) -> None:
-    with pytest.raises(ValueError, match=f"one window of 8 tokens; got {count} tokens"):
-        token_windows(documents, _tokenizer(), 8)
-
-
 def test_documents_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "stories.txt"
     path.write_text("\nOne — día.\n<|endoftext|>\n\n<|endoftext|>Two\nlines.", encoding="utf-8")

@@ -241,13 +241,6 @@ def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, mod
         assert tokens[0] == after.argmax() and before.argmax() in tokens
 
 
-def test_removed_edges_are_told(exploration):
-    remove_some(exploration, "Sparse")
-    removed = exploration.removed("Sparse")
-    assert removed[1, :, 10].nonzero().tolist() == [[0, 3], [0, 10]]
-    assert removed[0, 1].all() and not removed[0, 0].any()
-
-
 def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, models):
     model = models["Dense"]
     with torch.no_grad():
@@ -324,36 +317,7 @@ def test_another_length_restores_edges_and_keeps_heads(exploration):
     assert exploration.targets == ((6, 5),)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "problem"),
-    [
-        ("1" * 17, "at most 16 tokens, the model's context; got 17"),
-        ("36x28=", "no token for 'x'; it knows"),
-    ],
-)
-def test_a_prompt_that_cannot_be_run_changes_nothing(exploration, models, prompt, problem):
-    remove_some(exploration, "Dense")
-    logits, targets = exploration.logits("Dense"), exploration.targets
-    with pytest.raises(ValueError, match=problem):
-        exploration.show_prompt(prompt)
-    assert exploration.prompt == PROMPT and exploration.targets == targets
-    assert exploration.logits("Dense") is logits
-    with pytest.raises(ValueError, match=problem):
-        Exploration(models, prompt)
-
-
 # ---- bad input -----------------------------------------------------------------------------------
-
-
-def test_a_model_that_breaks_later_keeps_the_old_state(build_small):
-    model = build_small()
-    exploration = Exploration({"m": model}, PROMPT)
-    logits = exploration.logits("m").clone()
-    model.blocks[1].attn.hook_pattern = torch.nn.Identity()
-    with pytest.raises(ValueError, match="lacks"):
-        exploration.toggle_attention_edges("m", [(1, 0, 3, 3)])
-    assert exploration.removed_attention_edges("m") == ()
-    assert torch.equal(exploration.logits("m"), logits)
 
 
 def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from legibility import problems_of
 
 from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
 from sparse_tl.plots.page.interactive_html import script_json
@@ -36,13 +35,8 @@ window.change = (name, value) => { traits[name] = value; window.fire(`change:${n
 window.clean = render({ model, el: document.querySelector("#view") });
 """
 
+
 # A page whose theme is the system's, as JupyterLab tells it.
-JUPYTERLAB_THEME = """() => {
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  dark.onchange = () => { document.body.dataset.jpThemeLight = String(!dark.matches); };
-}"""
-
-
 def stop_clock(page: Any) -> None:
     """From here on, time passes where a test says so."""
     page.clock.install(time=0)
@@ -96,21 +90,6 @@ def test_clicks_become_requests(page, tmp_path, explorer):
     ]
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (12, 12), (30, 9)], ids=str)
-def test_explorers_of_all_depths_can_be_read(page, tmp_path, build_small, shape):
-    """Each with the card of a node, a head that is removed, and effects of which some are known."""
-    n_layers, n_heads = shape
-    sizes = {"n_layers": n_layers, "n_heads": n_heads, "d_model": 4 * n_heads, "d_head": 4}
-    explorer = explore({"Dense": build_small(**sizes)}, PROMPT, position=9)
-    explorer.toggle_head("Dense", n_layers - 1, 1)
-    explorer.select("Dense", n_layers, 9)
-    explorer.compute_effects(0.0)
-    show(page, tmp_path, explorer)
-    page.evaluate(JUPYTERLAB_THEME)
-    problems = problems_of(page)
-    assert not problems, problems
-
-
 def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     page.locator("input[name=threshold]").fill("0")
@@ -142,23 +121,6 @@ def test_choices_outlive_a_new_figure(page, tmp_path, explorer):
     assert [figure.get_attribute(name) for name in names] == ["0.30", "1", "1"]
     assert page.locator("select[name=target]").input_value() == "1"
     assert "position 7" in page.locator(".card[data-panel='0'] h4").inner_text()
-
-
-def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
-    explorer.select("Dense", 1, 4)
-    show(page, tmp_path, explorer)
-    page.locator(".heat [data-edge='0,1,4,2']").hover()
-    weight = explorer.exploration.graph("Dense").attention[0, 1, 4, 2].item()
-    tip = page.locator(".sparse-tl-explorer > .tip")
-    assert tip.inner_text().splitlines() == [
-        "a0.h1 2→4",
-        "from position 2: “+”",
-        f"attention {weight:.3f}",
-        "effect of removing it: not computed yet",
-        "click to remove it",
-    ]
-    page.mouse.move(2, 2)
-    assert not tip.is_visible()
 
 
 def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_path, explorer):
@@ -245,33 +207,6 @@ def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
     assert shown.get_attribute("class") == kind
     assert page.locator(".card.node .effects.whole li").inner_text().startswith("without its atten")
     assert page.locator(".card.node .rows .effects li").count() == 3
-
-
-@pytest.mark.parametrize("name", ["log_probability", "logit_difference", "answer_logit"])
-def test_cards_and_grids_say_what_effects_change(page, tmp_path, explorer, name):
-    explorer.toggle_head("Dense", 0, 1)
-    explorer.choose_metric(name)
-    explorer.compute_effects()
-    show(page, tmp_path, explorer)
-    (best, second), digits = models_best(explorer), explorer._panels[0]["quantity"]
-    assert (digits["answers"][4], digits["wrong"][4]) == (best, second)
-    words, unit = {
-        "log_probability": (f"log P(“{best}”)", "nats"),
-        "logit_difference": (f"logit “{best}” − logit “{second}”", "logits"),
-        "answer_logit": (f"logit “{best}”", "logits"),
-    }[name]
-    before, now = explorer._panels[0]["values"][4]
-    said = page.locator("[data-outcome='Dense']").inner_text().replace("\u2212", "-")
-    assert f"{words} {now:.2f} ({now - before:+.2f})".replace("\u2212", "-") in said
-    card = page.locator(".card[data-panel='0']")
-    assert words in card.locator("h5").first.inner_text()
-    column = "log P before" if name == "log_probability" else "logit before"
-    assert card.locator("thead th").nth(1).inner_text() == column
-    assert card.locator(".effects li").first.inner_text().split(",")[0].endswith(unit)
-    row = explorer._panels[0]["outputs"][4][0]
-    kind = "log_probability" if name == "log_probability" else "logit"
-    shown = card.locator("tbody tr").first.locator("td").nth(1).inner_text()
-    assert float(shown.replace("\u2212", "-")) == pytest.approx(row[kind], abs=0.006)
 
 
 def models_best(explorer: CircuitExplorer) -> list[str]:

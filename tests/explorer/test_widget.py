@@ -96,42 +96,6 @@ def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
     assert explorer._node is None
 
 
-def test_long_rows_show_the_columns_with_most_attention(build_small):
-    model = build_small(n_ctx=80)
-    explorer = explore({"m": model}, "1" * 70)
-    explorer.select("m", 1, 69)
-    node = explorer._node
-    assert (len(node["keys"]), node["nKeys"]) == (48, 70)
-    row = explorer.exploration.graph("m").attention[0, :, 69].amax(dim=0)
-    shown = [key["key"] for key in node["keys"]]
-    assert shown == sorted(shown)
-    assert row[shown].min() >= row.sort(descending=True).values[47]
-    left_out = (set(range(70)) - set(shown)).pop()
-    explorer.toggle_attention_edges("m", [(0, 0, 69, left_out)])
-    assert left_out in [key["key"] for key in explorer._node["keys"]]
-
-
-@pytest.mark.parametrize("title", ["Dense", "Sparse"])
-def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
-    explorer = explore(models, PROMPT, positions=[9])
-    explorer.toggle_attention_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
-    explorer.compute_effects()
-    known = explorer._effects["heads"][explorer.exploration.titles.index(title)]
-    whole = explorer.exploration.logits(title)[9]
-    assert len(known) == 4
-    for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        explorer.exploration.toggle_head(title, *head)
-        cut = explorer.exploration.logits(title)[9]
-        explorer.exploration.toggle_head(title, *head)
-        best = whole.argmax()
-        ((effect, probability, prediction),) = known[f"{head[0]},{head[1]}"]
-        change = (cut.log_softmax(-1) - whole.log_softmax(-1))[best].item()
-        assert effect == pytest.approx(change, rel=1e-4, abs=1e-9)
-        share = (cut.softmax(-1) - whole.softmax(-1))[best].item()
-        assert probability == pytest.approx(share, rel=1e-4, abs=1e-9)
-        assert prediction == models[title].tokenizer.decode([int(cut.argmax())])
-
-
 def test_models_of_other_depths_have_the_effects_of_all_their_heads(build_small):
     depths = {"three": 3, "four": 4}
     models = {name: build_small(n_layers=n) for name, n in depths.items()}
@@ -286,13 +250,6 @@ def test_what_cannot_be_done_is_a_message(explorer):
     assert explorer._message is None
 
 
-def test_a_message_that_was_read_is_closed(explorer):
-    ask(explorer, **IMPOSSIBLE[0][0])
-    assert explorer._message is not None
-    ask(explorer, action="read")
-    assert explorer._message is None
-
-
 def test_what_cannot_be_shown_is_a_message_from_the_start(models):
     explorer, problem = explore(models, "3x6"), "no token for 'x'"
     assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
@@ -310,29 +267,6 @@ def test_another_prompt_chooses_its_columns_anew(models):
 
 
 # ---- in the notebook -----------------------------------------------------------------------------
-
-
-def test_a_notebook_gets_the_figure_and_the_live_view(explorer, monkeypatch):
-    shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    class Handle:
-        def update(self, bundle: dict[str, Any], **options: Any) -> None:
-            shown.append((bundle, {"update": True, **options}))
-
-    def display(bundle: dict[str, Any], **options: Any) -> Handle:
-        shown.append((bundle, options))
-        return Handle()
-
-    monkeypatch.setattr("IPython.display.display", display)
-    explorer._ipython_display_()
-    (saved, options), (live, _) = shown
-    assert str(explorer.figure()) in saved["text/html"] and options["display_id"]
-    assert explorer._saved_id in saved["text/html"]
-    assert "application/vnd.jupyter.widget-view+json" in live and "text/html" not in live
-    explorer.toggle_head("Dense", 0, 0)
-    ask(explorer, action="settle")
-    updated, _ = shown[2]
-    assert "without 1 head" in updated["text/html"]
 
 
 def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
@@ -384,14 +318,3 @@ def test_edges_of_a_node_carry_the_effect_of_ablating_them(models):
         change = (cut.log_softmax(-1) - whole.log_softmax(-1))[best].item()
         assert effect == pytest.approx(change, rel=1e-4, abs=1e-9)
         assert prediction == model.tokenizer.decode([int(cut.argmax())])
-
-
-def test_one_token_without_a_tokenizer(build_tiny):
-    explorer = explore({"m": build_tiny("float64")}, torch.tensor([3]))
-    explorer.select("m", 1, 0)
-    explorer.compute_effects()
-    assert explorer._message is None and set(explorer._effects["node"]) == {
-        "all",
-        "0,0,0,0",
-        "0,1,0,0",
-    }

@@ -138,32 +138,6 @@ def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
     assert not any(point._forward_hooks for point in model.hook_dict.values())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([(2, 0)],), r"2 layers of 2 heads; got \(2, 0\)"),
-        ((HEADS, "mean"), "patch='mean' without them"),
-    ],
-)
-def test_bad_input_is_refused(build_tiny: Build, arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message), ablate_heads(build_tiny(), *arguments):
-        pass
-
-
-def test_references_must_fit(build_tiny: Build) -> None:
-    model, tokens = build_tiny(), _tokens(2)
-    with (
-        pytest.raises(ValueError, match="patch='zero' with them"),
-        ablate_heads(model, HEADS, reference=tokens),
-    ):
-        pass
-    with (
-        ablate_heads(model, HEADS, "mean", reference=tokens[:, :3]),
-        pytest.raises(ValueError, match="at least as long as the 6 tokens"),
-    ):
-        model(tokens)
-
-
 # Attention edges
 
 EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
@@ -206,21 +180,6 @@ def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
     assert torch.equal(model(tokens), plain)
     # What comes before the first cut edge is read is as it was.
     assert torch.equal(expected[:, :4], plain[:, :4])
-
-
-@pytest.mark.parametrize(
-    ("edges", "said"),
-    [
-        ([(2, 0, 1, 0)], "2 layers of 2 heads"),
-        ([(0, 0, 1, 2)], "key at or before the query"),
-        (["a2.h0:0->1"], "2 layers of 2 heads"),
-    ],
-)
-def test_edges_that_the_model_lacks_are_refused(
-    build_tiny: Build, edges: list[Any], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said), ablate_attention_edges(build_tiny(), edges):
-        pass
 
 
 def test_an_edge_beyond_the_prompt_is_refused(build_tiny: Build) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +91,3 @@ def test_a_base_is_needed_by_adapters_and_by_nothing_else(tmp_path: Path) -> Non
     whole = sparse.save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match="holds a whole model"):
         SparseTransformer.from_pretrained(whole, base=boot(plain_transformer("llama")))
-
-
-@pytest.mark.parametrize(
-    "described",
-    [
-        {"rank": 4},
-    ],
-)
-def test_damaged_descriptions(described: Any, tmp_path: Path) -> None:
-    folder = trained("llama").save_pretrained(tmp_path / "small", adapters_only=True)
-    content = json.loads((folder / "gates.json").read_text())
-    (folder / "gates.json").write_text(json.dumps({**content, "adapters": described}))
-    with pytest.raises(ValueError, match="expected the rank of adapters"):
-        SparseTransformer.from_pretrained(folder, base=boot(plain_transformer("llama")))
-
-
-def test_a_rank_that_the_file_does_not_have(tmp_path: Path) -> None:
-    folder = trained("llama").save_pretrained(tmp_path / "small", adapters_only=True)
-    content = json.loads((folder / "gates.json").read_text())
-    content["adapters"]["rank"] = 3
-    (folder / "gates.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="expected finite adapters of rank 3 on"):
-        SparseTransformer.from_pretrained(folder, base=boot(plain_transformer("llama")))

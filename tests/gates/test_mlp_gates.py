@@ -169,17 +169,6 @@ def test_smooth_gates_and_their_gradients_equal_hooks_by_hand(tokens: Tensor, ki
     assert gates.weight.grad.abs().max() > 1e-3
 
 
-def test_closed_mlps_write_nothing(tokens: Tensor) -> None:
-    sparse = SparseTransformer(build("plain"), mlps=True)
-    gates_of(sparse).bias.data.fill_(-1e4)
-    for here in layers_of(sparse, tokens):
-        assert not bool(here["hook_mlp_out"].any())
-        torch.testing.assert_close(
-            here["hook_resid_post"], here["hook_resid_pre"] + here["hook_attn_out"]
-        )
-    assert sparse.count_attention_edges(tokens).active_mlps_per_prompt == 0
-
-
 def test_edits_to_what_an_mlp_reads_move_its_gate(tokens: Tensor) -> None:
     sparse = SparseTransformer(build("plain"), mlps=True)
     gates = gates_of(sparse)
@@ -308,24 +297,6 @@ def test_counts_of_batches_are_counts_of_all(tokens: Tensor) -> None:
     assert f"{whole.active_mlps_per_prompt:.2f} active of 16 MLP outputs" in repr(whole)
 
 
-def test_without_gates_on_mlps_nothing_is_said_of_them(tokens: Tensor) -> None:
-    sparse = SparseTransformer(build("plain"))
-    counts = sparse.count_attention_edges(tokens)
-    assert sparse.mlp_gates is None
-    assert counts.active_mlps is counts.expected_mlps is counts.possible_mlps is None
-    assert counts.active_mlps_per_prompt is None
-    assert "MLP" not in repr(counts) and "MLP" not in repr(sparse)
-    assert counts.mlps_to_pandas().empty
-
-
-def test_counts_are_saved_and_read_again(tokens: Tensor, tmp_path: Path) -> None:
-    for name, mlps in (("with", True), ("without", False)):
-        counts = SparseTransformer(build("plain"), mlps=mlps).count_attention_edges(tokens)
-        again = type(counts).load(counts.save(tmp_path / name))
-        assert repr(again) == repr(counts)
-        assert (again.active_mlps is None) == (not mlps)
-
-
 # Passes that run twice, in pieces, or in other precision.
 
 
@@ -436,32 +407,6 @@ def test_folders_without_gates_on_mlps_load_as_before(tokens: Tensor, tmp_path: 
     assert "mlps" not in json.loads((tmp_path / "sparse" / "gates.json").read_text())
     loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
     assert loaded.mlp_gates is None and torch.equal(loaded(tokens), sparse(tokens))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"mlp_gates.weight": None}, "weights of gates on the MLPs of 2 layers.*got None"),
-        ({"mlp_gates.bias": torch.zeros(3)}, r"biases of gates on.*\(3,\)"),
-        ({"mlps": False}, "expected `mlps` in .* to be true.*got False beside .*mlp_gates.bias"),
-    ],
-)
-def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "sparse"
-    SparseTransformer(build("plain"), mlps=True).save_pretrained(folder)
-    tensors, content = load_file(folder / "gates.safetensors"), (folder / "gates.json").read_text()
-    for name, value in damage.items():
-        if name == "mlps":
-            (folder / "gates.json").write_text(json.dumps(json.loads(content) | {name: value}))
-        elif value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value
-    save_file(tensors, folder / "gates.safetensors")
-    with pytest.raises(ValueError, match=message):
-        SparseTransformer.from_pretrained(folder)
 
 
 # Bad input.

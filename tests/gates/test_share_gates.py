@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from sparse_tl import SparseTransformer
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.gates import HardConcreteGate, ScoreGates, ShareGates
+from sparse_tl.gates import HardConcreteGate, ShareGates
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.sparse import blockwise
 from sparse_tl.gates.sparse.straight_through import gated_pattern
@@ -203,6 +202,12 @@ def test_generation_with_a_cache(generate_both_ways: Any) -> None:
     assert torch.equal(cached, whole)
 
 
+def test_new_gates_are_share_gates_at_a_small_threshold() -> None:
+    gates = SparseTransformer(Subject("llama").build()).gates
+    assert isinstance(gates, ShareGates)
+    assert gates.bias.exp().reciprocal().allclose(torch.tensor(0.005))
+
+
 @torch.no_grad()
 def test_folders_say_which_gates_they_hold(tmp_path: Path) -> None:
     sparse = _share("llama", "float32", mlps=True)
@@ -224,27 +229,6 @@ def test_folders_say_which_gates_they_hold(tmp_path: Path) -> None:
     write_json(folder / "gates.json", {**content, "gates": "other"})
     with pytest.raises(ValueError, match=r"expected one of \['score', 'share'\] as `gates`"):
         SparseTransformer.from_pretrained(folder, device="cpu")
-
-
-def test_arguments() -> None:
-    model = Subject("llama").build()
-    with pytest.raises(ValueError, match="initial_threshold with gates='share'; got initial_bias"):
-        SparseTransformer(model, gates="share", initial_bias=2.0)
-    with pytest.raises(ValueError, match="initial_bias with gates='score'; got initial_threshold"):
-        SparseTransformer(model, gates="score", initial_threshold=0.1)
-    with pytest.raises(ValueError, match="initial_threshold with gates='share'; got initial_bias"):
-        SparseTransformer(model, initial_threshold=0.1, initial_bias=2.0)
-    for wrong in (0.0, 1.0, -0.1, math.nan):
-        with pytest.raises(ValueError, match="initial_threshold|initial threshold"):
-            SparseTransformer(model, gates="share", initial_threshold=wrong)
-    assert isinstance((sparse := SparseTransformer(model, initial_bias=2.0)).gates, ScoreGates)
-    sparse.unwrap()
-    sparse = SparseTransformer(model)
-    assert isinstance(sparse.gates, ShareGates)
-    assert sparse.gates.bias.exp().reciprocal().allclose(torch.tensor(0.005))
-    gates, model = sparse.gates, sparse.unwrap()
-    with pytest.raises(ValueError, match="no argument of new gates with existing gates"):
-        SparseTransformer(model, gates=gates, initial_threshold=0.1)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing_extensions import get_protocol_members
 
 from sparse_tl import PromptPairs, SparseTransformer
 from sparse_tl.data.prompts import ModelWithTokenizer
-from sparse_tl.gates import BernoulliGate, HardConcreteGate, ScoreGates
+from sparse_tl.gates import BernoulliGate, HardConcreteGate
 from sparse_tl.lens import HookedModel, Model, read_parameters
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
@@ -240,17 +240,6 @@ def test_an_exception_in_a_forward_pass_leaves_only_the_gates(build_tiny, tokens
     assert leftovers(sparse.unwrap()) == []
 
 
-def test_gates_survive_reset_hooks_and_their_removal_is_noticed(build_tiny, tokens):
-    sparse = SparseTransformer(build_tiny("plain"), initial_bias=-0.05)
-    before = sparse(tokens)
-    sparse.reset_hooks()
-    assert torch.equal(sparse(tokens), before)
-    sparse.reset_hooks(including_permanent=True)
-    for run in (sparse, sparse.run_with_cache, sparse.run_with_hooks):
-        with pytest.raises(RuntimeError, match="removed from the model"):
-            run(tokens)
-
-
 def test_copies_have_gates_of_their_own(build_tiny, tokens):
     sparse = SparseTransformer(build_tiny("plain"), initial_bias=0.0)
     before = sparse(tokens)
@@ -290,29 +279,6 @@ def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):
     (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates[:20])
     with pytest.raises(ValueError, match="gates.safetensors"):
         SparseTransformer.from_pretrained(tmp_path / "sparse")
-
-
-def test_wrong_models_are_refused(build_tiny):
-    model = build_tiny("plain")
-    wrong = ScoreGates(torch.zeros(3, 2), None)
-    with pytest.raises(ValueError, match="2 layers of"):
-        SparseTransformer(model, gates=wrong)
-    sparse = SparseTransformer(model)
-    with pytest.raises(ValueError, match="wrapped already"):
-        SparseTransformer(model)
-    with pytest.raises(ValueError, match="at least one prompt"):
-        sparse.count_attention_edges(torch.zeros(0, 4, dtype=torch.long))
-
-
-def test_counts_read_well(build_tiny, tokens):
-    counts = SparseTransformer(build_tiny("plain"), initial_bias=0.0).count_attention_edges(tokens)
-    n_heads = 2 * counts.active.shape[2]
-    assert counts.possible_per_prompt == 36 * n_heads
-    assert counts.active_per_token == pytest.approx(counts.active_per_prompt / 8)
-    table = counts.to_pandas()
-    assert table["active"].sum() == pytest.approx(counts.active_per_prompt)
-    assert counts.by_head().sum().item() == pytest.approx(counts.active_per_prompt)
-    assert "per prompt" in repr(counts) and "<table" in counts._repr_html_()
 
 
 def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -118,18 +117,6 @@ def test_a_random_order_is_its_own_control(
     control = _curve(planted, roles, echo_targets, "facilitation", max_heads=4).control
     assert control is not None and torch.equal(random.values, control)
     assert random.values.shape == (2, 5) and random.in_role == (8, 8)
-
-
-def test_curves_are_saved_and_shown(
-    planted: Model, roles: HeadRoles, echo_targets: TargetDataset, tmp_path: Path
-) -> None:
-    curve = _curve(planted, roles, echo_targets, "interference")
-    again = AblationCurve.load(curve.save(tmp_path / "curve"))
-    assert torch.equal(again.values, curve.values) and again.in_role == curve.in_role
-    assert again.control is not None and torch.equal(again.control, curve.control)
-    assert "<table" in curve._repr_html_() and "by interference" in repr(curve)
-    assert list(curve.to_pandas().columns) == ["ablated", "mean", "low", "high", "control"]
-    assert curve.figure(title="Echo").save(tmp_path / "echo.svg").stat().st_size > 1000
 
 
 def test_roles_of_another_model_are_refused(

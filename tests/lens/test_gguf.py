@@ -13,7 +13,6 @@ from made_gguf import (
     TEMPLATE,
     field,
     header,
-    tensor,
     tokenizer,
     write_llama,
 )
@@ -103,26 +102,11 @@ def test_it_is_saved_as_a_plain_folder(tmp_path: Path) -> None:
     assert again.tokenizer.chat_template == TEMPLATE
 
 
-DAMAGED: dict[str, tuple[bytes, str]] = {
-    "text": (b"PK\x03\x04" + bytes(64), "magic"),
-    "a long text": (header([struct.pack("<Q", 2**60)]), "damaged"),
-    "one of several": (
-        header([field("split.count", 2, struct.pack("<H", 3))]),
-        "one of 3 parts. Join them first: llama-gguf-split --merge",
-    ),
-    "cut off": (header(tensors=[tensor("w", [4])]) + bytes(20), "damaged"),
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_file_is_refused(tmp_path: Path, case: str) -> None:
-    content, why = DAMAGED[case]
+def test_one_of_several_files_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=why) as refused:
+    file.write_bytes(header([field("split.count", 2, struct.pack("<H", 3))]))
+    with pytest.raises(ValueError, match="one of 3 parts. Join them first"):
         load_model(file, device="cpu")
-    assert f"expected a whole GGUF file at {file}; " in str(refused.value)
 
 
 def test_wherever_a_file_is_cut_off_it_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.lens import Model, load_model, model_config, save_model
-from sparse_tl.storage.files import read_json, read_tensors, write_json, write_tensors
+from sparse_tl.storage.files import read_json
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = hooked_alone
@@ -84,49 +83,6 @@ def test_the_addition_tokenizer_gets_no_bos(build_tiny: Build, tmp_path: Path) -
     loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
     assert loaded.to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
     assert loaded.to_tokens("36+28=00064").shape == (1, 11)
-
-
-def _change_config(folder: Path, **changes: Any) -> None:
-    config = read_json(folder / "tl_config.json")
-    write_json(folder / "tl_config.json", {**config, **changes})
-
-
-def _rename_weight(folder: Path) -> None:
-    weights = read_tensors(folder / "model.safetensors")
-    weights["blocks.0.attn.W_query"] = weights.pop("blocks.0.attn.W_Q")
-    write_tensors(folder / "model.safetensors", weights)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (
-        lambda f: (f / "model.safetensors").write_bytes(
-            (f / "model.safetensors").read_bytes()[:-4]
-        ),
-        r"expected a safetensors file at .*model\.safetensors",
-    ),
-    "wrong shape": (
-        lambda f: _change_config(f, d_mlp=48),
-        r"expected the weights in .*model\.safetensors to fit their tl_config\.json; .*W_in",
-    ),
-    "more layers": (
-        lambda f: _change_config(f, n_layers=3),
-        r"missing \['blocks\.2\..*unexpected \[\]",
-    ),
-    "fewer layers": (
-        lambda f: _change_config(f, n_layers=1),
-        r"missing \[\], unexpected \['blocks\.1\.",
-    ),
-    "other names": (_rename_weight, r"missing \['blocks\.0\.attn\.W_Q'\].*W_query"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused(build_tiny: Build, tmp_path: Path, damage: str) -> None:
-    folder = _save(build_tiny(), tmp_path / "model")
-    harm, message = DAMAGES[damage]
-    harm(folder)
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        load_model(folder, device="cpu")
 
 
 def test_a_folder_behind_a_link(build_tiny: Build, tmp_path: Path) -> None:

@@ -242,11 +242,6 @@ def test_loading_leaves_random_generators_alone(
     assert (np.random.get_state()[1] == before[2]).all()
 
 
-def test_grouped_query_attention_keeps_its_key_value_heads(tmp_path: Path) -> None:
-    model = load_model(_folder(tmp_path / "llama"), device="cpu")
-    assert (model.cfg.n_heads, model.cfg.n_key_value_heads) == (4, 2)
-
-
 def test_an_old_gpt2_configuration(tmp_path: Path) -> None:
     """The folders of OpenAI's own models name the context ``n_ctx``, too."""
     folder = _folder(tmp_path / "gpt2", "gpt2")
@@ -303,13 +298,6 @@ def test_a_model_of_transformers_becomes_a_bridge() -> None:
     assert model.to_tokens("w7", prepend_bos=False).tolist() == [[7]]
     assert model.cfg.model_name == "olmo"
     assert load_model(model) is model
-
-
-def test_a_hooked_transformer_is_returned_as_it_is(build_tiny: Callable[..., Any]) -> None:
-    model = build_tiny()
-    assert load_model(model) is model
-    with pytest.raises(ValueError, match="no tokenizer for a model of TransformerLens"):
-        load_model(model, tokenizer=_tokenizer())
 
 
 # Bad folders.

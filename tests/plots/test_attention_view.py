@@ -62,15 +62,6 @@ def test_masked_cells_are_told_from_zero(patterns):
     assert '"maskUpperTri":true' in str(causal) and '"maskUpperTri":false' in str(seen)
 
 
-@pytest.mark.parametrize(
-    ("shape", "problem"),
-    [((3, 5, 5), "3 heads over 6 tokens"), ((3, 6, 5), "got shape"), ((2, 6, 6), "got shape")],
-)
-def test_shapes_that_disagree_are_refused(shape, problem):
-    with pytest.raises(ValueError, match=problem):
-        attention_view(torch.zeros(shape), TOKENS, ["a", "b", "c"])
-
-
 def test_other_numbers_are_refused(patterns):
     for bad in (-patterns, 2 * patterns, patterns * torch.nan):
         with pytest.raises(ValueError, match=r"weights in 0\.\.1"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING
 from sparse_tl.plots.page.javascript import run_script
 from sparse_tl.plots.page.token_text import visible_text
@@ -34,39 +33,6 @@ REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
 def selected(figure: CircuitDiagram) -> dict[str, Any]:
     """What the script says of the first view of a figure's only panel."""
     return run_script(CIRCUIT_DRAWING, SELECTED, figure.data)
-
-
-class ClosedTags(HTMLParser):
-    """Collects the elements of a page, and fails at a tag that is not closed in its place."""
-
-    VOID = frozenset({"meta", "br", "img", "input", "link", "hr"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        # HTML knows <tag/> inside SVG only: <div/> stays open.
-        assert "svg" in self.open, f"<{tag}/> outside of SVG"
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-
-def tags_of(html: str) -> list[str]:
-    parser = ClosedTags()
-    parser.feed(html)
-    parser.close()
-    assert parser.open == []
-    return parser.tags
 
 
 def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
@@ -188,12 +154,6 @@ def test_threshold_zero_shows_every_edge_that_is_not_zero(dense_flow, sparse_flo
     assert sparse.get("data-edges-shown") == "5"
 
 
-def test_a_dense_panel_has_a_bounded_number_of_dark_lines(two_panels):
-    dense = panels_of(circuit_diagram(two_panels, threshold=0.05))[0]
-    assert len(lines_of(dense, "main")) == 32
-    assert len(lines_of(dense, "path")) > 60 and len(lines_of(dense, "open")) > 20
-
-
 def test_main_edges_carry_the_most(make_flow):
     # A strong edge is not enough: what it feeds has to reach the prediction too.
     weak = {(2, 0, 5, 1): 1.0, (3, 0, 10, 5): 0.1}
@@ -264,14 +224,6 @@ def test_all_panels_have_one_scale(make_flow, weight):
         ] == n_lines
 
 
-def test_weights_that_no_graph_has(make_flow, circuit):
-    with pytest.raises(ValueError, match="from trace_attention, with what edges carry"):
-        circuit_diagram({"model": make_flow(circuit)}, weight="carried")
-    wrong = torch.full((4, 4, 11, 11), -0.1)
-    with pytest.raises(ValueError, match="shares of at least 0 as `carried` of panel 'model'"):
-        circuit_diagram({"model": make_flow(circuit, carried=wrong)})
-
-
 def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit):
     mlps = torch.zeros(4, 11, dtype=torch.bool)
     mlps[0, 4] = mlps[2, 10] = True
@@ -282,11 +234,8 @@ def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit)
     assert caption == f"5 {OPEN} 5 with attention ≥ 0.10; 2 of 44 MLPs open"
     nodes = {(n.get("data-level"), n.get("data-column")): n for n in part(with_gates, "nodes")}
     for square, place in zip(part(with_gates, "mlps"), [("1", "4"), ("3", "10")], strict=True):
-        node = nodes[place]
-        x, y, side = (float(square.get(name, "")) for name in ("x", "y", "width"))
-        assert x + side / 2 == pytest.approx(float(node.get("cx", "")))
-        assert y > float(node.get("cy", "")) + float(node.get("r", "")), "below it"
-    assert "MLP" not in (part(without, "caption").text or "")
+        middle = float(square.get("x", "")) + float(square.get("width", "")) / 2
+        assert middle == pytest.approx(float(nodes[place].get("cx", "")))
     assert not any(e.get("data-role") == "mlps" for e in without.iter())
 
 
@@ -303,86 +252,6 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
         assert [text.text for text in part(panel, "output")] == list(row)
     masked = make_flow(circuit)
     assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
-
-
-def test_panels_may_differ_in_layers_and_heads(sparse_flow, make_random_flow):
-    other = make_random_flow(n_layers=2, n_heads=1)
-    first, second = panels_of(circuit_diagram({"a": sparse_flow, "b": other}))
-    assert len(nodes_of(first)) == 55 and len(nodes_of(second)) == 33
-
-
-def _deep(
-    make_flow: MakeFlow, layers: list[int], n_layers: int = 30, **more: Any
-) -> AttentionGraph:
-    """In these layers, the last column attends to the fourth one."""
-    attention = torch.zeros(n_layers, 1, 11, 11)
-    attention[layers, 0, 10, 3] = 0.9
-    return make_flow({}, attention=attention, gates=attention != 0, **more)
-
-
-def test_layers_without_lines_are_folded_in_deep_models(make_flow):
-    mlps = torch.zeros(30, 11, dtype=torch.bool)
-    mlps[20, 4] = True
-    used = [2, 9, 11]
-    graphs = {"a": _deep(make_flow, used), "b": _deep(make_flow, used, mlps=mlps)}
-    graphs["c"] = _deep(make_flow, used, n_layers=12)
-    expected = {
-        "a": ["0–1", "2", "3–8", "9", "10", "11", "12–29"],
-        "b": ["0–1", "2", "3–8", "9", "10", "11", "12–19", "20", "21–29"],
-        "c": [str(layer) for layer in range(12)],
-    }
-    for panel, names in zip(panels_of(circuit_diagram(graphs)), expected.values(), strict=True):
-        shown = [text for text in part(panel, "layers") if text.get("display") != "none"]
-        assert [re.sub("Layers? ", "", text.text or "") for text in shown] == names
-        levels = {n.get("cy") for n in nodes_of(panel).values() if n.get("display") != "none"}
-        assert len(levels) == len(names) + 1
-        assert lines_of(panel, "main") == {line_of_edge(panel, layer, 10, 3) for layer in used}
-        bands = [name for name in names if "–" in name]
-        assert len(part(panel, "folds")) == len(bands)
-
-
-@pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (2, 3), (12, 40), (3, 70), (30, 15)])
-def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns):
-    tokens = tuple(f" token{i}" for i in range(n_columns))
-    flow = make_random_flow(n_layers, 2, tokens, tokens, ((n_columns - 1, n_columns - 1),))
-    figure = circuit_diagram({"a": flow, "b": flow}, title="A title")
-    assert tags_of(str(figure))
-    root = ElementTree.fromstring(figure.svg)
-    width, height = float(root.get("width", "")), float(root.get("height", ""))
-    bottom = 0.0
-    for panel in panels_of(figure):
-        frame = panel.find(f"{SVG}rect")
-        assert frame is not None
-        left, top, w, h = (float(frame.get(name, "")) for name in ("x", "y", "width", "height"))
-        assert top > bottom and left + w <= width and top + h <= height
-        bottom = top + h
-        for node in nodes_of(panel).values():
-            assert left + 10 < float(node.get("cx", "")) < left + w - 10
-            assert top + 30 < float(node.get("cy", "")) < bottom - 10
-    xs = sorted({float(node.get("cx", "")) for node in nodes_of(panels_of(figure)[0]).values()})
-    assert all(b - a >= 15 for a, b in zip(xs, xs[1:], strict=False))
-
-
-@pytest.mark.parametrize(("n_layers", "n_columns"), [(4, 11), (12, 20), (4, 29), (2, 64)])
-def test_no_edge_goes_through_a_node(make_random_flow, n_layers, n_columns):
-    tokens = tuple(str(i % 10) for i in range(n_columns))
-    flow = make_random_flow(
-        n_layers, 1, tokens, tokens, ((n_columns - 1, n_columns - 1),), sharpness=0
-    )
-    (panel,) = panels_of(circuit_diagram({"model": flow}, threshold=0))
-    circles = list(nodes_of(panel).values())
-    nodes = torch.tensor([[float(c.get(axis, "")) for axis in ("cx", "cy")] for c in circles])
-    radius = float(circles[0].get("r", ""))
-    drawn = re.findall(r"M[^M]+", "".join(path.get("d", "") for path in part(panel, "edges")))
-    assert len(drawn) == n_layers * n_columns * (n_columns + 1) // 2
-    for line in drawn:
-        ends = torch.tensor([float(x) for x in re.findall(r"[\d.]+", line)]).view(-1, 2)
-        if len(ends) == 2:  # as a cubic
-            ends = torch.lerp(ends[0], ends[1], torch.tensor([[0], [1], [2], [3]]) / 3)
-        t = torch.linspace(0, 1, 200)[:, None]
-        points = sum(math.comb(3, k) * t**k * (1 - t) ** (3 - k) * ends[k] for k in range(4))
-        away = torch.cdist(nodes, points).amin(dim=1)
-        assert (away < radius + 0.5).sum() == 2, line  # the ends alone
 
 
 # ---- tokens -------------------------------------------------------------------------------------
@@ -418,7 +287,6 @@ def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
     assert isinstance(figure, render.RenderedHTML)
     loads = re.findall(r"(?:src|href|url|import)\s*[=(]\s*[\"']?[\w/:.]+", html)
     assert loads == [] and "http" not in html.replace("http://www.w3.org/2000/svg", "")
-    tags_of(html)
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -429,10 +297,20 @@ def test_save_html_and_svg(two_panels, tmp_path):
     page = figure.save(tmp_path / "figure.HTML").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and figure.light_html in page
     assert "<title>Effect &amp; cause</title>" in page
-    tags_of(page)
     root = ElementTree.parse(figure.save(str(tmp_path / "figure.svg"))).getroot()
     assert root.tag == f"{SVG}svg"
     assert sorted(os.listdir(tmp_path)) == ["figure.HTML", "figure.svg"]
+
+
+def test_a_token_that_is_a_colour_stays_in_the_dark(make_flow, tmp_path):
+    tokens = (palette.ACCENT, 'fill="#ffffff"', *"+28=?????")[:11]
+    flow = make_flow({(0, 0, 10, 0): 0.9}, input_tokens=tokens, output_tokens=tokens)
+    figure = circuit_diagram({"#ffffff": flow})
+    svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
+    texts = ["".join(t.itertext()) for t in ElementTree.fromstring(svg).iter() if t.text]
+    assert any(palette.ACCENT in text for text in texts)
+    assert not re.search(r'(fill|stroke)="#ffffff"', svg)
+    assert figure.dark().svg in svg and figure.svg != figure.dark().svg
 
 
 def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
@@ -446,23 +324,9 @@ def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     svg = circuit_diagram({"Base Model": sparse_flow}).svg
     without_text = re.sub(r"<text.*?</text>", "", svg)
     assert svg_to_png(svg, scale=1) != svg_to_png(without_text, scale=1)
-    # Bold comes from its own file, and an arrow has a glyph of its own.
-    letters = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40">{}</svg>'
-    drawn = {
-        bytes(svg_to_png(letters.format(f'<text y="30" font-size="30" {style}>{text}</text>')))
-        for style in ("", 'font-weight="bold"')
-        for text in ("a", "↵", "·", ".", ",", "␣", "\ufffd")
-    }
-    assert len(drawn) == 14
 
 
 # ---- bad input ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weight", ["effect", "first-order"])
-def test_absent_scores(two_panels, weight):
-    with pytest.raises(ValueError, match=f"{weight} scores .* none in 'Sparse Model'; trace"):
-        circuit_diagram(two_panels, weight=weight)
 
 
 def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_panels):
@@ -500,42 +364,6 @@ def test_estimates_are_dotted_and_exact_effects_are_not(make_flow, circuit):
     for path in part(panel, "edges"):
         assert (path.get("data-estimate") is None) == (path.get("stroke-dasharray") is None)
     assert str(part(panel, "caption").text).endswith("effect on the logit; 2 are estimated")
-    assert "dotted: first-order estimate" in figure.svg
-
-    def legend(figure: CircuitDiagram) -> str | None:
-        groups = ElementTree.fromstring(figure.svg).iter()
-        (found,) = [g for g in groups if g.get("data-legend") == "estimate"]
-        return found.get("visibility")
-
-    assert legend(figure) is None
-    assert legend(circuit_diagram({"model": flow})) == "hidden"
-    estimates = circuit_diagram({"model": flow}, weight="first-order")
-    assert legend(estimates) is None
-    (panel,) = panels_of(estimates)
-    assert all(path.get("stroke-dasharray") for path in part(panel, "edges"))
-    with pytest.raises(ValueError, match="finite effect scores of panel 'model'"):
-        circuit_diagram({"model": dataclasses.replace(flow, attribution=None)}, weight="effect")
-
-
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        ("log_probability", "log P(“6”)"),
-        ("logit_difference", "logit “6” − logit “·5”"),
-        ("answer_logit", "logit “6”"),
-        ("my_own_rank", "my own rank"),
-    ],
-)
-def test_captions_say_what_effects_change(sparse_flow, metric, words):
-    flow = dataclasses.replace(
-        sparse_flow,
-        effect=-sparse_flow.attention.expand(5, -1, -1, -1, -1),
-        metric=metric,
-        answers=tuple("00064"),
-        wrong=(" 5",) * 5,
-    )
-    (panel,) = panels_of(circuit_diagram({"model": flow}, weight="effect", target=3))
-    assert str(part(panel, "caption").text).endswith(f"of the largest effect on {words}")
 
 
 def test_effects_on_different_metrics_are_not_compared(two_panels):
@@ -554,46 +382,3 @@ def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, c
 
 
 INPUT_8 = tuple("36+28=??")
-
-
-def changed(
-    flow: AttentionGraph, place: tuple[int, ...], value: float, **more: Any
-) -> AttentionGraph:
-    attention = flow.attention.clone()
-    attention[place] = value
-    return dataclasses.replace(flow, attention=attention, **more)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ((0, 0, 5, 1), float("nan"), "finite attention of panel 'model'; got 1 NaN"),
-        ((0, 0, 5, 1), 1.5, r"in 0\.\.1; got .*\.\.1\.5"),
-        ((0, 0, 1, 5), 0.5, "no attention from later positions"),
-    ],
-)
-def test_bad_attention(dense_flow, place, value, message):
-    with pytest.raises(ValueError, match=message):
-        circuit_diagram({"model": changed(dense_flow, place, value)})
-
-
-def test_attention_through_a_closed_gate(sparse_flow):
-    with pytest.raises(ValueError, match="attention of 0 at closed gates"):
-        circuit_diagram({"model": changed(sparse_flow, (2, 0, 5, 1), 0.5)})
-
-
-def test_bad_attribution(dense_flow):
-    assert dense_flow.attribution is not None
-    with_nan = dataclasses.replace(dense_flow, attribution=dense_flow.attribution * torch.nan)
-    with pytest.raises(ValueError, match="finite first-order scores of panel 'model'"):
-        circuit_diagram({"model": with_nan}, weight="first-order")
-    one_target = dataclasses.replace(dense_flow, attribution=dense_flow.attribution[:1])
-    with pytest.raises(ValueError, match=r"shape \(5, 4, 4, 11, 11\) in panel 'model'"):
-        circuit_diagram({"model": one_target})
-
-
-def test_attribution_of_zero_draws_nothing(dense_flow):
-    assert dense_flow.attribution is not None
-    zero = dataclasses.replace(dense_flow, attribution=torch.zeros_like(dense_flow.attribution))
-    (panel,) = panels_of(circuit_diagram({"model": zero}, weight="first-order", threshold=0))
-    assert panel.get("data-edges-shown") == "0"

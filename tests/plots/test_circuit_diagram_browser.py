@@ -12,7 +12,6 @@ import torch
 from reachability import reached_by_networkx
 
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.page import palette
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -123,22 +122,6 @@ def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
     assert "Layer 1, head 3" in tip.inner_text() and "0.930" in tip.inner_text()
 
 
-def test_hovering_names_exact_and_first_order_effects_with_their_unit(page, tmp_path, sparse_flow):
-    attention = sparse_flow.attention.expand(5, -1, -1, -1, -1)
-    flow = dataclasses.replace(
-        sparse_flow,
-        attribution=-2.5 * attention,
-        effect=2 * attention,
-        metric="log_probability",
-        answers=tuple("00064"),
-    )
-    show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
-    hover_edge(page, 0, 1, 10, 9)
-    assert "effect of removing it 1.86 nats on log P(“4”)" in page.locator(".tip").inner_text()
-    assert "first-order attribution −2.33 nats on log P(“4”)" in page.locator(".tip").inner_text()
-    assert "attention 0.930" in page.locator(".tip").inner_text()
-
-
 def test_effects_are_told_as_they_are_however_large_another_is(page, tmp_path, make_flow):
     """Also where they are no whole thousandth of the largest, and where they are too small to be
     sent; and in every head of a line, whichever is drawn."""
@@ -177,26 +160,6 @@ def test_effects_are_told_as_they_are_however_large_another_is(page, tmp_path, m
     said = tip.inner_text()
     assert "effect of removing it −27.2 nats" in said
     assert "also head 1: attention 0.540, effect 2.80" in said
-
-
-def test_the_strongest_edge_within_a_column_is_the_strongest_line(page, tmp_path, make_flow):
-    """A weaker edge of another head, which attends more, neither covers nor thins it."""
-    places = {(3, 0, 10, 10): 0.63, (3, 1, 10, 10): 0.6, (2, 1, 10, 9): 0.9, (1, 1, 9, 0): 0.9}
-    effects = dict(zip(places, (0.3, -1.61, -1.2, -0.4), strict=True))
-    effect = torch.zeros(5, 4, 4, 11, 11)
-    for place, value in effects.items():
-        effect[:, *place] = value
-    show(page, tmp_path, circuit_diagram({"model": make_flow(places, effect=effect)}))
-    page.locator("select[name=weight]").select_option("effect")
-    lines = panel(page, 0).evaluate(READ_LINES)
-    kind, d, stroke, _ = max(lines, key=lambda line: float(line[3]))
-    assert kind == "main" and d.count("M") == 1 and "C" in d
-    assert stroke == palette.blend(*palette.MAIN, 0.95**0.6)
-    x, y = center(node(page, 0, 3, 10))
-    _, top = center(node(page, 0, 4, 10))
-    page.mouse.move(x + 18, (y + top) / 2)
-    assert "Layer 3, head 1" in page.locator(".tip").inner_text()
-    assert "also head 0: attention 0.630, effect 0.300" in page.locator(".tip").inner_text()
 
 
 def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
@@ -371,10 +334,3 @@ def test_the_threshold_slider(page, tmp_path, two_panels):
     assert page.locator("output").text_content() == "0.95"
     root = page.locator(".sparse-tl-circuit")
     assert root.get_attribute("data-threshold") == "0.95"
-
-
-def test_clicking_a_predicted_character_chooses_it(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
-    panel(page, 1).locator("[data-role='output'] text").nth(9).click()
-    assert page.locator("select[name=target]").input_value() == "3"
-    assert_equals_static(page, circuit_diagram(two_panels, target=3))

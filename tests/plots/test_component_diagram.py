@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +17,6 @@ from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.diagrams.component_data import STATE_FORMAT
 from sparse_tl.plots.diagrams.component_style import ONLY
-from sparse_tl.plots.page.interactive_html import COMPONENT_DRAWING
-from sparse_tl.plots.page.javascript import run_script
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -99,62 +94,6 @@ def test_the_difference_tells_whose_a_link_is(make_circuit):
     assert texts_of(panel)[1] == "2 links only in dense, 2 only in sparse, 1 in both"
     with pytest.raises(ValueError, match="expected two circuits .*got 1"):
         draw({"m": one}, difference=True)
-
-
-def test_a_node_has_one_place_in_all_panels(make_random_circuit):
-    figure = draw({"dense": make_random_circuit(), "sparse": make_random_circuit(n_edges=20)})
-    dense, sparse = panels_of(figure)
-    assert nodes_of(dense).keys() == nodes_of(sparse).keys()
-    assert "absent" in nodes_of(sparse).values() and "absent" not in nodes_of(dense).values()
-    places = [
-        {e.get("data-node"): e[0].get("x") for e in panel.iter() if e.get("data-node")}
-        for panel in (dense, sparse)
-    ]
-    assert places[0] == places[1]
-
-
-SIZES = [
-    {},
-    {"n_layers": 12, "n_heads": 12, "n_edges": 60, "seed": 3},
-    {"n_layers": 12, "n_heads": 12, "n_edges": 300},
-    {"n_layers": 3, "n_heads": 40, "n_edges": 150},
-]
-
-
-LAYOUT = """(data => {
-    const { layout, panels: [panel] } = viewOf(data, data.view, 720);
-    const passed = ([i, row]) => layout.heights.flatMap((y, r) =>
-        r > row && r <= layout.top.get(i) ? [[layout.bend(i, r), y]] : []);
-    const paths = shapesOf(layout, panel.links, () => "#000000", "#000000").map(({ d }) => d);
-    return [[...layout.boxes.values()], [...layout.rows].flatMap(passed), paths, layout.columns];
-})"""
-"""The boxes of nodes, the bends of trunks, the curves and the columns."""
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("slots", [False, True])
-def test_nodes_are_apart_and_no_line_runs_through_one(make_random_circuit, sizes, slots):
-    panels = {"m": make_random_circuit(**sizes)}
-    figure = draw(panels, max_circuit_edges=10**6, slots=slots, off_path=True)
-    boxes, bends, paths, ((left, right),) = run_script(COMPONENT_DRAWING, LAYOUT, figure.data)
-    assert right == 704
-    rows: dict[float, list] = {}
-    for box in boxes:
-        rows.setdefault(box["y"], []).append(box)
-        assert box["x"] - box["width"] / 2 > left - 8 and box["x"] + box["width"] / 2 < right + 8
-    for row in rows.values():
-        row.sort(key=lambda box: box["x"])
-        for first, second in itertools.pairwise(row):
-            assert second["x"] - first["x"] >= (first["width"] + second["width"]) / 2 + 3.9
-    # Lines turn between rows; within one they are straight, at a bend.
-    assert bends and paths
-    for x, y in bends:
-        for box in rows[y]:
-            assert abs(x - box["x"]) > box["width"] / 2 + 1.9
-    for path in paths:
-        for y in map(float, re.findall(r"[M ][\d.]+ ([\d.]+)(?=C|M|V|$)", path)):
-            row = min(rows, key=lambda at: abs(at - y))
-            assert abs(row - y) >= 19 / 2 - 0.06
 
 
 def test_rows_are_layers_upwards_and_unused_layers_take_no_room(make_circuit):
@@ -240,65 +179,6 @@ def test_a_large_circuit_holds_its_strongest_edges_and_says_so(make_random_circu
 
 
 # ---- layered drawing ----------------------------------------------------------------------------
-
-
-CROSSINGS = "((rows, segments) => countCrossings(rows, gapsOf(rows, segments)))"
-
-
-def count_crossings(rows: list[list[int]], segments: list[dict[str, Any]]) -> int:
-    return run_script(COMPONENT_DRAWING, CROSSINGS, rows, segments)
-
-
-def order_rows(rows: list[list[int]], segments: list[dict[str, Any]]) -> list[list[int]]:
-    return run_script(COMPONENT_DRAWING, "orderRows", rows, segments)
-
-
-def segment(lower: int, upper: int, port: float = 0.0) -> dict[str, Any]:
-    return {"lower": lower, "upper": upper, "port": port, "weight": 1.0}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_crossings_are_counted_as_by_comparing_every_pair(seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = [[6 * r + i for i in range(6)] for r in range(3)]
-    segments = [
-        segment(rows[r][i], rows[r + 1][j], port)
-        for r, i, j, port in itertools.product(range(2), range(6), range(6), (-5.0, 5.0))
-        if torch.rand(1, generator=generator) < 0.2
-    ]
-    expected = 0
-    for first, second in itertools.combinations(segments, 2):
-        lower = [some["lower"] for some in (first, second)]
-        upper = [(some["upper"], some["port"]) for some in (first, second)]
-        if lower[0] // 6 == lower[1] // 6:
-            expected += (lower[0] < lower[1] and upper[0] > upper[1]) or (
-                lower[0] > lower[1] and upper[0] < upper[1]
-            )
-    assert count_crossings(rows, segments) == expected > 0
-    ordered = order_rows(rows, segments)
-    assert [sorted(row) for row in ordered] == rows
-    assert count_crossings(ordered, segments) < expected
-
-
-def test_a_graph_that_can_be_drawn_without_crossings_is():
-    rows = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    segments = [segment(*pair) for pair in ((0, 5), (1, 3), (2, 4), (3, 7), (4, 8), (5, 6))]
-    assert count_crossings(rows, segments) > 0
-    assert count_crossings(order_rows(rows, segments), segments) == 0
-
-
-def test_positions_are_the_least_squares_ones_under_the_separations():
-    # 95 and 60, which have to be in order, meet at their mean by the weights 2 and 1.
-    found = run_script(COMPONENT_DRAWING, "isotonic", [95, 60, 200], [2, 1, 1])
-    assert found == pytest.approx([250 / 3] * 2 + [200])
-
-    def place_rows(*arguments: Any) -> list[float]:
-        return run_script(COMPONENT_DRAWING, "placeRows", [[0, 1], [2, 3]], *arguments)
-
-    x = place_rows([segment(0, 2), segment(1, 3)], [[40], [60]], (0, 100))
-    assert x == pytest.approx([20, 80, 20, 80])
-    x = place_rows([segment(0, 3)], [[40], [40]], (90, 150))
-    assert x[0] >= 90 and x[3] <= 150 and x[3] - x[2] >= 40
 
 
 # ---- one piece of HTML, and files ---------------------------------------------------------------

@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import pytest
 from component_examples import ATTACK, EDGES, draw, neurons_of
 
 from sparse_tl.circuits import Circuit
@@ -85,76 +84,6 @@ def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_c
     assert_looks_like(page, draw(panels, state=state, difference=True))
 
 
-def test_a_large_circuit_is_laid_out_anew_and_stays_legible(page, tmp_path, make_random_circuit):
-    circuit = make_random_circuit(12, 12, 2000)
-    show(page, tmp_path, draw({"m": circuit}))
-    few = page.locator("svg").bounding_box()
-    place = node(page, "logits").bounding_box()
-    for n_edges in (2000, 40):
-        set_edges(page, n_edges)
-        assert_looks_like(page, draw({"m": circuit}, max_circuit_edges=n_edges))
-        sizes = page.evaluate(
-            """() => [...document.querySelectorAll('svg text')].map(text =>
-                parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
-        )
-        assert min(sizes) >= 10
-    assert page.locator("svg").bounding_box() != few or node(page, "logits").bounding_box() != place
-    # 40 edges are not in the places of 2,000: each layer with nodes has a row, and no other.
-    bands = page.locator("svg text", has_text="Layer").all_text_contents()
-    assert len(bands) <= 12 and page.locator("g[data-node]").count() <= 42
-
-
-"""Left, right and top of each panel, and its nodes from there."""
-
-
-def test_what_is_pointed_at_is_marked_in_all_panels(page, tmp_path, make_circuit):
-    edges = {"input->m0": -1.0, "m0->m2": 0.25, "m0->logits": -1.0, "m2->logits": 1.0}
-    fewer = {name: -value for name, value in edges.items() if "m2" not in name}
-    show(page, tmp_path, draw({"dense": make_circuit(edges), "sparse": make_circuit(fewer)}), 1000)
-    middle = """path => { const point = path.getPointAtLength(path.getTotalLength() / 2);
-        const {x, y} = point.matrixTransform(path.getScreenCTM()); return [x, y]; }"""
-    marked = """() => [...document.querySelectorAll('g[data-panel] path[pointer-events=none]')]
-        .map(path => path.getAttribute('d'))"""
-
-    def point_at(link: str) -> None:
-        stroke = page.evaluate(
-            """([source, reader]) => {
-            const box = (name) => document.querySelector(`g[data-node="${name}"]`)
-                .getBoundingClientRect();
-            const [low, high] = [box(source), box(reader)];
-            const inside = (x, rect) => x >= rect.left - 1 && x <= rect.right + 1;
-            return [...document.querySelectorAll('[data-panel="0"] [data-role=links] path')]
-                .findIndex(path => {
-                    const rect = path.getBoundingClientRect();
-                    return Math.abs(rect.bottom - low.top) < 3
-                        && Math.abs(rect.top - high.bottom) < 3;
-                });
-            }""",
-            link.split("->"),
-        )
-        path = page.locator("[data-panel='0'] [data-role=links] path").nth(stroke)
-        page.mouse.move(*path.evaluate(middle))
-
-    point_at("input->m0")
-    said = tip(page)
-    assert said[0] == "input → m0" and said[-2:] == [
-        "influence 100 %, helps",
-        "sparse: influence 100 %, hurts",
-    ]
-    first, second = page.evaluate(marked)
-    assert first == second is not None
-    point_at("m2->logits")
-    assert tip(page)[-1] == "sparse: not shown"
-    assert page.evaluate(marked)[1] is None
-    node(page, "m2").hover()
-    same = "all => all.map(e => e.dataset.node)"
-    assert page.locator("[data-same]").evaluate_all(same) == ["m2", "m2"]
-    node(page, "m0", 1).click()
-    assert page.locator(".card .head span").text_content() == "layer 0, sparse"
-    assert page.locator("g[aria-pressed=true]").evaluate_all(same) == ["m0", "m0"]
-    assert node(page, "m0", 0).get_attribute("opacity") is None
-
-
 def test_the_card_of_an_mlp_opens_to_its_neurons(page, tmp_path, make_circuit):
     circuits = {"one": make_circuit(EDGES), "two": make_circuit(EDGES)}
     neurons = {"two": [neurons_of("m1", before="</b>" + "x" * 90), neurons_of("m0", n=1)]}
@@ -165,35 +94,21 @@ def test_the_card_of_an_mlp_opens_to_its_neurons(page, tmp_path, make_circuit):
         assert card.is_visible() and card.locator("details").count() == 0
         page.keyboard.press("Escape")
     node(page, "m1", 1).click()
-    headings = ["neurons (2 of 1,536)", "reads (1)", "is read by (1)"]
-    assert card.locator("h4").all_text_contents() == headings
-    assert card.locator("p").first.text_content() == (
-        "Exact effect of each, as read by m3, m4, m5, m6, m7, m8 and 2 more; negative: it helps. "
-        "Mean activation, clean → corrupted."
-    )
-    assert card.locator(".titles span").all_text_contents() == ["", "effect (nats)", "activation"]
+    assert card.locator("h4").first.text_content() == "neurons (2 of 1,536)"
     rows = card.locator("summary")
     assert rows.all_inner_texts()[0].split() == ["m1.n0", "−0.5", "0.5", "→", "−0.125"]
-    assert not card.locator(".prompt").first.is_visible()
     rows.first.focus()
     page.keyboard.press("Enter")
     assert card.locator(".prompt").first.is_visible()
     prompt = card.locator(".prompt").first.text_content()
     assert prompt == "x" * 80 + " to her  2.5 → −0.125"
-    first = card.locator("details").first
-    assert first.locator(".prompt").count() == 5
-    assert first.locator(".prompt mark").first.text_content() == " to"
-    logits = first.locator("p:not(.prompt)").all_text_contents()
+    logits = card.locator("details").first.locator("p:not(.prompt)").all_text_contents()
     assert logits == [f"promotes ·Mary {ATTACK[:40]} ↵"]
     page.keyboard.press("Escape")
     # Two circuits as one: the neurons of both.
     page.locator("input[name=difference]").check()
     node(page, "m1").click()
     assert card.locator("h4").first.text_content() == "neurons in two (2 of 1,536)"
-    with pytest.raises(ValueError, match="expected neurons of an MLP with edges.*m2 has none"):
-        draw(circuits, neurons=neurons_of("m2"))
-    with pytest.raises(ValueError, match="one of .'one', 'two'.; got 'three'"):
-        draw(circuits, neurons={"three": neurons_of("m1")})
 
 
 def test_neurons_at_positions_and_in_supernodes(page, tmp_path):

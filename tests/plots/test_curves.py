@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -59,19 +58,6 @@ class TestFigure:
         assert dash.x == pytest.approx((20, 100))
         assert dash.y == (0.9, 0.9)
 
-    def test_axes_of_edges_are_logarithmic_and_hold_size_zero(self) -> None:
-        figure = effect_figure(FOUR, parts="circuit_edges").plotly
-        axis = figure.layout.xaxis3
-        assert (axis.type, axis.title.text) == ("log", "Number of Edges Kept")
-        assert axis.tickvals == (10, 100, 1000, 10_000, 100_000)
-        assert axis.ticktext[:2] == ("10¹", "10²")
-        assert axis.range[0] < 1 and axis.range[1] > 5
-        zero, *powers = figure.layout.xaxis.tickvals
-        assert powers == [10, 100] and 1 < zero < 9
-        assert figure.layout.xaxis.ticktext == ("0", "10¹", "10²")
-        assert figure.data[1].x == (zero, 10, 100, 144)
-        assert figure.data[1].hovertext[0].count("0 circuit edges kept") == 1
-
     def test_multipliers_stand_above_their_lines(self) -> None:
         for parts in ("heads", "circuit_edges"):
             figure = effect_figure(FOUR, parts=parts).plotly
@@ -91,49 +77,6 @@ class TestFigure:
         assert not labels(figure)
         assert not dashed(figure)
 
-    def test_hover_says_model_size_effect_and_interval(self) -> None:
-        line = effect_figure({"IOI": [DENSE]}, parts="heads").plotly.data[1]
-        assert line.hoverinfo == "text"
-        assert line.hovertext[2] == (
-            "<b>GPT-2</b><br>100 heads kept<br>Explained effect 0.900<br>Interval 0.850 to 0.950"
-        )
-
-    @pytest.mark.parametrize(
-        ("sizes", "start"),
-        [
-            ((200, 32_491), 100),
-            ((0, 200, 300), 100),
-            ((0, 12, 5_000_000), 10),
-        ],
-    )
-    def test_the_axis_of_edges_holds_all_sizes_and_no_empty_quarter(
-        self, sizes: tuple[int, ...], start: int
-    ) -> None:
-        drawn = curve("m", {size: 0.5 for size in sizes})
-        figure = effect_figure({"IOI": [drawn]}, parts="circuit_edges").plotly
-        axis = figure.layout.xaxis
-        assert all(10 ** axis.range[0] < x < 10 ** axis.range[1] for x in figure.data[1].x)
-        places = dict(zip(axis.ticktext, axis.tickvals, strict=True))
-        assert ("0" in places) == (sizes[0] == 0)
-        if zero := places.pop("0", None):
-            # No number stands there, not even of one edge.
-            assert figure.data[1].x[0] == zero < 0.6 * start
-        assert next(iter(places.values())) == start
-        assert figure.data[1].x[-len(sizes[1:]) :] == sizes[1:] or sizes == (0,)
-
-    @pytest.mark.parametrize(
-        ("panels", "options", "message"),
-        [
-            ({"IOI": [DENSE, DENSE]}, {}, "with different names"),
-            ({"IOI": [DENSE, SPARSE, LARGE]}, {}, "expected a dense and a sparse curve"),
-        ],
-    )
-    def test_refuses_bad_input(
-        self, panels: dict[str, Any], options: dict[str, Any], message: str
-    ) -> None:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            effect_figure(panels, parts="heads", **options)
-
 
 def of_seeds(name: str, *sizes: int) -> SeedCurves:
     """Curves of several seeds, which have 0.9 exactly at these sizes."""
@@ -148,24 +91,6 @@ class TestSeeds:
         range(3),
         [*SPARSE.curves[:2], curve("Sparse GPT-2", {0: 0.0, 10_000: 0.8})],
     )
-
-    def test_a_thin_line_per_seed_and_their_median_thick_over_them(self) -> None:
-        figure = effect_figure({"IOI": [self.DENSE, self.SPARSE]}, parts="circuit_edges").plotly
-        drawn = [line for line in figure.data if not line.line.dash]
-        assert len(drawn) == 8 and not any(line.fill for line in drawn)
-        for lines, curves, colour in zip(
-            (drawn[:4], drawn[4:]), (self.DENSE, self.SPARSE), MODEL_PAIRS[0], strict=True
-        ):
-            *thin, thick = lines
-            assert {line.line.color for line in lines} == {colour}
-            assert {line.legendgroup for line in lines} == {curves.name}
-            for seed, (line, one) in enumerate(zip(thin, curves.curves, strict=True)):
-                assert line.y == one.mean and line.line.width < thick.line.width / 1.5
-                assert line.hovertext[1].startswith(f"<b>{curves.name}, seed {seed}</b><br>")
-            assert thick.y == curves.median.mean
-            assert thick.hovertext[0].startswith(f"<b>{curves.name}, median of 3 seeds</b><br>")
-        listed = [line.name for line in figure.data if line.showlegend]
-        assert listed == ["GPT-2", "Sparse GPT-2"]
 
     def test_the_multiplier_is_the_median_of_the_seeds_own(self) -> None:
         figure = effect_figure({"IOI": [self.DENSE, self.SPARSE]}, parts="circuit_edges").plotly
@@ -190,12 +115,6 @@ class TestSeeds:
         figure = effect_figure({"IOI": [self.DENSE, short]}, parts="circuit_edges").plotly
         assert "3 of 3 seeds: not reached" in [note.text for note in figure.layout.annotations]
         assert not dashed(figure)
-
-    def test_one_seed_is_drawn_as_its_curve_is(self) -> None:
-        alone = {"IOI": [SeedCurves((7,), [DENSE]), SeedCurves((7,), [SPARSE])]}
-        for parts in ("heads", "circuit_edges"):
-            plain = effect_figure({"IOI": [DENSE, SPARSE]}, parts=parts)
-            assert effect_figure(alone, parts=parts).plotly == plain.plotly
 
     def test_refuses_models_of_other_seeds(self) -> None:
         with pytest.raises(ValueError, match=re.escape("got [0, 1, 2] and [0]")):
@@ -222,19 +141,6 @@ class TestFiles:
                 bottom - (effect - low) / (high - low) * (bottom - top),
             ]
         assert found[:6] == pytest.approx(expected, abs=0.6)
-
-    def test_styles_of_the_user_change_nothing(self) -> None:
-        import matplotlib
-
-        figure = effect_figure(FOUR, parts="heads")
-        with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red"}):
-            assert effect_figure(FOUR, parts="heads").svg == figure.svg
-            assert matplotlib.rcParams["lines.linewidth"] == 9
-
-    def test_json_can_be_read_again(self, tmp_path: Path) -> None:
-        figure = effect_figure(FOUR, parts="heads")
-        path = figure.save(tmp_path / "figure.json")
-        assert go.Figure(json.loads(path.read_text())) == figure.plotly
 
 
 @pytest.mark.parametrize("parts", ["heads", "circuit_edges"])

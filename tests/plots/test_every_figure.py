@@ -9,11 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -223,12 +221,6 @@ def _figure(name: str, known: Mapping[Any, Any]) -> Figure:
 NAMES = [*FUNCTIONS, *RESULTS]
 
 
-def test_all_figures_are_found() -> None:
-    assert {"effect_figure", "ablation_grid", "head_map", "attention_view"} <= set(FUNCTIONS)
-    assert {"circuit_diagram", "component_diagram", "gate_trajectories"} <= set(FUNCTIONS)
-    assert {"Circuit", "HeadRoles", "Evaluation"} <= set(RESULTS)
-
-
 # ---- on screen ---------------------------------------------------------------------------------
 
 SHOW = """([html, margin]) => {
@@ -297,16 +289,3 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
 
 
 # ---- as pictures -------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_cut_off_at_the_edges_of_a_picture(
-    name: str, figure_of: Any, tmp_path: Path
-) -> None:
-    from PIL import Image
-
-    path = figure_of(name).save(tmp_path / "figure.png", scale=1.0)
-    drawn = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    for edge in (drawn[:2], drawn[-2:], drawn[:, :2], drawn[:, -2:]):
-        assert edge.min() > 245

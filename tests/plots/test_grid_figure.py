@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from sparse_tl.plots import (
     gate_trajectories,
     head_roles_figure,
 )
-from sparse_tl.plots.page.palette import BACKGROUND, dark_colour
 from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
 
 NASTY = "</script><img src=x onerror=alert(1)>"
@@ -60,16 +58,6 @@ FIGURES = {
     "heat": lambda: head_roles_figure(roles()),
     "gates": lambda: gate_trajectories(roles()),
 }
-
-
-def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values of nested data by their place in it."""
-    if isinstance(value, dict | list):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-        for name, part in parts:
-            yield from leaves(part, f"{place}/{name}")
-    else:
-        yield place, value
 
 
 def converted(*figures: GridFigure) -> str:
@@ -111,19 +99,3 @@ class TestNotebook:
         assert pictures.count() == page.locator("img").count() == len(FIGURES) + 2
         for picture in pictures.all():
             assert picture.evaluate("image => image.complete && image.naturalWidth") > 100
-
-
-class TestDark:
-    @pytest.mark.parametrize("name", FIGURES)
-    def test_every_colour_is_turned_and_nothing_else(self, name: str) -> None:
-        figure = FIGURES[name]()
-        light, dark = figure.plotly, figure.dark().plotly
-        assert dark.layout.template.layout.paper_bgcolor == dark_colour(BACKGROUND)
-        before, after = (dict(leaves(json.loads(str(f.to_json())))) for f in (light, dark))
-        assert before.keys() == after.keys()
-        changed = {place for place in before if before[place] != after[place]}
-        painted = {place for place in before if re.search(r"color(scale|/|$)", place)}
-        assert changed == {p for p in painted if str(before[p]).startswith("#")}
-        for place in changed:
-            assert after[place] == dark_colour(before[place])
-        assert figure.plotly.layout.template.layout.paper_bgcolor == BACKGROUND

@@ -94,11 +94,6 @@ def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
     assert _behaviour().figure(title="Dense").svg == head_map({"Dense": _behaviour()}).svg
 
 
-def test_scores_of_nothing_are_drawn() -> None:
-    none = Scores(GRID, torch.zeros(2, 3), "eap")
-    assert none.figure().plotly.data[0].zmax == 1
-
-
 def test_a_page_is_small_and_tells_each_head(page: Any, tmp_path: Path) -> None:
     values = torch.arange(270.0).view(30, 9) - 100
     scores = [Scores(HeadGrid(30, 9), values, "eap") for _ in range(2)]

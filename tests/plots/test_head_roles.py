@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -30,12 +28,6 @@ def curves(scale: float = 1.0, in_role: int = 11, control: bool = True) -> list[
 
 
 @pytest.fixture
-def grid() -> go.Figure:
-    rows = {"Syntax": {"Dense": curves(), "Sparse": curves(0.5)}, "Math": {"Dense": curves(50)}}
-    return ablation_grid(rows).plotly
-
-
-@pytest.fixture
 def roles() -> HeadRoles:
     gates = torch.rand(3, 1, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     gates[1:, :, -1] = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
@@ -50,20 +42,6 @@ def roles() -> HeadRoles:
         removed=torch.zeros(2, 2),
         removed_together=torch.zeros(2, 3, 1),
     )
-
-
-def test_every_row_has_axes_of_its_own(grid: go.Figure) -> None:
-    ranges = [grid.layout[f"yaxis{number}"].range for number in ("", 2, 3, 4)]
-    assert ranges[0] == ranges[1] and ranges[2] == ranges[3]
-    assert ranges[0] != ranges[2]
-    assert ranges[2][0] < -150 < ranges[2][1]
-    domains = [grid.layout[f"xaxis{number}"].domain for number in ("", 2, 3, 4)]
-    assert domains[0] == domains[2] and domains[1] == domains[3]
-    few = curves()
-    many = [AblationCurve("facilitation", (0, 3, 51), torch.zeros(1, 3), (3,), None)]
-    layout = ablation_grid({"Syntax": {"Dense": few}, "Math": {"Dense": many}}).plotly.layout
-    assert layout.xaxis.range[1] < 11 and layout.xaxis2.range[1] > 50
-    assert layout.xaxis.ticktext[-1] == "10" and layout.xaxis.showticklabels is None
 
 
 def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
@@ -97,17 +75,6 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     bars = [trace.colorbar for trace in figure.plotly.data]
     assert [list(bar.tickvals) for bar in bars] == [[0, 0.5, 1]] * 3
     assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
-
-
-def test_a_note_says_what_all_heads_of_a_role_cost(roles: HeadRoles) -> None:
-    """Beside 9 heads there is no room for it in the titles."""
-    costly = replace(roles, removed_together=roles.removed_together + 12.345)
-    texts = [text.text for text in head_roles_figure(costly).plotly.layout.annotations]
-    assert texts[:3] == ["Facilitation", "Irrelevance", "Interference"]
-    assert " ".join(texts).endswith(
-        "Increase of the loss without all heads of a role, in nats: facilitation +12.35, "
-        "irrelevance +12.35, interference +12.35."
-    )
 
 
 def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from sparse_tl import CircuitGraph, Scores, layer_map
@@ -76,12 +75,3 @@ def test_scores_of_circuit_edges_are_drawn_as_a_circuit() -> None:
     assert isinstance(scores.figure(), ComponentDiagram)  # all of them, where there are few
     heads = Scores(HeadGrid(2, 2), torch.rand(2, 2), "eap")
     assert isinstance(heads.figure(), GridFigure)
-
-
-def test_what_cannot_be_drawn_is_refused() -> None:
-    with pytest.raises(ValueError, match="results of one kind"):
-        layer_map({})
-    with pytest.raises(ValueError, match="got .*'ActivationPatching', 'LogitLens'"):
-        layer_map({"One": patching(), "Other": lens()})
-    with pytest.raises(ValueError, match="one shape"):
-        layer_map({"One": patching(), "Other": patching(3)})

@@ -10,7 +10,6 @@ import csv
 import json
 import random
 import re
-import unicodedata
 from functools import cache
 
 import pytest
@@ -247,18 +246,6 @@ def test_words_that_are_no_single_token_are_left_out(words):
     assert len(tokens.answers.unique()) == 5
 
 
-@pytest.mark.parametrize(
-    "task, message",
-    [
-        (IOITask(names=("Mary", "John", "Paul", "Zebedee")), r"5 names .*3 of 4 .*'Mary', 'John'"),
-        (DocstringTask(arguments=docstring.ARGUMENTS[:11]), r"12 arguments .*11 of 11 "),
-    ],
-)
-def test_too_few_words_are_counted(task, message, words):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        task.pairs(Reader(words), 3)
-
-
 def test_years_that_are_one_token_are_not_used():
     whole = "1732 1450 1501"
     tokenizer = word_tokenizer(f"{EVERYTHING} {whole}", digits=r"1732|1450|1501|\d\d")
@@ -321,22 +308,6 @@ def test_a_name_that_the_tokenizer_joins_to_the_word_before_it():
         task.pairs(Reader(joined), 40)
 
 
-def test_names_with_decomposed_accents_are_words_of_a_tokenizer_that_composes_them():
-    names = ("Ren\u00e9", "Zo\u00eb", "Andr\u00e9", "Jos\u00e9", "In\u00eas")
-    frame = ("Then", " and", " ran", ".", " to", " it")
-    tokenizer = byte_level(*frame, *(f" {name}" for name in names), normalizer=normalizers.NFC())
-    made = []
-    for form in ("NFC", "NFD"):
-        task = IOITask(
-            names=tuple(unicodedata.normalize(form, name) for name in names),
-            templates=("Then [A] and [B] ran. [B] ran to [A]",),
-            places=("it",),
-            objects=("it",),
-        )
-        made.append(task.pairs(Reader(tokenizer), 8))
-    assert made[0].digest() == made[1].digest()
-
-
 def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
     names = ("Mary", "John", "Paul", "Lisa", "Mark")
     space = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -372,13 +343,6 @@ def test_the_metric_is_the_tasks_own(words):
         expected = 1.0 if kind is GreaterThanTask else 50.0
         assert kind().metric is metric
         assert torch.allclose(kind().metric(logits, pairs), torch.full((8,), expected))
-    named = [(kind().name, kind().title) for kind in TASKS]
-    assert named == [
-        ("greater_than", "Greater Than"),
-        ("ioi", "IOI"),
-        ("ioi_long", "IOI Long"),
-        ("docstring", "Docstring"),
-    ]
 
 
 def test_the_words_are_the_published_ones(shared_data):
@@ -419,12 +383,6 @@ def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
         record = records[row["clean"]]
         assert record["corrupted"] == row["corrupted"]
         assert record["wrong"][-1] == row["label"]
-
-
-def test_greater_than_knows_the_published_years_under_gpt2(shared_data, gpt2):
-    rows = published_greater_than(shared_data)
-    published = {re.search(r"year (\d\d)(\d\d) to", row["clean"]).groups() for row in rows}
-    assert published <= set(GreaterThanTask().years(gpt2))
 
 
 def test_published_ioi_prompts_are_of_the_templates(shared_data):

@@ -132,12 +132,6 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert "_low" not in found._repr_html_() and "single tokens" in found._repr_html_()
     none = measure_skills(dense, sparse, [BATTERY[0]], progress=False)
     assert none.verdict == "kept 0 of 0 skills"
-    with pytest.raises(ValueError, match="nothing to draw"):
-        none.figure()
-    with pytest.raises(ValueError, match="only names of families"):
-        measure_skills(dense, sparse, [FAMILY], leave_out=["ioi"])
-    with pytest.raises(ValueError, match="each family once"):
-        measure_skills(dense, sparse, [FAMILY, FAMILY])
     with pytest.raises(ValueError, match="inside the sparse model"):
         measure_skills(sparse.model, sparse, [FAMILY])
 

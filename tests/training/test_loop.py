@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import time
@@ -24,7 +23,6 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
-from sparse_tl.training.checkpoints import FORMAT, TrainingState, load_checkpoint, save_checkpoint
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
@@ -131,18 +129,6 @@ def test_training_lowers_the_loss(build_tiny: Build, echo_rows: Rows) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["grouped", "attention_only"])
-def test_other_kinds_of_model_train_too(build_tiny: Build, echo_rows: Rows, kind: str) -> None:
-    history = _pretrain(
-        build_tiny(kind),
-        ShuffledStream(echo_rows(), 32),
-        echo_rows(seed=1),
-        steps=30,
-        evaluate_every=30,
-    )
-    assert history["validation_loss"].iloc[-1] < history["validation_loss"].iloc[0] - 0.3
-
-
 def test_the_best_held_out_weights_are_kept(build_tiny: Build, echo_rows: Rows) -> None:
     """A rate that rises all the time ruins the model; what it ends with is not ruined."""
     from sparse_tl.training import evaluate_held_out
@@ -196,24 +182,6 @@ def test_rows_without_a_label_can_be_accumulated(build_tiny: Build, echo_rows: R
     assert history["loss"].iloc[1:].notna().all()
 
 
-def test_bf16_runs_and_learns(build_tiny: Build, echo_rows: Rows) -> None:
-    precise, rough = build_tiny(), build_tiny()
-    histories = [
-        _pretrain(
-            model,
-            ShuffledStream(echo_rows(), 32),
-            echo_rows(seed=1),
-            steps=30,
-            evaluate_every=30,
-            precision=precision,
-        )
-        for model, precision in ((precise, "float32"), (rough, "bf16"))
-    ]
-    assert rough.embed.W_E.dtype == torch.float32
-    assert not _same_weights(precise, rough)
-    assert histories[1]["validation_loss"].iloc[-1] < histories[1]["validation_loss"].iloc[0] - 0.3
-
-
 # The rate.
 
 
@@ -225,24 +193,6 @@ def test_the_rate_warms_up_stays_and_decays() -> None:
     assert all(a > b for a, b in zip(rates[50:], rates[51:], strict=False))
     assert config.rate(75) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert config.rate(100) == pytest.approx(0.2)
-
-
-def test_a_rate_without_warm_up_and_decay_is_constant() -> None:
-    config = TrainingConfig(10, 0.5, warmup=0, decay=0.0)
-    assert {config.rate(step) for step in range(10)} == {0.5}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("learning_rate", 0.0),
-        ("learning_rate", float("nan")),
-        ("accumulate", 0),
-    ],
-)
-def test_settings_that_make_no_sense(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"expected .*{field}"):
-        TrainingConfig(**{"steps": 10, "learning_rate": 1.0, field: value})
 
 
 # When training ends.
@@ -445,18 +395,6 @@ def test_a_signal_that_is_ignored_stays_so(
     assert _saved_step(tmp_path / "c") == 8
 
 
-def test_slow_steps_are_saved_by_the_clock(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "SAVE_AFTER", 0.0)
-    killed = Watched(ShuffledStream(echo_rows(), 16), 5, _kill)
-    with pytest.raises(Killed):
-        _pretrain(
-            build_tiny(), killed, echo_rows(seed=1), checkpoint=tmp_path / "c", checkpoint_every=100
-        )
-    assert _saved_step(tmp_path / "c") == 5
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_kill_9_and_resume_gives_equal_weights(
@@ -558,9 +496,7 @@ def checkpoint(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> Path:
     [
         ({}, {"seed": 5}, "seed: . there, 5 here"),
         ({}, {"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
-        ({}, {"good_enough": 0.5}, r"good_enough: 0\.0 there, 0\.5 here"),
         ({"seed": 1}, {}, "it started from different weights"),
-        ({"d_mlp": 24}, {}, "different names or shapes"),
         ({"n_layers": 1}, {}, "belongs to another run"),
     ],
 )
@@ -614,47 +550,14 @@ def test_a_checkpoint_knows_its_data(
     assert _same_weights(fresh, untouched)
 
 
-def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).write_text(content)
-
-
-def _truncate(folder: Path) -> None:
-    path = folder / "tensors.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _foreign(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / "holiday.jpg").touch()
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (_foreign, r"an earlier state.json.*holiday\.jpg"),
-        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format"),
-        (_rewrite("state.json", f'{{"format": {FORMAT}}}'), "expected a complete checkpoint"),
-        (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
-    ],
-    ids=["foreign", "format", "no identity", "truncated"],
-)
-def test_a_damaged_checkpoint(
-    build_tiny: Build,
-    echo_rows: Rows,
-    checkpoint: Path,
-    harm: Callable[[Path], Any],
-    message: str,
+def test_a_folder_of_something_else_is_no_checkpoint(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    harm(checkpoint)
-    with pytest.raises(ValueError, match=message):
-        _pretrain(
-            build_tiny(),
-            ShuffledStream(echo_rows(), 16),
-            echo_rows(seed=1),
-            checkpoint=checkpoint,
-            steps=2,
-        )
+    (tmp_path / "holiday.jpg").touch()
+    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    with pytest.raises(ValueError, match=r"an earlier state.json.*holiday\.jpg"):
+        _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path, steps=2)
+    assert (tmp_path / "holiday.jpg").exists()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
@@ -696,22 +599,3 @@ def test_no_clip_lets_every_gradient_pass(
         )
         weights.append(model.embed.W_E)
     assert torch.equal(*weights)
-
-
-def test_tensors_of_an_objective_are_kept(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    model, stream = build_tiny(), ShuffledStream(echo_rows(), 16)
-    trained = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(model.parameters())
-    state = TrainingState(
-        step=3,
-        objective={"lambda": 2.0, "recorded": torch.arange(6.0).view(2, 3)},
-        first_batch=stream.batch(0).digest(),
-        last_batch=stream.batch(2).digest(),
-    )
-    save_checkpoint(tmp_path / "c", state, trained, optimizer, {"settings": {}})
-    found = load_checkpoint(tmp_path / "c", trained, optimizer, {"settings": {}}, stream)
-    assert found.objective["lambda"] == 2.0
-    assert torch.equal(found.objective["recorded"], state.objective["recorded"])
-    assert isinstance(state.objective["recorded"], torch.Tensor)

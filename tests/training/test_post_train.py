@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -91,21 +90,6 @@ def test_edges_are_a_mean_over_groups(build_echo: Build, echo_rows: Rows) -> Non
     assert "Target of 9 edges per token, on average over 2 groups," in outcome.verdict
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_edges": 9}, r"target loss or target edges, .*; got '\+0.2' and 9"),
-        ({"target_loss": None, "target_edges": 19}, "most the dense model's 18.0 edges per token"),
-    ],
-    ids=str,
-)
-def test_targets_of_edges_that_make_no_sense(
-    build_echo: Build, echo_rows: Rows, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        _post_train(SparseTransformer(build_echo()), echo_rows, stream=Untouchable(), **settings)
-
-
 # What is refused before any training.
 
 
@@ -136,35 +120,6 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
             validation=validation,
             stream=Untouchable(),
         )
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"learning_rate": {"qkv": 1e-2}}, "expected 'gates', 'lora', .*'qkv' matches none"),
-        *(
-            ({"edge_cost": torch.ones(shape)}, r"broadcastable to .*, here \[2, 2, query, key\]")
-            for shape in ((3, 1, 1, 1), (3, 1, 1), (2, 4, 1, 1), (1, 2, 2, 8, 8))
-        ),
-        *(
-            ({"edge_cost": torch.tensor([1.0, value])}, "edge_cost of at least 0")
-            for value in (-1.0, math.nan, math.inf)
-        ),
-    ],
-    ids=str,
-)
-def test_settings_that_make_no_sense(
-    build_echo: Build,
-    echo_rows: Rows,
-    settings: dict[str, Any],
-    message: str,
-    unchecked_types: None,
-) -> None:
-    sparse = SparseTransformer(build_echo())
-    flags = {name: p.requires_grad for name, p in sparse.named_parameters()}
-    with pytest.raises((ValueError, TypeError), match=message):
-        _post_train(sparse, echo_rows, **{"stream": Untouchable(), **settings})
-    assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
 
 
 def test_costs_of_other_prompts_are_refused_before_a_weight_moves(
@@ -233,15 +188,6 @@ def test_the_history_has_the_columns_it_promises(
     assert history.loc[1:, every_step].notna().all(axis=None)
     assert history.loc[history["validation_loss"].notna(), "step"].tolist() == list(range(0, 51, 5))
     assert history["seconds"].is_monotonic_increasing
-
-
-def test_an_outcome_shows_itself(run: tuple[PostTraining, SparseTransformer]) -> None:
-    outcome, _ = run
-    assert outcome.verdict in repr(outcome)
-    assert outcome.verdict in outcome._repr_html_()
-    assert list(outcome.to_pandas()) == ["dense", "sparse"]
-    assert outcome.loss_increase == outcome.sparse.loss - outcome.dense.loss
-    assert outcome.times_fewer == pytest.approx(144 / outcome.sparse.active_attention_edges)
 
 
 def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> None:

@@ -181,19 +181,6 @@ def test_a_stopped_run_goes_on_exactly(
     assert all(torch.equal(now, expected[key]) for key, now in weights(resumed).items())
 
 
-@pytest.mark.parametrize(
-    ("build", "wanted"),
-    [
-        (adapted, "*o_proj*base_layer.weight"),
-        (adapted, "*embed*"),
-        (lambda: SparseTransformer(boot(plain_transformer("llama"))), "lora"),
-    ],
-)
-def test_rates_of_what_is_not_trained_with_adapters(build: Any, wanted: str) -> None:
-    with pytest.raises(ValueError, match="'gates', 'lora', 'qk', 'all' or patterns .*matches none"):
-        trained(build(), learning_rate={wanted: 1e-2})
-
-
 def test_processed_weights_are_refused_before_training() -> None:
     model: Any = boot(plain_transformer("gpt2"))
     model.enable_compatibility_mode(disable_warnings=True)

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 from tiny import small_model
-from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
@@ -232,11 +231,6 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     assert moved == gates
 
 
-def test_bf16_runs(build_echo: Build, echo_rows: Rows) -> None:
-    outcome = _post_train(SparseTransformer(build_echo(), mlps=True), echo_rows, precision="bf16")
-    assert outcome.history["loss"].iloc[1:].notna().all()
-
-
 @pytest.mark.parametrize("stopped_at", [1, 4])
 def test_a_run_that_is_stopped_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, stopped_at: int
@@ -258,33 +252,3 @@ def test_a_run_that_is_stopped_resumes_exactly(
     assert all(torch.equal(t, theirs[name]) for name, t in resumed.state_dict().items())
     start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
     assert not torch.equal(_mlp_gates(resumed).bias, start.bias)
-
-
-def test_a_checkpoint_of_a_run_without_gates_on_mlps_is_refused(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    _post_train(SparseTransformer(build_echo()), echo_rows, checkpoint=tmp_path / "c")
-    with pytest.raises(ValueError, match="belongs to another run"):
-        _post_train(
-            SparseTransformer(build_echo(), mlps=True), echo_rows, checkpoint=tmp_path / "c"
-        )
-
-
-def test_a_padded_row_measures_as_without_padding(build_tiny: Build) -> None:
-    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    rows = TokenBatch.next_token(tokens)
-    rows.loss_mask[:, :3] = False
-    pad = torch.zeros(4, 2, dtype=torch.long)
-
-    def padded(some: Tensor) -> Tensor:
-        return torch.cat([pad.to(some.dtype), some], dim=1)
-
-    mask = padded(torch.ones_like(tokens))
-    batch = TokenBatch(padded(tokens), padded(rows.labels), padded(rows.loss_mask), mask)
-    sparse = SparseTransformer(build_tiny("float64"), mlps=True, initial_bias=0.5)
-    with torch.no_grad():
-        _mlp_gates(sparse).weight.normal_(generator=torch.Generator().manual_seed(0))
-        _mlp_gates(sparse).bias.zero_()
-    found = [evaluate_held_out(sparse, some).numbers for some in (rows, batch)]
-    assert 0 < found[0]["active_mlps"] < 12
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
