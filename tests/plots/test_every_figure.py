@@ -227,7 +227,10 @@ SHOW = """([html, margin]) => {
   document.body.style.margin = `${margin}px`;
   // Runs the scripts in it.
   document.body.replaceChildren(document.createRange().createContextualFragment(html));
-  return new Promise((shown) => requestAnimationFrame(() => requestAnimationFrame(shown)));
+  return new Promise((shown) => {
+    requestAnimationFrame(() => requestAnimationFrame(shown));
+    setTimeout(shown, 2000);
+  });
 }"""
 
 
