@@ -129,13 +129,6 @@ def test_a_damaged_folder_is_refused(build_tiny: Build, tmp_path: Path, damage: 
         load_model(folder, device="cpu")
 
 
-def test_a_folder_behind_a_link(build_tiny: Build, tmp_path: Path) -> None:
-    folder = _save(build_tiny(), tmp_path / "model")
-    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
-    linked = load_model(tmp_path / "link", device="cpu")
-    assert torch.equal(linked(_tokens()), load_model(folder, device="cpu")(_tokens()))
-
-
 def test_a_dtype_may_be_asked_for(build_tiny: Build, tmp_path: Path) -> None:
     folder = _save(build_tiny(), tmp_path / "model")
     loaded = load_model(folder, device="cpu", dtype="float64")

@@ -347,6 +347,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(17)})),
         NORM,
     ),
+    "integers": (
+        lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(16, dtype=torch.int32)})),
+        f"floating-point numbers; {NORM}",
+    ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
     "another layer": (
         lambda f: _change_config(f, num_hidden_layers=3),
