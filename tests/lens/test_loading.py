@@ -321,7 +321,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / "model.safetensors").write_bytes(
             (f / "model.safetensors").read_bytes()[:200]
         ),
-        "a safetensors file",
+        "SafetensorError",
     ),
     "missing": (
         lambda f: _change_weights(f, lambda w: (w.pop(NORM), w.update(x=torch.ones(16)))),
@@ -335,8 +335,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(17)})),
         NORM,
     ),
+    "integers": (
+        lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(16, dtype=torch.int32)})),
+        f"floating-point numbers; {NORM}",
+    ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
-    "another layer": (lambda f: _change_config(f, num_hidden_layers=3), r"numbers; .*hold"),
+    "another layer": (
+        lambda f: _change_config(f, num_hidden_layers=3),
+        r"missing \['model.layers.2",
+    ),
 }
 
 

@@ -114,7 +114,7 @@ def test_damaged_models_are_refused_with_a_way_out(recipe: Recipe, tmp_path: Pat
     folder = build_cached(recipe, 0, cache=tmp_path, **QUIET)
     file = folder / "dense" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"dense.model\.safetensors.*Remove the folder"):
+    with pytest.raises(ValueError, match=r"dense; .*Remove the folder"):
         load_built_in(recipe, 0, cache=tmp_path, **QUIET)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparse_tl.lens.core.data_files import json_object
 from sparse_tl.lens.core.points import Model
+from sparse_tl.storage.files import read_json
 
 CONFIG_FILE = "tl_config.json"
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -108,7 +108,9 @@ def read_architecture(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: a field is unknown, missing, or has a value of the wrong type.
     """
-    config = json_object(file)
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a JSON object in {file}; got a {type(config).__name__}")
     fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
     for name, value in fields.items():
         fits, kind = _FIELDS.get(name, (None, ""))

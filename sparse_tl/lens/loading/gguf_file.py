@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import transformers
 from packaging.requirements import Requirement
 from transformers import modeling_gguf_pytorch_utils
 
@@ -118,13 +117,6 @@ def without_bar() -> Iterator[None]:
         yield
     finally:
         reader.tqdm = shown
-
-
-def gguf_options(config: Any) -> dict[str, Any]:
-    """Options that make transformers read plain weights from a GGUF file."""
-    # Otherwise transformers may keep quantised blocks, and run code from a hub on them.
-    whole = transformers.GgufConfig(dequantize=True)
-    return {"gguf_file": NAME, "config": config, "quantization_config": whole}
 
 
 def check_taken(header: Header, kind: str, needed: int) -> None:

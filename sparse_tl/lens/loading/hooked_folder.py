@@ -20,11 +20,10 @@ from sparse_tl.lens.core.architecture import (
     model_config,
     read_architecture,
 )
-from sparse_tl.lens.core.data_files import check_depth, has_tokenizer
 from sparse_tl.lens.core.points import HookedTransformer, Model
 from sparse_tl.lens.loading.booting import boot
 from sparse_tl.lens.loading.conversion import as_transformers
-from sparse_tl.lens.loading.hugging_face import check_tokenizer, read_tokenizer
+from sparse_tl.lens.loading.hugging_face import check_tokenizer, has_tokenizer, read_tokenizer
 from sparse_tl.storage.files import read_tensors, write_json, write_tensors
 
 try:
@@ -33,7 +32,6 @@ except ImportError:  # removed in version 4
     HookedTransformerConfig = None
 
 WEIGHTS_FILE = "model.safetensors"
-_SIZES = ("d_model", "d_head", "n_heads", "n_key_value_heads", "d_mlp", "d_vocab", "d_vocab_out")
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
@@ -101,8 +99,6 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
     """
     config, file = check_hooked(folder), folder / WEIGHTS_FILE
     weights = read_tensors(file)
-    check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
-    _check_sizes(config, weights, folder)
     _check_floats(weights, file)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -117,17 +113,6 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
         _set_tokenizer(model, tokenizer)
     _load_weights(model, weights, file)
     return model
-
-
-def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Refuse sizes that exceed the weights, before allocating tensors of such sizes."""
-    held = sum(tensor.numel() for tensor in weights.values())
-    large = {name: config[name] for name in _SIZES if config.get(name, 0) > held}
-    if large:
-        raise ValueError(
-            f"expected sizes that the {held:,} numbers in {folder / WEIGHTS_FILE} can fill in "
-            f"{folder / CONFIG_FILE}; got {large}"
-        )
 
 
 def _check_floats(weights: dict[str, torch.Tensor], file: Path) -> None:

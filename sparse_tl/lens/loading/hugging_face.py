@@ -1,18 +1,22 @@
-"""Read models and tokenizers from Hugging Face folders and GGUF files as data."""
+"""Read models and tokenizers from Hugging Face folders and GGUF files; none of their code runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -21,33 +25,22 @@ from transformers.utils import logging
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.architecture import dtype_named
-from sparse_tl.lens.core.data_files import (
-    check_depth,
-    checked_config,
-    data_alone,
-    depths,
-    has_tokenizer,
-    json_object,
-    link,
-    link_weights,
-)
 from sparse_tl.lens.loading.gguf_fields import take_fields
 from sparse_tl.lens.loading.gguf_file import (
     NAME,
     check_taken,
-    gguf_options,
     read_header,
     without_bar,
 )
 from sparse_tl.lens.loading.gguf_tokenizer import follow_file
-from sparse_tl.storage.files import write_json
+from sparse_tl.storage.files import read_json
 
 OWN_FIELDS = "sparse_tl"
 """Key in `config.json` of fields that this package adds to those of transformers."""
 _OWN = {"model_name": str, "default_prepend_bos": bool}
 _WHOLE = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json is complete
 _MISFITS = ("missing", "unexpected", "mismatched")
-_LARGE = 10**9  # weights; smaller models load too fast for a bar
+_LARGE = 2 * 10**9  # bytes; smaller models load too fast for a bar
 # By default, transformers asks on standard input whether to run code, and downloads files.
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
@@ -85,95 +78,114 @@ def read_model(
         ValueError: the model is not a causal language model that transformers knows, or is an
             adapter; weights are damaged, missing, left over, pickled or, in a folder, quantised.
     """
-    with _checked(source) as seen:
-        if dtype is None:
-            dtype = dtype_named(seen.dtype)
-        if tokenizer is None and seen.has_tokenizer:
-            tokenizer = _tokenizer_in(seen.data, source, fields=seen.fields)
-        with _naming_source(source, "model"), nullcontext() if seen.size > _LARGE else quietly():
-            loaded: Any = _class_of(seen.config).from_pretrained(
-                str(seen.data),
-                dtype=dtype,
-                device_map=device_map,
-                use_safetensors=True,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # otherwise they are not listed
-                output_loading_info=True,
-                **seen.options,
-                **_LOCAL,
-            )
-            model, outcome = loaded
-            _check_fit({kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS})
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
-    return model, tokenizer, seen.own
+    if not source.is_dir():
+        return *_read_gguf(source, tokenizer, dtype or torch.float32, device_map), {}
+    config = read_config(source)
+    own = _own_fields(vars(config).pop(OWN_FIELDS, None), source)
+    if dtype is None:
+        dtype = dtype_named(str(config.dtype)) if own else torch.float32
+    if tokenizer is None and has_tokenizer(source):
+        tokenizer = read_tokenizer(source)
+    with _naming_source(source, "model"):
+        model, outcome = _loaded(source, config, dtype, device_map)
+        _check_fit(outcome)
+        _check_floats(source, model)
+    return model, tokenizer, own
 
 
-class _Seen(NamedTuple):
-    """What transformers may see of a folder or a GGUF file."""
-
-    data: Path
-    config: Any
-    options: dict[str, Any]
-    """Options of `from_pretrained`."""
-    own: dict[str, Any]
-    """This package's own fields."""
-    dtype: Any
-    """Name of the dtype of the weights."""
-    size: int
-    """Number of weights."""
-    has_tokenizer: bool
-    fields: Mapping[str, Any]
-    """Metadata of a GGUF file."""
-
-
-@scope
-def _checked(source: Path) -> Iterator[_Seen]:
-    """What transformers may see of a folder or GGUF file, after checking that the weights fit."""
-    seen = _checked_folder if source.is_dir() else _checked_gguf
-    with data_alone(source) as data:
-        yield seen(source, data)
-
-
-def _checked_folder(folder: Path, data: Path) -> _Seen:
-    config = checked_config(folder)
-    own = _own_fields(config.pop(OWN_FIELDS, None), folder)
-    write_json(data / "config.json", config)
-    weights, others = link_weights(folder, data)
-    for name, layers in depths(config):
-        check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
-    size = sum(weights.values())
-    with _naming_source(folder, "model"):
-        made = _config_in(data)
-        _check_plan(made, size, others)
-    dtype = config.get("dtype") if own else "float32"
-    return _Seen(data, made, {}, own, dtype, size, has_tokenizer(folder), {})
-
-
-def _checked_gguf(file: Path, data: Path) -> _Seen:
+def _read_gguf(
+    file: Path, tokenizer: Any, dtype: torch.dtype, device_map: str | dict[str, Any]
+) -> tuple[PreTrainedModel, Any]:
     header = read_header(file)
-    link(file, data, NAME)
-    with _naming_source(file, "model"):
-        config = _config_in(data)
-    vars(config).pop("_model_name_or_path", None)  # free text
-    for name, layers in depths(config.to_dict()):
-        check_depth(layers, len(header.sizes), f"{file} as {name}")
-    size = sum(header.sizes.values())
-    with _naming_source(file, "model"):
+    # transformers wants a folder, and would read other files in it, too.
+    with tempfile.TemporaryDirectory() as temporary, _naming_source(file, "model"):
+        folder = Path(temporary)
+        (folder / NAME).symlink_to(file.resolve())
+        config = AutoConfig.from_pretrained(folder, gguf_file=NAME, **_LOCAL)
+        vars(config).pop("_model_name_or_path", None)  # free text
         take_fields(header.fields, config)
-        check_taken(header, config.model_type, _check_plan(config, size, set()))
-    options, fields = gguf_options(config), header.fields
-    return _Seen(data, config, options, {}, "float32", size, header.has_tokenizer, fields)
+        if tokenizer is None and header.has_tokenizer:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=NAME, **_LOCAL)
+            follow_file(tokenizer, header.fields)
+            tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(file)
+        # Otherwise transformers may keep quantised blocks, and run code from a hub on them.
+        whole = {"gguf_file": NAME, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        model, outcome = _loaded(folder, config, dtype, device_map, **whole)
+        check_taken(header, config.model_type, sum(some.numel() for some in model.parameters()))
+        _check_fit(outcome)
+    return model, tokenizer
 
 
-def check_files(source: Path) -> None:
-    """Check that configuration and weights can belong to one model, without reading the weights.
+def _loaded(
+    folder: Path, config: Any, dtype: torch.dtype, device_map: str | dict[str, Any], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in a folder, and what transformers says about names of weights."""
+    large = sum(file.stat().st_size for file in folder.glob("model*")) > _LARGE
+    with nullcontext() if large else quietly():
+        model, outcome = _class_of(config).from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            attn_implementation="eager",
+            # With a folder's own, at which transformers may find fault, saving could fail.
+            generation_config=GenerationConfig.from_model_config(config),
+            ignore_mismatched_sizes=True,  # otherwise they are not listed
+            output_loading_info=True,
+            **options,
+            **_LOCAL,
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
+    return model, outcome
+
+
+def read_config(folder: Path) -> Any:
+    """The configuration of the model in a folder, without fields that name code.
 
     Raises:
-        ValueError: as in `read_model`.
+        ValueError: as in `read_model`, except for errors in the weights.
     """
-    with _checked(source):
-        pass
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"expected a whole model in {folder}; adapter_config.json makes it an adapter of "
+            "another one. Merge both (peft: merge_and_unload) and save the result."
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"expected weights as safetensors in {folder}; there are none. Pickles (.bin, .pt) are "
+            "not read, since a pickle can run code. If you trust them, convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    with _naming_source(folder, "model"):
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        names = config.architectures
+        if names and not any(hasattr(transformers, name) for name in names):
+            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
+    for part in _parts(config):
+        if getattr(part, "quantization_config", None) is not None:
+            raise ValueError(
+                f"expected plain weights in {folder}; its config.json has a quantization_config. "
+                "Save the model dequantised."
+            )
+        # transformers asks whether to run the code of parts, and fetches and runs kernels.
+        vars(part).pop("auto_map", None)
+        part._experts_implementation = None
+    return config
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and those in it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds tokenizer files."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
 def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
@@ -185,10 +197,21 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
             its files do not say so, as HookedTransformer requires.
 
     Raises:
-        ValueError: the files are damaged.
+        ValueError: the files are damaged, or the tokenizer needs code that transformers lacks.
     """
-    with data_alone(folder) as data:
-        return _tokenizer_in(data, folder, adds_bos=adds_bos)
+    said = folder / "tokenizer_config.json"
+    with _naming_source(folder, "tokenizer"):
+        named = read_json(said).get("tokenizer_class") if said.is_file() else None
+        # AutoTokenizer would pick the class of the model family, with its own vocabulary.
+        reader: Any = PreTrainedTokenizerFast if named in _WHOLE else AutoTokenizer
+        tokenizer = reader.from_pretrained(folder, **_LOCAL)
+        if adds_bos and tokenizer.bos_token is not None:
+            # If the template cannot hold this BOS token, TransformerLens prepends it.
+            with suppress(ValueError):
+                tokenizer = reader.from_pretrained(folder, add_bos_token=True, **_LOCAL)
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ValueError(f"its tokenizer_class makes a {type(tokenizer).__name__}")
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
@@ -209,38 +232,6 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
         )
 
 
-def _check_plan(config: Any, held: int, others: set[str]) -> int:
-    """Check that the weights can fill the model, before allocating it; return how many it needs.
-
-    Args:
-        config: configuration of the model.
-        held: number of available weights.
-        others: names of weights that are not floating-point numbers.
-    """
-    kind = _class_of(config)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # draws initial weights
-        auto = kind is AutoModelForCausalLM
-        plan = kind.from_config(config, trust_remote_code=False) if auto else kind(config)
-    needed = sum(parameter.numel() for parameter in plan.parameters())
-    if needed > held:
-        raise ValueError(
-            f"its configuration makes a model of {needed:,} numbers; it holds {held:,}"
-        )
-    wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
-    if wrong:
-        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]!s:.200} are not")
-    return needed
-
-
-def _config_in(data: Path) -> Any:
-    return AutoConfig.from_pretrained(str(data), **_file_in(data), **_LOCAL)
-
-
-def _file_in(data: Path) -> dict[str, str]:
-    """The option that names the GGUF file; empty if there is none."""
-    return {"gguf_file": NAME} if (data / NAME).exists() else {}
-
-
 def _class_of(config: Any) -> Any:
     """The class of a model: the one that its configuration names, if that predicts tokens.
 
@@ -256,11 +247,25 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _check_fit(outcome: dict[str, list[Any]]) -> None:
+def _check_fit(outcome: dict[str, Any]) -> None:
     """Refuse weights that transformers initialised or dropped with only a warning."""
-    if any(outcome.values()):
-        said = ", ".join(f"{kind} {found[:5]!s:.200}" for kind, found in outcome.items())
+    found = {kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS}
+    if any(found.values()):
+        said = ", ".join(f"{kind} {some[:5]!s:.200}" for kind, some in found.items())
         raise ValueError(f"the weights do not fit their config.json; {said}")
+
+
+def _check_floats(folder: Path, model: PreTrainedModel) -> None:
+    """Refuse weights that are not floating-point numbers, which transformers would convert."""
+    weights, prefix = dict(model.named_parameters()), model.base_model_prefix
+    alone = folder / "model.safetensors"
+    for file in [alone] if alone.is_file() else folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                kind = opened.get_slice(name).get_dtype()
+                known = name in weights or f"{prefix}.{name}" in weights
+                if known and not kind.startswith(("F", "BF")):
+                    raise ValueError(f"expected floating-point numbers; {name} is of type {kind}")
 
 
 def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
@@ -276,28 +281,6 @@ def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _tokenizer_in(
-    data: Path, folder: Path, *, adds_bos: bool = False, fields: Mapping[str, Any] | None = None
-) -> Any:
-    said = data / "tokenizer_config.json"
-    named = json_object(said).get("tokenizer_class") if said.is_file() else None
-    # AutoTokenizer would pick the class of the model family, with its own vocabulary.
-    whole = named in _WHOLE or bool(_file_in(data))
-    reader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
-    with _naming_source(folder, "tokenizer"):
-        tokenizer: Any = reader.from_pretrained(str(data), **_file_in(data), **_LOCAL)
-        if adds_bos and tokenizer.bos_token is not None:
-            # If the template cannot hold this BOS token, TransformerLens prepends it.
-            with suppress(ValueError):
-                tokenizer = reader.from_pretrained(str(data), add_bos_token=True, **_LOCAL)
-        if fields:
-            follow_file(tokenizer, fields)
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ValueError(f"its tokenizer_class makes a {type(tokenizer).__name__}")
-    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
-    return tokenizer
-
-
 @scope
 def _naming_source(source: Path, what: str) -> Iterator[None]:
     """Inside the block, errors that transformers or tokenizers raise name the folder or file."""
@@ -305,5 +288,10 @@ def _naming_source(source: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:1000]
+        if "trust_remote_code" in reason:
+            reason = (
+                "it needs code of its own, which is not run. If you trust it, load it with "
+                "transformers and pass the result"
+            )
         kind = "Hugging Face" if source.is_dir() else "GGUF"
         raise ValueError(f"expected a {kind} {what} in {source}; {reason}") from error

@@ -21,10 +21,10 @@ from sparse_tl.lens.core.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.core.devices import checked_device
 from sparse_tl.lens.core.points import HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.loading.booting import boot
-from sparse_tl.lens.loading.gguf_file import find_gguf
+from sparse_tl.lens.loading.gguf_file import find_gguf, read_header
 from sparse_tl.lens.loading.hooked_folder import check_hooked, load_hooked, save_hooked
 from sparse_tl.lens.loading.hub import fetch
-from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, check_files, quietly, read_model
+from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, quietly, read_config, read_model
 from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.files import beside, complete, read_json, write_json
@@ -151,8 +151,10 @@ def check_folder(folder: str | Path) -> None:
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
         check_hooked(folder)
+    elif (source := _source_in(folder)).is_dir():
+        read_config(source)
     else:
-        check_files(_source_in(folder))
+        read_header(source)
 
 
 def _source_in(folder: Path) -> Path:
