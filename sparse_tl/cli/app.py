@@ -118,7 +118,7 @@ def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any])
     if ranks.count() > 1 and job.command != "post-train":
         raise ValueError(
             f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
-            "attribution, evaluation and head gates also run on several ranks."
+            "head gates also run on several ranks."
         )
     keep_freed_memory()
     outcome = function(out, **dict(job), **how)
