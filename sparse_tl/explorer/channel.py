@@ -13,9 +13,8 @@ import anywidget
 import traitlets
 
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.plots.page.interactive_html import STYLE, read_assets
 from sparse_tl.plots.page.palette import DARK_FILTER
-from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS
+from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, read_assets
 
 _PACKAGE = "sparse_tl.explorer"
 _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.plots.diagrams.rounded_graph import quantity_data
+from sparse_tl.plots.diagrams.circuit_diagram import quantity_data
 from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
 
 MAX_TEXT = 60

@@ -23,6 +23,8 @@ from sparse_tl.plots.panels.head_roles import (
     head_roles_figure as head_roles_figure,
 )
 from sparse_tl.plots.panels.layer_map import layer_map as layer_map
-from sparse_tl.plots.panels.neuron_figure import neuron_figure as neuron_figure
-from sparse_tl.plots.panels.score_scatter import score_figure as score_figure
-from sparse_tl.plots.panels.skill_figure import skill_figure as skill_figure
+from sparse_tl.plots.panels.points import (
+    neuron_figure as neuron_figure,
+    score_figure as score_figure,
+    skill_figure as skill_figure,
+)

@@ -31,9 +31,7 @@ from sparse_tl.plots.panels.grid_figure import GridFigure
 from sparse_tl.plots.panels.head_map import head_map
 from sparse_tl.plots.panels.head_roles import ablation_grid, head_roles_figure
 from sparse_tl.plots.panels.layer_map import layer_map
-from sparse_tl.plots.panels.neuron_figure import neuron_figure
-from sparse_tl.plots.panels.score_scatter import score_figure
-from sparse_tl.plots.panels.skill_figure import skill_figure
+from sparse_tl.plots.panels.points import neuron_figure, score_figure, skill_figure
 from sparse_tl.tasks import SkillComparison
 
 STRONGEST = 60

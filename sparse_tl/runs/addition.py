@@ -14,7 +14,7 @@ from sparse_tl.lens import Model, read_parameters
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.plots.page.javascript import check_address_space
+from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.runs.jobs import AdditionJob, takes

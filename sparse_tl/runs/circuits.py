@@ -21,7 +21,7 @@ from sparse_tl.models import (
     load_task_models,
     task_pairs,
 )
-from sparse_tl.plots.page.javascript import check_address_space
+from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.runs.comparison import Comparison, measure, measured_file, measured_folder, report
 from sparse_tl.runs.folder import SIDES, RunFolder
 from sparse_tl.runs.jobs import CircuitsJob, takes

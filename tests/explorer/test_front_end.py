@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
-from sparse_tl.plots.page.interactive_html import script_json
+from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"

@@ -15,9 +15,9 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.diagrams.circuit_diagram import CIRCUIT_DRAWING
 from sparse_tl.plots.page import palette
-from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING
-from sparse_tl.plots.page.javascript import run_script
+from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"

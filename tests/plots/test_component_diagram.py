@@ -15,8 +15,7 @@ from sparse_tl.head_roles import HeadRoles
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
-from sparse_tl.plots.diagrams.component_data import STATE_FORMAT
-from sparse_tl.plots.diagrams.component_style import ONLY
+from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -92,7 +91,7 @@ def test_the_difference_tells_whose_a_link_is(make_circuit):
     assert set(links["m0->logits"]) == {ONLY[0]} and set(links["m1->logits"]) == {ONLY[1]}
     assert set(links["input->logits"]).isdisjoint(ONLY)
     assert texts_of(panel)[1] == "2 links only in dense, 2 only in sparse, 1 in both"
-    with pytest.raises(ValueError, match="expected two circuits .*got 1"):
+    with pytest.raises(ValueError, match="of two circuits; got 1"):
         draw({"m": one}, difference=True)
 
 

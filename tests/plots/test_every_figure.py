@@ -1,16 +1,9 @@
-"""Every public figure, as a reader sees it: nothing is cut off, and all text can be read.
-
-Figures are found, not listed: the functions of `sparse_tl.plots` that return a figure, and the
-result types that draw themselves. A new figure of known results is looked at without a case here.
-"""
+"""Every public figure, as a reader sees it: nothing is cut off, and all text can be read."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -23,21 +16,15 @@ from test_layer_map import attribution, lens, patching
 from sparse_tl import plots
 from sparse_tl.circuits import (
     KINDS,
-    ActivationPatching,
-    Circuit,
     EffectCurve,
     Evaluation,
     FoundCircuit,
     HeadBehaviour,
-    LogitAttribution,
-    LogitLens,
-    NeuronEffects,
     ScoreCheck,
     Scores,
     SeedCurves,
 )
 from sparse_tl.circuits.faithfulness import Faithfulness
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure
@@ -46,17 +33,6 @@ from sparse_tl.tasks import SkillComparison
 from sparse_tl.tasks.skills import numbers
 
 pytestmark = pytest.mark.every_case
-
-
-def _draws(function: Any) -> bool:
-    if not inspect.isfunction(function) or hasattr(function, "registry"):
-        return False
-    drawn = get_type_hints(function).get("return")
-    return inspect.isclass(drawn) and issubclass(drawn, Figure)
-
-
-FUNCTIONS = {name: f for name, f in vars(plots).items() if _draws(f)}
-RESULTS = {kind.__name__: kind for kind in plots.figure.registry if kind is not object}
 
 
 def _effects(name: str, half: float, seed: float = 1.0) -> EffectCurve:
@@ -137,88 +113,70 @@ def _skills() -> SkillComparison:
     return SkillComparison(pd.DataFrame(rows))
 
 
-@pytest.fixture(scope="module")
-def examples() -> dict[Any, Any]:
-    """Results by type, as many as a panel has; and arguments that have no type of their own."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 12, 12, generator=generator) ** 3
-    scored = [Scores(HeadGrid(12, 12), each, "eap-ig") for each in scores]
-    attention = torch.rand(5, 11, 11, generator=generator).tril()
+def _attention() -> dict[str, Any]:
+    attention = torch.rand(5, 11, 11, generator=torch.Generator().manual_seed(0)).tril()
     attention[2] = 0
-    return {
-        EffectCurve: [_effects("Task Model", 1500), _effects("Sparse Task Model", 60)],
-        SeedCurves: [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)],
-        Scores: scored,
-        AblationCurve: [
-            _ablation("facilitation", -0.06, 17),
-            _ablation("irrelevance", -0.001, 51),
-            _ablation("interference", -0.02, 0),
-        ],
-        HeadBehaviour: [behaviour_of(12, 12)],
-        HeadRoles: [head_roles_of(12, 8)],
-        ActivationPatching: [patching(12, 6)],
-        LogitLens: [lens(("word",) * 6)],
-        LogitAttribution: [attribution()],
-        NeuronEffects: [neurons_of("m20", n=20)],
-        SkillComparison: [_skills()],
-        "attention": attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9),
-        "tokens": list("36+28=?????"),
-        "heads": [f"a{index}.h{index}" for index in range(5)],
-    }
+    shares = attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+    heads = [f"a{index}.h{index}" for index in range(5)]
+    return {"attention": shares, "tokens": list("36+28=?????"), "heads": heads}
+
+
+def _scores() -> list[Scores]:
+    values = torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(0)) ** 3
+    return [Scores(HeadGrid(12, 12), each, "eap-ig") for each in values]
+
+
+ABLATIONS = [
+    _ablation("facilitation", -0.06, 17),
+    _ablation("irrelevance", -0.001, 51),
+    _ablation("interference", -0.02, 0),
+]
+MODELS = [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)]
+TASKS = [f"Task {number}" for number in range(1, 5)]
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "effect_figure": lambda: plots.effect_figure(dict.fromkeys(TASKS, MODELS), parts="heads"),
+    "ablation_grid": lambda: plots.ablation_grid(
+        dict.fromkeys(TASKS, dict.fromkeys(TASKS, ABLATIONS))
+    ),
+    "attention_view": lambda: plots.attention_view(**_attention()),
+    "gate_trajectories": lambda: plots.gate_trajectories(head_roles_of(12, 8)),
+    "head_map": lambda: plots.head_map(dict(zip(TASKS, _scores(), strict=False))),
+    "score_figure": lambda: plots.score_figure({m: _checked(m) for m in ("eap", "eap-ig")}),
+    "ScoreCheck": lambda: _checked("eap").figure(),
+    "EffectCurve": lambda: _effects("Task Model", 1500).figure(),
+    "SeedCurves": lambda: MODELS[0].figure(),
+    "Evaluation": lambda: _evaluation().figure(),
+    "FoundCircuit": lambda: _found().figure(),
+    "Scores": lambda: _scores()[0].figure(),
+    "HeadBehaviour": lambda: behaviour_of(12, 12).figure(),
+    "AblationCurve": lambda: ABLATIONS[0].figure(),
+    "HeadRoles": lambda: head_roles_of(12, 8).figure(),
+    "ActivationPatching": lambda: patching(12, 6).figure(),
+    "LogitLens": lambda: lens(("word",) * 6).figure(),
+    "LogitAttribution": lambda: attribution().figure(),
+    "NeuronEffects": lambda: neurons_of("m20", n=20).figure(),
+    "SkillComparison": lambda: _skills().figure(),
+}
+DIAGRAMS = ("circuit_diagram", "component_diagram", "AttentionGraph", "Circuit")
+"""Of the fixtures' circuits."""
 
 
 @pytest.fixture(scope="module")
-def figure_of(examples: Any, two_panels: Any, make_random_circuit: Any) -> Callable[[str], Figure]:
-    """The figure of a name, drawn once."""
-    circuits = [make_random_circuit(seed=seed).circuit for seed in range(2)]
-    known = examples | {
-        AttentionGraph: list(two_panels.values()),
-        Circuit: circuits,
-        Evaluation: [_evaluation()],
-        FoundCircuit: [_found()],
-        ScoreCheck: [_checked("eap"), _checked("eap-ig")],
+def figure_of(two_panels: Any, make_random_circuit: Any) -> Callable[[str], Figure]:
+    """The figure of a name."""
+    circuits = {f"Model {seed}": make_random_circuit(seed=seed).circuit for seed in range(2)}
+    diagrams = {
+        "circuit_diagram": lambda: plots.circuit_diagram(two_panels),
+        "component_diagram": lambda: plots.component_diagram(circuits),
+        "AttentionGraph": lambda: two_panels["Base Model"].figure(),
+        "Circuit": lambda: circuits["Model 0"].figure(),
     }
-    return cache(lambda name: _figure(name, known))
+    return lambda name: (FIGURES | diagrams)[name]()
 
 
-# ---- arguments for any function that draws results ---------------------------------------------
-
-
-def _argument(hint: Any, name: str, known: Mapping[Any, Any]) -> Any:
-    """An example of an argument, from its type."""
-    if name in known:
-        return known[name]
-    origin, inner = get_origin(hint), get_args(hint)
-    if hint in known:
-        return known[hint][0]
-    if origin is Literal:
-        return inner[0]
-    if origin in (Union, UnionType):
-        kind = next((kind for kind in reversed(inner) if kind in known), inner[0])
-        return _argument(kind, name, known)
-    if inner and issubclass(origin, Mapping):
-        if inner[1] in known:
-            return {f"Model {n}": one for n, one in enumerate(known[inner[1]], start=1)}
-        return {f"Task {n}": _argument(inner[1], name, known) for n in range(1, 5)}
-    if inner and issubclass(origin, Sequence):
-        kinds = get_args(inner[0]) or inner
-        return next(known[kind] for kind in reversed(kinds) if kind in known)
-    raise AssertionError(f"expected an example of {hint} for {name!r}; add one to `examples`")
-
-
-def _figure(name: str, known: Mapping[Any, Any]) -> Figure:
-    if name in RESULTS:
-        return known[RESULTS[name]][0].figure()
-    draw = FUNCTIONS[name]
-    hints = get_type_hints(draw)
-    needed = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
-    given = {
-        p.name: _argument(hints[p.name], p.name, known) for p in needed if "VAR" not in p.kind.name
-    }
-    return draw(**given)
-
-
-NAMES = [*FUNCTIONS, *RESULTS]
+def test_every_result_that_draws_itself_is_looked_at() -> None:
+    results = {kind.__name__ for kind in plots.figure.registry if kind is not object}
+    assert results <= {*FIGURES, *DIAGRAMS}
 
 
 # ---- on screen ---------------------------------------------------------------------------------
@@ -253,7 +211,7 @@ def _problems(page: Any, html: str, margin: int = 0) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*FIGURES, *DIAGRAMS])
 def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
     # Letters of a grid's static drawing are outlines.
@@ -289,6 +247,3 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
     assert "'slanted' overlaps 'across'" in found and "'beside'" not in found
     assert "1000 px, light: the page" in found and "1600 px, light: the page" not in found
     assert "1600 px, dark: 'small' is 9.0" in found
-
-
-# ---- as pictures -------------------------------------------------------------------------------

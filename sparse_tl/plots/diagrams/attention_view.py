@@ -1,28 +1,66 @@
 """Attention patterns: maps of all heads, and circuitsvis to browse them one by one.
 
-1. Draw the static SVG (`attention_svg`).
+1. Draw the static SVG: a map per head that attends to anything, queries from top to bottom and keys
+   from left to right, and a colour bar. Tokens label each row of maps at its left and each column
+   below it, so that the nine heads of a layer fit on a screen; if there is no room, the labels are
+   positions, and a note lists the tokens. Cells that the causal mask excludes are hatched, to
+   distinguish them from a weight of 0.
 2. Embed it in HTML with a local build of circuitsvis's component, which readers can open below it
    if scripts run. Nothing is loaded from the network.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from html import escape
 
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.plots.diagrams.attention_svg import draw_attention
-from sparse_tl.plots.page.interactive_html import interactive_html, read_assets, script_json
-from sparse_tl.plots.page.palette import ATTENTION, BACKGROUND, FONT_FAMILY, INK
-from sparse_tl.plots.page.rendering import SelfContainedFigure
-from sparse_tl.plots.page.token_text import visible_text
-from sparse_tl.plots.panels.plotly_panels import MAX_WIDTH
+from sparse_tl.plots.diagrams.frames import MARGIN, TITLE_HEIGHT, figure_start
+from sparse_tl.plots.page.palette import (
+    ATTENTION,
+    BACKGROUND,
+    BORDER,
+    FONT_FAMILY,
+    INK,
+    LABEL_SIZE,
+    MASKED,
+    MUTED,
+    TICK_SIZE,
+    blend,
+)
+from sparse_tl.plots.page.rendering import (
+    SelfContainedFigure,
+    interactive_html,
+    read_assets,
+    script_json,
+)
+from sparse_tl.plots.page.token_text import (
+    clip_text,
+    shorten,
+    text_width,
+    visible_text,
+    wrap_text,
+)
+from sparse_tl.plots.panels.panels import MAX_WIDTH
 
 MAX_NUMBERS = 200_000
 """Maximum number of attention weights in one view."""
+_GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
+_LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
+_LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 12.5, 64
+# Maximum height of three or more rows of maps, if possible.
+_HIGHEST = 1100
+# More heads than this are drawn small, without axes.
+_MOST_LABELLED = 24
+_MOST_LISTED = 100
+_GRADES = 24
 
 
 class AttentionView(SelfContainedFigure):
@@ -65,32 +103,241 @@ def attention_view(
             or there are more than `MAX_NUMBERS` of them.
     """
     weights = attention.detach().double().cpu()
-    _check(weights, tokens, heads)
+    shape = (len(heads), len(tokens), len(tokens))
+    if 0 in shape or tuple(weights.shape) != shape:
+        raise ValueError(
+            f"attention of {len(heads)} heads over {len(tokens)} tokens, at least one of each, has "
+            f"shape {shape}; got {tuple(weights.shape)}"
+        )
+    if weights.numel() > MAX_NUMBERS:
+        raise ValueError(
+            f"a view holds at most {MAX_NUMBERS:,} attention weights; got {weights.numel():,}; "
+            "choose fewer heads or a shorter prompt"
+        )
+    if not weights.isfinite().all() or weights.min() < 0 or weights.max() > 1 + 1e-2:
+        raise ValueError("pass attention weights in 0..1: gate times attention probability")
     texts = [visible_text(token) for token in tokens]
-    svg = draw_attention(weights, texts, heads, title)
+    svg = _draw(weights, texts, heads, title)
     html = _html(svg, weights, texts, heads)
     return AttentionView(html, svg, visible_text(title or "Attention patterns"), heads)
 
 
-def _check(weights: Tensor, tokens: Sequence[str], heads: Sequence[str]) -> None:
-    expected = (len(heads), len(tokens), len(tokens))
-    if 0 in expected or tuple(weights.shape) != expected:
-        raise ValueError(
-            f"expected attention of {len(heads)} heads over {len(tokens)} tokens, at least one of "
-            f"each; got shape {tuple(weights.shape)}"
-        )
-    if weights.numel() > MAX_NUMBERS:
-        raise ValueError(
-            f"expected at most {MAX_NUMBERS:,} attention weights in one view; got "
-            f"{weights.numel():,}; choose fewer heads or a shorter prompt"
-        )
-    if not weights.isfinite().all() or weights.min() < 0 or weights.max() > 1 + 1e-2:
-        raise ValueError(
-            "expected attention weights in 0..1; pass gate times attention probability"
-        )
+# ---- the static drawing ------------------------------------------------------------------------
 
 
-# ---- the page ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Layout:
+    """Sizes in pixels of maps in rows; `left` and `below` are the space for axis labels."""
+
+    n_heads: int
+    per_row: int
+    cell: float
+    texts: tuple[str, ...]
+    left: float
+    below: float
+    n: int
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether key labels are vertical, since they are wider than a cell."""
+        return self.below > 2 * _LINE
+
+    @property
+    def side(self) -> float:
+        return self.n * self.cell
+
+    @property
+    def row_height(self) -> float:
+        return _NAME_HEIGHT + self.side + _GAP
+
+    @property
+    def n_rows(self) -> int:
+        return math.ceil(self.n_heads / self.per_row)
+
+    @property
+    def height(self) -> float:
+        return self.n_rows * self.row_height + self.below
+
+
+def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: str | None) -> str:
+    """The figure as an SVG element."""
+    drawn = [index for index in range(len(heads)) if weights[index].any()]
+    empty = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
+    is_causal = not weights.triu(1).any()
+    n, layout = len(texts), _layout(texts, max(len(drawn), 1))
+    top = MARGIN + (TITLE_HEIGHT if title else 0)
+    below = top + layout.height
+    room = MAX_WIDTH - 2 * MARGIN
+    notes = wrap_text(f"No attention: {', '.join(empty)}.", TICK_SIZE, room) if empty else []
+    notes += [] if layout.texts else ["Rows are queries, columns are keys."]
+    if layout.texts != tuple(texts) and n <= _MOST_LISTED:
+        clipped = (clip_text(text, TICK_SIZE, _LONGEST_LABEL) for text in texts)
+        listed = " ".join(f"{i}:{text}" for i, text in enumerate(clipped))
+        notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
+    height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
+    parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
+    parts.append(_hatching())
+    for slot, index in enumerate(drawn):
+        row, column = divmod(slot, layout.per_row)
+        x = MARGIN + layout.left + column * (layout.side + _GAP)
+        y = top + row * layout.row_height + _NAME_HEIGHT
+        parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
+        if layout.texts and column == 0:
+            parts += _query_axis(layout, x, y)
+        if layout.texts and slot + layout.per_row >= len(drawn):  # nothing below it
+            parts += _key_axis(layout, x, y)
+    parts += _legend(below, is_causal and n > 1 and bool(drawn))
+    for line, note in enumerate(notes):
+        y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
+        text = escape(clip_text(note, TICK_SIZE, room))
+        parts.append(f'<text x="{MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{text}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
+    n, longest = len(texts), min(max(text_width(t, TICK_SIZE) for t in texts), _LONGEST_LABEL)
+    if n_heads > _MOST_LABELLED:
+        return _in_rows(8 if n_heads <= 64 else 12, n_heads, n, (), 0, 0)
+    left = longest + 6 + _LINE
+    for per_row in (4, 3, 2, 1):
+        horizontal = _in_rows(per_row, n_heads, n, tuple(texts), left, 2 * _LINE)
+        upright = replace(horizontal, below=longest + 6 + _LINE)
+        layout = upright if longest > horizontal.cell else horizontal
+        fits = layout.n_rows <= 2 or layout.height <= _HIGHEST
+        if layout.cell >= _LABELLED_CELL and fits:
+            return layout
+    # Label positions instead, as many as there is room for.
+    longest = text_width(str(n - 1), TICK_SIZE)
+    sizes = (1, 2, 3, 4)
+    layouts = [_in_rows(size, n_heads, n, (), longest + 6 + _LINE, 2 * _LINE) for size in sizes]
+    layout = next((each for each in layouts if each.height <= _HIGHEST), layouts[-1])
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * layout.cell >= longest + 6)
+    return replace(layout, texts=tuple(str(i) if i % step == 0 else "" for i in range(n)))
+
+
+def _in_rows(
+    most: int, n_heads: int, n: int, texts: tuple[str, ...], left: float, below: float
+) -> _Layout:
+    """As few rows of at most `most` maps as possible, of about equal length."""
+    per_row = math.ceil(n_heads / math.ceil(n_heads / most))
+    room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
+    return _Layout(n_heads, per_row, min(room / per_row / n, _LARGEST_CELL), texts, left, below, n)
+
+
+def _heat_map(
+    weights: Tensor, name: str, x: float, y: float, cell: float, is_causal: bool
+) -> Iterator[str]:
+    """A head's name and map, with one path per grade, in units of cells."""
+    n = len(weights)
+    room = n * cell
+    yield (
+        f'<text x="{x:g}" y="{y - 7:g}" font-size="{LABEL_SIZE:g}" font-weight="bold">'
+        f"{escape(clip_text(visible_text(name), LABEL_SIZE, max(room, 60)))}</text>"
+    )
+    if is_causal and n > 1:
+        steps = "".join(f"V{y + i * cell:.2f}H{x + i * cell:.2f}" for i in range(n - 1, 0, -1))
+        yield (
+            f'<path d="M{x + cell:.2f} {y:.2f}H{x + room:.2f}{steps}V{y:.2f}Z" '
+            'fill="url(#masked)" data-role="masked"/>'
+        )
+    label = escape(shorten(visible_text(name)))
+    yield f'<g data-head="{label}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
+    cells: dict[int, list[str]] = defaultdict(list)
+    for query, row in enumerate(weights.tolist()):
+        for key, weight in enumerate(row):
+            grade = min(_GRADES, math.ceil(weight * _GRADES - 0.1))
+            if grade > 0:
+                cells[grade].append(f"M{key} {query}h1v1h-1z")
+    for grade, paths in sorted(cells.items()):
+        yield f'<path d="{"".join(paths)}" fill="{_colour(grade)}"/>'
+    line = 1 / cell
+    yield (
+        f'<rect width="{n}" height="{n}" fill="none" stroke="{BORDER}" stroke-width="{line:.4f}"/>'
+        "</g>"
+    )
+
+
+def _colour(grade: int) -> str:
+    return blend(*ATTENTION, ((grade - 0.5) / _GRADES) ** 0.6)
+
+
+def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
+    """The labels of an axis, each with the middle of its cell, relative to the axis start."""
+    for i, text in enumerate(layout.texts):
+        if text:
+            clipped = clip_text(text, TICK_SIZE, _LONGEST_LABEL)
+            yield (i + 0.5) * layout.cell, escape(clipped)
+
+
+def _query_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
+    """Query labels at the left of a map, and the axis title."""
+    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}" text-anchor="end">'
+    for middle, text in _labels(layout):
+        yield f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}">{text}</text>'
+    aside = x - layout.left + 13
+    yield (
+        f'</g><text transform="translate({aside:.2f} {y + layout.side / 2:.2f}) rotate(-90)" '
+        f'font-size="{LABEL_SIZE:g}" text-anchor="middle">Query</text>'
+    )
+
+
+def _key_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
+    """Key labels below a map, and the axis title."""
+    bottom = y + layout.side
+    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
+    for middle, text in _labels(layout):
+        key = f'x="{x + middle:.2f}" y="{bottom + TICK_SIZE + 3:.2f}" text-anchor="middle"'
+        if layout.is_upright:
+            start = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
+            key = f'transform="translate({start}) rotate(-90)" text-anchor="end"'
+        yield f"<text {key}>{text}</text>"
+    across, down = x + layout.side / 2, bottom + layout.below - _LINE + 13
+    yield (
+        f'</g><text x="{across:.2f}" y="{down:.2f}" font-size="{LABEL_SIZE:g}" '
+        f'text-anchor="middle">Key</text>'
+    )
+
+
+def _hatching() -> str:
+    return (
+        '<defs><pattern id="masked" width="5" height="5" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><path d="M0 0V5" stroke="{MASKED}" stroke-width="2"/>'
+        "</pattern></defs>"
+    )
+
+
+def _legend(y: float, has_masked: bool) -> Iterator[str]:
+    """A colour bar of the weights with ticks below, and a sample of a masked cell."""
+    top, label = y + 6, "Attention weight"
+    x = MARGIN
+    yield f'<g font-size="{TICK_SIZE:g}"><text x="{x}" y="{top + 9:g}">{label}</text>'
+    x += math.ceil(text_width(label, TICK_SIZE)) + 8
+    width = _BAR_WIDTH / (_GRADES + 1)
+    yield f'<rect x="{x}" y="{top:g}" width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" fill="none" '
+    yield f'stroke="{BORDER}"/>'
+    for grade in range(1, _GRADES + 1):
+        start = x + grade * width
+        # Drawn to the end of the bar, so that no gap shows between grades.
+        yield (
+            f'<rect x="{start:.2f}" y="{top:g}" width="{x + _BAR_WIDTH - start:.2f}" '
+            f'height="{_BAR_HEIGHT}" fill="{_colour(grade)}"/>'
+        )
+    for share, text in ((0, "0"), (0.5, "0.5"), (1, "1")):
+        yield (
+            f'<text x="{x + share * _BAR_WIDTH:g}" y="{top + _BAR_HEIGHT + 14:g}" fill="{MUTED}" '
+            f'text-anchor="middle">{text}</text>'
+        )
+    if has_masked:
+        x += _BAR_WIDTH + 28
+        yield (
+            f'<rect x="{x}" y="{top - 2:g}" width="26" height="13" fill="url(#masked)" '
+            f'stroke="{BORDER}"/><text x="{x + 34}" y="{top + 9:g}" fill="{INK}">'
+            "Masked: keys after the query</text>"
+        )
+    yield "</g>"
+
+
+# ---- the page ----------------------------------------------------------------------------------
 
 
 def _html(svg: str, weights: Tensor, texts: Sequence[str], heads: Sequence[str]) -> str:

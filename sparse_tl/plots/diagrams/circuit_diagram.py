@@ -1,8 +1,9 @@
 """Circuit diagrams: the attention edges of one prompt, one panel per model.
 
-1. Check the panels, and round their weights to thousandths (`rounded_graph`).
-2. Compute the layout (`diagram_layout`), and choose the edges to draw with the page's own script
-   (``attention_edges.js``, run by `javascript`).
+1. Check the panels, and round their weights to thousandths, so that the static and the interactive
+   figure compare the same integers with the threshold. Scores stay unrounded for tooltips.
+2. Compute the layout (`circuit_svg`), and choose the edges to draw with the page's own script
+   (``attention_edges.js``).
 3. Draw the static SVG (`circuit_svg`).
 4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
    the reader changes an option.
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -20,26 +22,32 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
-from sparse_tl.plots.diagrams.circuit_svg import draw_svg, drawn_token, line_styles
-from sparse_tl.plots.diagrams.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
-from sparse_tl.plots.diagrams.rounded_graph import (
-    STEPS,
-    RoundedGraph,
-    quantity_data,
-    round_graphs,
-    threshold_steps,
+from sparse_tl.plots.diagrams.circuit_svg import (
+    Layout,
+    PanelLayout,
+    draw_svg,
+    drawn_token,
+    lay_out,
+    line_styles,
+    prediction_arrow,
 )
+from sparse_tl.plots.diagrams.frames import PanelFigure, Surround
 from sparse_tl.plots.page import palette
-from sparse_tl.plots.page.figure_frame import Surround
-from sparse_tl.plots.page.interactive_html import CIRCUIT_DRAWING, PanelFigure, script_json
-from sparse_tl.plots.page.javascript import first_view
-from sparse_tl.plots.page.token_text import shorten, visible_text
+from sparse_tl.plots.page.palette import LABEL_SIZE
+from sparse_tl.plots.page.rendering import FIRST_VIEW, run_script, script_json
+from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
 """Smallest weight to draw; 0 shows every edge with a non-zero weight."""
+STEPS = 1000
+"""Number of integer steps between weights of 0 and 1."""
+CIRCUIT_DRAWING = ("reach.js", "attention_edges.js", "attention_text.js")
+"""Scripts that draw the edges, on a page and in Python."""
 
 # Maximum number of attention weights on a page, and of effects, at six to ten bytes each.
 _MAX_WEIGHTS = 25_000
+# Maximum width of an answer in a caption, in pixels.
+_ROOM = 70
 
 
 class CircuitDiagram(PanelFigure):
@@ -96,48 +104,52 @@ def circuit_diagram(
 
     Raises:
         ValueError: there is no panel, panels disagree on columns, targets or metric, the target or
-            threshold is out of range, effects are requested but absent, or weights are not finite,
-            out of range or acausal.
+            threshold is out of range, effects are requested but absent, or weights are not finite
+            or out of range.
         TypeError: a panel is not an `AttentionGraph`.
     """
     _check_panels(panels)
-    target = _checked_target(panels, target)
-    rounded = round_graphs(panels)
-    _check_scores(weight, rounded)
+    n_targets = len(next(iter(panels.values())).targets)
+    if not -n_targets <= target < n_targets:
+        raise ValueError(
+            f"target {target} is out of range: it is an index into the {n_targets} targets of the "
+            "graphs, not a column"
+        )
+    target %= n_targets
+    rounded = _round_graphs(panels)
+    for panel in rounded:
+        # First-order estimates replace missing effects.
+        if weight in ("effect", "first-order") and not {weight, "first-order"} & {*panel.scores}:
+            raise ValueError(
+                f"panel {panel.name!r} has no {weight} scores; trace the model with "
+                "attribution=True or max_effects=..., or draw weight='attention'"
+            )
+        if weight == "carried":
+            panel.graph.edge_weights(weight)  # raises if it was not traced
     surround = Surround(tuple(panels), title, transition)
-    limit = threshold_steps(threshold)
+    limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
     drawn = [_drawn(panel, weight, target, limit) for panel in rounded]
     layout = lay_out(list(panels.values()), surround, drawn, size)
     data = script_json(_script_data(rounded, layout, state))
-    views = first_view(CIRCUIT_DRAWING, data)
-    shown = list(zip(panels.values(), views, strict=True))
+    shown = list(zip(panels.values(), run_script(CIRCUIT_DRAWING, FIRST_VIEW, data), strict=True))
     svg = draw_svg(shown, layout, surround, target=target, weight=weight)
     return CircuitDiagram(svg, data, surround)
 
 
 def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
+    """Whether panels can be compared: they have the same prompt, and effects on one metric."""
     if not panels:
-        raise ValueError(
-            'expected at least one panel; got none; pass {"Base Model": trace_attention(...)}'
-        )
-    for name, graph in panels.items():
-        if 0 in graph.attention.shape:
-            raise ValueError(
-                f"expected at least one layer, head and column in panel {name!r}; got attention "
-                f"of shape {tuple(graph.attention.shape)}; trace a prompt that is not empty"
-            )
+        raise ValueError('there is no panel; pass {"Base Model": trace_attention(...)}')
     first_name, first = next(iter(panels.items()))
     for name, graph in panels.items():
         for what in ("n_columns", "targets"):
-            expected, got = getattr(first, what), getattr(graph, what)
-            if expected != got:
+            one, other = getattr(first, what), getattr(graph, what)
+            if one != other:
                 raise ValueError(
-                    f"expected panels that trace the same prompt, so that columns correspond; got "
-                    f"{what} {expected} in {first_name!r} and {got} in "
-                    f"{name!r}; draw different prompts as separate figures"
+                    f"panels trace different prompts: {what} {one} in {first_name!r} and {other} "
+                    f"in {name!r}; draw them as separate figures"
                 )
-
     metrics = {
         name: graph.metric
         for name, graph in panels.items()
@@ -145,37 +157,115 @@ def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
     }
     if len(set(metrics.values())) > 1:
         raise ValueError(
-            f"expected effects on the same metric in all panels, since they are compared; got "
-            f"{metrics}; trace all models with the same metric="
+            f"effects on different metrics cannot be compared: {metrics}; trace all models with "
+            "the same metric="
         )
 
 
-def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
-    # First-order estimates replace missing effects.
-    shown = {"effect", "first-order"} if weight == "effect" else {weight}
-    for panel in panels:
-        if weight == "carried":
-            panel.graph.edge_weights(weight)
-        elif weight != "attention" and not shown & panel.scores.keys():
+# ---- weights in thousandths --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _RoundedGraph:
+    """An attention graph with weights in thousandths.
+
+    Args:
+        name: name of its panel.
+        graph: the traced graph.
+        attention: gate times attention, 0..1000.
+        carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if unknown.
+        most_carried: the largest share carried by an edge of any panel.
+        scores: available scores, "effect" and "first-order", of removing an edge; positive: the
+            edge helps; -1000..1000 for each target, relative to `scales`, and not rounded.
+            Estimates replace effects that were not computed.
+        scales: largest absolute effect of each target in any panel, in the metric's unit.
+        exact: which edges have computed effects.
+    """
+
+    name: str
+    graph: AttentionGraph
+    attention: Int[Tensor, "layer head query key"]
+    carried: Int[Tensor, "layer head query key"] | None
+    most_carried: float
+    scores: dict[str, Float[Tensor, "target layer head query key"]]
+    scales: dict[str, list[float]]
+    exact: Bool[Tensor, "layer head query key"]
+
+
+def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
+    """The graphs with weights on one scale for all panels."""
+    carried = {
+        name: None if graph.carried is None else graph.carried.detach().double().cpu()
+        for name, graph in panels.items()
+    }
+    most = max(
+        (float(shares.max()) for shares in carried.values() if shares is not None), default=0
+    )
+    scores = {name: _scores(graph, name) for name, graph in panels.items()}
+    scales = dict[str, Tensor]()
+    for found, _ in scores.values():
+        for kind, values in found.items():
+            largest = values.abs().flatten(start_dim=1).amax(dim=1)
+            scales[kind] = torch.maximum(largest, scales.get(kind, largest))
+
+    def rounded(name: str, graph: AttentionGraph) -> _RoundedGraph:
+        shares, (found, exact) = carried[name], scores[name]
+        attention = _finite(graph.attention, name)
+        # Half-precision attention can exceed 1 by rounding.
+        if attention.min() < 0 or attention.max() > 1 + 1e-2:
             raise ValueError(
-                f"expected {weight} scores in every panel; got none in {panel.name!r}; trace the "
-                "model with attribution=True or max_effects=..., or draw weight='attention'"
+                f"attention weights of panel {name!r} are not in 0..1; pass gate times attention "
+                "probability as `attention`, and signed scores as `effect` or `attribution`"
             )
-
-
-def _checked_target(graphs: Mapping[str, AttentionGraph], target: int) -> int:
-    n_targets = len(next(iter(graphs.values())).targets)
-    if not -n_targets <= target < n_targets:
-        allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a graph with targets"
-        raise ValueError(
-            f"expected a target {allowed}; got {target}; a target is an index into the {n_targets} "
-            "targets of the graphs, not a column"
+        if attention[~graph.gates.cpu()].any():
+            raise ValueError(
+                f"panel {name!r} has attention at closed gates; multiply it by the gates first"
+            )
+        helps = {
+            kind: -values / scales[kind].clamp(min=1e-30)[:, None, None, None, None] * STEPS
+            for kind, values in found.items()
+        }
+        return _RoundedGraph(
+            name,
+            graph,
+            (attention.clamp(max=1) * STEPS).round().to(torch.int32),
+            None if shares is None else (shares / max(most, 1e-30) * STEPS).round().to(torch.int32),
+            most,
+            helps,
+            {kind: scales[kind].tolist() for kind in found},
+            exact,
         )
-    return target % n_targets
+
+    return [rounded(name, graph) for name, graph in panels.items()]
+
+
+def _scores(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The changes of the metric by kind of score, and which effects were computed."""
+    scores, exact = dict[str, Tensor](), torch.ones_like(graph.gates)
+    for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
+        if given is None:
+            continue
+        values = given.detach().double().cpu()
+        if kind == "effect":
+            exact = ~values.isnan().any(dim=0)
+            if graph.attribution is not None:
+                values = values.where(exact, graph.attribution.detach().double().cpu())
+        scores[kind] = _finite(values, name)
+    return scores, exact
+
+
+def _finite(values: Tensor, name: str) -> Tensor:
+    values = values.detach().double().cpu()
+    if not values.isfinite().all():
+        raise ValueError(
+            f"weights of panel {name!r} are NaN or infinite; look for a position that attends "
+            "nowhere, or trace effects with attribution=True, which estimates the missing ones"
+        )
+    return values
 
 
 def _drawn(
-    panel: RoundedGraph, weight: EdgeWeight, target: int, limit: int
+    panel: _RoundedGraph, weight: EdgeWeight, target: int, limit: int
 ) -> Bool[Tensor, "layer query key"]:
     """Which lines the first view draws."""
     weights: Tensor = panel.attention
@@ -187,8 +277,20 @@ def _drawn(
     return ((weights.abs() + 0.5).floor() >= limit).any(dim=1)
 
 
+# ---- the script's data -------------------------------------------------------------------------
+
+
+def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
+    """The quantity that effects change, for the scripts: the metric, its unit and its answers."""
+    clipped = [
+        [clip_text(visible_text(text), LABEL_SIZE, _ROOM) for text in texts]
+        for texts in (graph.answers, graph.wrong)
+    ]
+    return {"metric": graph.metric, "unit": graph.unit, "answers": clipped[0], "wrong": clipped[1]}
+
+
 def _script_data(
-    panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
+    panels: Sequence[_RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
     """The data from which the script redraws the lines of the static figure."""
     floors = _smallest_thresholds(panels, state)
@@ -213,7 +315,7 @@ def _script_data(
     }
 
 
-def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
+def _smallest_thresholds(panels: Sequence[_RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
     """For each weight, the lowest threshold, in thousandths, at which a page of bounded size holds
     every edge of every target; at most the requested threshold."""
     weights = {
@@ -251,7 +353,7 @@ def _listed(
 
 
 def _panel_data(
-    panel: RoundedGraph, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
+    panel: _RoundedGraph, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
 ) -> dict[str, Any]:
     graph = panel.graph
     outputs = [visible_text(token) for token in graph.output_tokens]

@@ -1,7 +1,7 @@
 """Component diagrams: circuits as nodes by layer with the edges between them.
 
 1. Check the panels, and find the paths of each circuit (`circuits.paths`).
-2. Draw the first view with the page's own script (`javascript`): it selects what the view shows
+2. Draw the first view with the page's own script: it selects what the view shows
    (``component_view.js``), lays out all panels together (``component_layout.js``,
    ``component_routes.js``), and writes SVG (``component_draw.js``).
 3. Combine this static SVG, the paths and the script in one HTML fragment. There it draws every
@@ -15,42 +15,50 @@ shows where a circuit is dense; to follow single links, use the interactive page
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
-from sparse_tl.circuits.paths import path_graph
+from sparse_tl.circuits import Circuit, DrivingToken, HeadBehaviour, NeuronEffects, Scores
+from sparse_tl.circuits.paths import CROSSING, PathGraph, in_order, path_graph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.parts.nodes import Node
 from sparse_tl.parts.positioned_graph import PositionedGraph
-from sparse_tl.plots.diagrams.component_data import (
-    STATE_FORMAT,
-    LinkColour,
-    View,
-    nodes_and_links,
-    read_view,
-)
-from sparse_tl.plots.diagrams.component_style import COLOURS
-from sparse_tl.plots.diagrams.neuron_lists import Neurons, neuron_lists
-from sparse_tl.plots.page.figure_frame import Surround, svg_start
-from sparse_tl.plots.page.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure, script_json
-from sparse_tl.plots.page.javascript import first_view
-from sparse_tl.plots.page.palette import MARKS
-from sparse_tl.plots.page.token_text import visible_text
+from sparse_tl.plots.diagrams.frames import PanelFigure, Surround, svg_start
+from sparse_tl.plots.page import palette
+from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
+from sparse_tl.plots.page.rendering import FIRST_VIEW, STYLE, run_script, script_json
+from sparse_tl.plots.page.token_text import running_text, visible_text
 from sparse_tl.plots.panels.head_map import marked_heads
+from sparse_tl.storage.files import read_json
 
+COMPONENT_DRAWING = (
+    "reach.js",
+    "layered_layout.js",
+    "component_layout.js",
+    "component_routes.js",
+    "component_view.js",
+    "component_panels.js",
+    "component_draw.js",
+)
+"""Scripts that draw a component diagram, on a page and in Python."""
+STATE_FORMAT = "sparse_tl component diagram 1"
 MOST_EDGES = 2000
 """Maximum number of circuit edges per panel on a page."""
 WIDTH = 720
 """Width of static figures in pixels."""
+_BEFORE, _TOKEN, _AFTER = 80, 40, 40
+"""Maximum number of characters shown before, in and after a token that drives a neuron."""
 
 Roles = HeadRoles | HeadBehaviour
+Neurons = NeuronEffects | Sequence[NeuronEffects]
+LinkColour = Literal["slot", "sign"]
+Ranking = Literal["influence", "score"]
 
 
 class ComponentDiagram(PanelFigure):
@@ -135,27 +143,34 @@ def component_diagram(
     if isinstance(panels, Circuit):
         panels = {"Circuit": panels}
     if not panels:
-        raise ValueError(
-            f'expected at least one panel; got none; pass {{"Base Model": {Circuit.made_by}}}'
-        )
+        raise ValueError(f'there is no panel; pass {{"Base Model": {Circuit.made_by}}}')
     if isinstance(scores, Scores):
         scores = dict.fromkeys(panels, scores)
     scores = scores or {}
-    columns = _check_options(panels, scores, colour, tokens)
+    columns = _columns(panels, tokens)
+    for name, of_panel in scores.items():
+        if name not in panels or of_panel.grid != panels[name].grid:
+            raise ValueError(
+                f"scores of {of_panel.grid!r} for {name!r} are not scores of the circuit edges of "
+                f"a panel, one of {list(panels)}"
+            )
+    if colour == "sign" and not scores:
+        raise ValueError("colour='sign' needs scores={name: attribute_circuit_edges(...)}")
     view = View(max_circuit_edges, "influence", slots, off_path, colour, difference)
-    view = read_view(state, view)
+    view = _read_view(state, view)
     if view.difference and len(panels) != 2:
-        raise ValueError(f"expected two circuits to draw their difference; got {len(panels)}")
+        raise ValueError(f"a difference is of two circuits; got {len(panels)}")
     graphs = {
         name: path_graph(_strongest(name, circuit, scores.get(name)), scores.get(name))
         for name, circuit in panels.items()
     }
-    framed = _marked_nodes(panels, marked or {})
-    nodes, panel_data = nodes_and_links(graphs)
+    framed = marked_heads(_heads_of(next(iter(panels.values()))), marked or {})
+    nodes, panel_data = _nodes_and_links(graphs)
     if isinstance(roles, HeadBehaviour):
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
-    for panel, circuit, own in zip(panel_data, panels.values(), _roles(panels, roles), strict=True):
-        panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "roles": own}
+    for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
+        panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts}
+        panel["roles"] = _roles(name, circuit, roles)
     data = {
         "format": STATE_FORMAT,
         "nodes": nodes,
@@ -163,18 +178,42 @@ def component_diagram(
         "view": asdict(view),
         "unit": visible_text(unit.strip()[:40]),
         "columns": [visible_text(text[:200]) for text in columns],
-        "marked": dict(zip(MARKS, framed.values(), strict=False)),
-        "markNames": [name[:60] for name in framed],
+        "marked": {
+            colour: [str(Node("head", *head)) for head in heads]
+            for colour, heads in zip(MARKS, framed.values(), strict=False)
+        },
+        "markNames": [visible_text(name)[:60] for name in framed],
         "title": visible_text((title or "")[:200]),
         "transition": visible_text((transition or "")[:200]),
-        "colours": COLOURS,
-        "neurons": neuron_lists(neurons, graphs),
+        "colours": _COLOURS,
+        "neurons": _neurons(neurons, graphs),
     }
     json = script_json(data)
-    width, height, content = first_view(COMPONENT_DRAWING, json, WIDTH)
+    width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
     surround = Surround(tuple(panels), title, transition)
     svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
     return ComponentDiagram(svg, json, surround)
+
+
+def _columns(panels: Mapping[str, Circuit], tokens: Sequence[str] | None) -> list[str]:
+    """The texts of the columns: none without positions."""
+    positions = set[tuple[str, ...]]()
+    for circuit in panels.values():
+        grid = circuit.grid
+        if not isinstance(grid, (CircuitGraph, PositionedGraph)):
+            raise ValueError(f"only circuits of circuit edges can be drawn, not of {grid.noun}")
+        positions.add(grid.positions if isinstance(grid, PositionedGraph) else ())
+    if len(positions) > 1:
+        raise ValueError(
+            f"panels do not have the same positions: {sorted(map(list, positions))}; "
+            "circuit.at(position) is the circuit at one position"
+        )
+    columns = list(positions.pop())
+    if tokens is not None and len(tokens) != len(columns):
+        raise ValueError(
+            f"`tokens` is one text for each of {len(columns)} positions; got {len(tokens)}"
+        )
+    return columns if tokens is None else list(tokens)
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
@@ -183,8 +222,8 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
         return circuit
     if scores is None:
         raise ValueError(
-            f"expected scores, to choose the {MOST_EDGES:,} strongest of the {len(circuit):,} "
-            f"edges of {name!r}; got none; pass scores={{name: attribute_circuit_edges(...)}}"
+            f"pass scores={{name: attribute_circuit_edges(...)}}, to choose the {MOST_EDGES:,} "
+            f"strongest of the {len(circuit):,} edges of {name!r}"
         )
     indices = circuit.mask.cpu().nonzero()
     values = scores.mean().detach().cpu()[tuple(indices.T)].abs()
@@ -192,56 +231,6 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
     mask = torch.zeros_like(circuit.mask, device="cpu")
     mask[tuple(best.T)] = True
     return Circuit(circuit.grid, mask)
-
-
-def _check_options(
-    panels: Mapping[str, Circuit],
-    scores: Mapping[str, Scores],
-    colour: LinkColour,
-    tokens: Sequence[str] | None,
-) -> list[str]:
-    """The texts of the columns: none without positions."""
-    positions = set[tuple[str, ...]]()
-    for circuit in panels.values():
-        grid = circuit.grid
-        if not isinstance(grid, (CircuitGraph, PositionedGraph)):
-            raise ValueError(f"expected circuits of circuit edges; got one of {grid.noun}")
-        positions.add(grid.positions if isinstance(grid, PositionedGraph) else ())
-    if len(positions) > 1:
-        raise ValueError(
-            f"expected panels with the same positions; got {sorted(map(list, positions))}; "
-            "circuit.at(position) is the circuit at one position"
-        )
-    columns = list(positions.pop())
-    for name, of_panel in scores.items():
-        if name not in panels or of_panel.grid != panels[name].grid:
-            raise ValueError(
-                f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
-                f"scores of {of_panel.grid!r} for {name!r}"
-            )
-    if colour == "sign" and not scores:
-        raise ValueError(
-            "expected scores of at least one panel, to colour by sign; got none; pass "
-            "scores={name: attribute_circuit_edges(...)}, or colour='slot'"
-        )
-    if tokens is not None:
-        if len(tokens) != len(columns):
-            raise ValueError(
-                f"expected one text for each of {len(columns)} positions; got {len(tokens)}"
-            )
-        columns = [str(token) for token in tokens]
-    return columns
-
-
-def _marked_nodes(
-    panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
-) -> dict[str, list[str]]:
-    """The names of the marked heads of the first panel's model, by legend entry."""
-    grid = _heads_of(next(iter(panels.values())))
-    return {
-        visible_text(name): [str(Node("head", *head)) for head in heads]
-        for name, heads in marked_heads(grid, marked).items()
-    }
 
 
 def _heads_of(circuit: Circuit) -> HeadGrid:
@@ -253,21 +242,17 @@ def _heads_of(circuit: Circuit) -> HeadGrid:
 
 
 def _roles(
-    panels: Mapping[str, Circuit], roles: Mapping[str, Roles] | Roles | None
-) -> list[dict[str, str]]:
-    """The role of each head that has one, by panel.
-
-    Raises:
-        ValueError: the roles are of another model.
-    """
-    by_panel = roles if isinstance(roles, Mapping) else dict.fromkeys(panels, roles)
-    of_heads = list[dict[str, str]]()
-    for name, circuit in panels.items():
-        given, grid = by_panel.get(name), _heads_of(circuit)
-        if given is not None and given.grid != grid:
-            raise ValueError(f"expected roles for {name!r} of {grid!r}; got {given.grid!r}")
-        of_heads.append({} if given is None else given.main)
-    return of_heads
+    name: str, circuit: Circuit, roles: Mapping[str, Roles] | Roles | None
+) -> dict[str, str]:
+    """The role of each head of a panel that has one."""
+    given = roles.get(name) if isinstance(roles, Mapping) else roles
+    if given is None:
+        return {}
+    if given.grid != _heads_of(circuit):
+        raise ValueError(
+            f"roles for {name!r} are not of {_heads_of(circuit)!r}; got {given.grid!r}"
+        )
+    return given.main
 
 
 def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
@@ -275,3 +260,201 @@ def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[st
     heads = [(name, name.split("@")[0]) for name, *_ in nodes]
     labels = behaviour.labels
     return {name: f"{head} {labels[head]}" for name, head in heads if head in labels}
+
+
+# ---- what the reader chooses -------------------------------------------------------------------
+
+
+@checked
+@dataclass(frozen=True)
+class View:
+    """The reader's choices of what to show.
+
+    Args:
+        edges: number of circuit edges; the path of the last one is completed.
+        by: ranking of edges.
+        slots: whether q, k and v of a head are drawn separately.
+        off_path: whether edges on no path from input to logits are drawn.
+        colour: what the colour of a link encodes.
+        difference: whether two circuits are drawn as one, coloured by which has a link.
+        groups: members of every supernode, by name.
+        pins: nodes that are always shown, with the most influential path through them.
+        labels: texts that replace names of nodes.
+        notes: notes on nodes.
+    """
+
+    edges: AtLeastOne = 100
+    by: Ranking = "influence"
+    slots: bool = False
+    off_path: bool = False
+    colour: LinkColour = "slot"
+    difference: bool = False
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pins: Sequence[str] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+def _read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
+    """The view in a state saved by a page, with the fields of `view` that it lacks."""
+    if state is None:
+        return view
+    content = state if isinstance(state, Mapping) else read_json(Path(state))
+    if not isinstance(content, Mapping) or content.get("format") != STATE_FORMAT:
+        raise ValueError(
+            f"this is no state saved by a component diagram, with format {STATE_FORMAT!r}: "
+            f"{str(content)[:80]}"
+        )
+    given = {key: value for key, value in content.items() if key != "format"}
+    try:
+        return replace(view, **given)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in fields(View))
+        raise ValueError(
+            f"the state of a diagram has the fields {names}; {str(error)[:200]}"
+        ) from error
+
+
+# ---- the script's data -------------------------------------------------------------------------
+
+
+def _nodes_and_links(graphs: Mapping[str, PathGraph]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The nodes of all circuits, and the links of each circuit between these, by index."""
+    nodes = in_order({node for graph in graphs.values() for node in graph.nodes})
+    index = {node: i for i, node in enumerate(nodes)}
+    rows = [
+        [
+            visible_text(str(node)),
+            node.kind,
+            node.step,
+            node.position,
+            None if node.kind in ("input", "logits") else node.component.layer,
+        ]
+        for node in nodes
+    ]
+    panels = []
+    for name, graph in graphs.items():
+        at = [index[node] for node in graph.nodes]
+        into, out = graph.best
+        weights = [link.weight for link in graph.links]
+        panels.append(
+            {
+                "name": visible_text(name[:200]),
+                "names": graph.names,
+                "scores": graph.scores and [float(f"{score:.6g}") for score in graph.scores],
+                "lines": [
+                    [at[link.source], at[link.reader], link.slot or "", link.edge]
+                    + ([] if link.edge >= 0 else [float(f"{link.weight:.6g}")])
+                    for link in graph.links
+                ],
+                "influence": [float(f"{value:.4g}") for value in graph.influence],
+                "order": {
+                    "influence": graph.order(graph.influence),
+                    "score": graph.order(weights),
+                },
+                "into": {at[node]: link for node, link in into.items()},
+                "out": {at[node]: link for node, link in out.items()},
+            }
+        )
+    return rows, panels
+
+
+def _neurons(
+    neurons: Mapping[str, Neurons] | Neurons | None, panels: Mapping[str, PathGraph]
+) -> list[dict[str, Any]]:
+    """The neurons that the card of an MLP lists, by panel and the name of the MLP."""
+    by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
+    drawn = {str(node.component) for graph in panels.values() for node in graph.nodes}
+    found = {name: dict[str, Any]() for name in panels}
+    for name, given in by_panel.items():
+        if name not in panels:
+            raise ValueError(f"there are neurons for {name!r}, which is no panel of {list(panels)}")
+        for result in [given] if isinstance(given, NeuronEffects) else given or []:
+            if result.mlp not in drawn:
+                raise ValueError(f"there are neurons of {result.mlp}, which has no edges")
+            found[name][result.mlp] = _listed(result)
+    return [*found.values()]
+
+
+def _listed(result: NeuronEffects) -> dict[str, Any]:
+    rows: list[Any] = result.to_pandas().head(len(result.tokens)).to_dict("records")
+    return {
+        "count": len(result.score),
+        "readers": [visible_text(name[:_TOKEN]) for name in result.readers],
+        "rows": [
+            {
+                "name": row["neuron"],
+                "effect": row["effect"],
+                "means": [row["clean"], row["corrupted"]],
+                "tokens": [_shown(token) for token in result.tokens[row["neuron"]]],
+                "promotes": _texts(result.promotes[row["neuron"]]),
+                "suppresses": _texts(result.suppresses[row["neuron"]]),
+            }
+            for row in rows
+        ],
+    }
+
+
+def _shown(token: DrivingToken) -> dict[str, Any]:
+    parts = token.before[-_BEFORE:], token.token[:_TOKEN], token.after[:_AFTER]
+    return {"text": [*map(running_text, parts)], "values": [token.clean, token.corrupted]}
+
+
+def _texts(tokens: Sequence[str]) -> list[str]:
+    return [visible_text(token[:_TOKEN]) for token in tokens]
+
+
+ONLY: tuple[Colour, Colour] = palette.MODEL_PAIRS[0]
+"""Links that only the first or only the second of two circuits has."""
+
+
+def _node(line: Colour, share: float) -> tuple[Colour, Colour, Colour]:
+    """Fill, line and text colour of a node: a share of the line's colour fills it."""
+    return palette.blend(BACKGROUND, line, share), line, INK
+
+
+_COLOURS: dict[str, Any] = {
+    # By the input that a link enters: q, k, v or several of a head; an MLP or the logits.
+    "slots": {
+        "q": palette.QUERY,
+        "k": palette.KEY,
+        "v": palette.VALUE,
+        "several": palette.SEVERAL,
+        CROSSING: palette.CROSSES,
+        "": palette.RESIDUAL_READER,
+    },
+    "words": {
+        "q": "q: query",
+        "k": "k: key",
+        "v": "v: value",
+        "several": "several of q, k, v",
+        CROSSING: "attention: keys and values to query",
+        "": "into MLP or logits",
+    },
+    "shared": palette.TRUNK,
+    "only": ONLY,
+    "plain": palette.RESIDUAL_READER,
+    "hurts": palette.HURTS,
+    "helps": palette.HELPS,
+    "open": palette.OPEN_EDGE,
+    "band": palette.BAND,
+    "ink": INK,
+    "muted": palette.MUTED,
+    "grid": palette.GRID,
+    # Fill, line and text colour of nodes.
+    "nodes": {
+        "head": (*palette.HEAD_NODE, INK),
+        "mlp": (*palette.MLP_NODE, INK),
+        "keys": (BACKGROUND, palette.CROSSES, INK),
+        "group": (palette.SUPERNODE, palette.SEVERAL, INK),
+        "input": (*palette.END_NODE, INK),
+        "logits": (*palette.END_NODE, INK),
+    },
+    "openNode": (*palette.OPEN_NODE, palette.OPEN_NODE_INK),
+    "absentNode": (*palette.ABSENT_NODE, palette.ABSENT_NODE_INK),
+    "roles": {
+        role: _node(line, 0.25) for role, line in (palette.ROLES | palette.KINDS_OF_HEADS).items()
+    },
+    "sides": [_node(line, 0.15) for line in ONLY],
+}
+"""Colours and texts for the script."""

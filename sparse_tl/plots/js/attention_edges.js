@@ -1,7 +1,7 @@
 // Chooses the attention edges of a circuit diagram, finds those that lead to the prediction, and
 // computes their lines: in the browser, and in Python for static files. attention_text.js has the texts.
 //
-// 1. Weights are in thousandths (rounded_graph.py), and rounded to integers for drawing.
+// 1. Weights are in thousandths (circuit_diagram.py), and rounded to integers for drawing.
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
 // 3. Edges at or above the threshold are kept. Those that kept edges connect to the predicted token
 //    are on the path; the others are merely open.

@@ -1,5 +1,5 @@
 // Makes the static circuit diagram interactive. attention_edges.js chooses the edges, and all
-// coordinates come from diagram_layout.py.
+// coordinates come from circuit_svg.py.
 //
 // A live figure, whose edges a running kernel can remove and restore, has further options:
 //   state            the initial state, instead of data.state

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
 from copy import copy
 from html import escape
+from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
@@ -20,6 +24,7 @@ Theme = Literal["auto", "light", "dark"]
 reader's system; saved images are light."""
 Scale = Annotated[float, Ge(0.1), Le(20)]  # beyond, an image may not fit into memory
 
+STYLE = "interactive_figure.css"
 AUTO = "sparse-tl-auto"
 """Class of HTML that is drawn for light pages and inverted in dark notebooks."""
 DARK_NOTEBOOKS = (
@@ -30,6 +35,7 @@ DARK_NOTEBOOKS = (
     'html[theme="dark"]',  # Colab
 )
 """Selectors, one of which matches in a notebook with a dark theme."""
+_ADDRESS_SPACE = 2**41
 
 Kind = TypeVar("Kind", bound="Figure")
 
@@ -107,11 +113,7 @@ class Figure:
         path = Path(path)
         make = kinds.get(path.suffix.lower())
         if make is None:
-            *first, last = kinds
-            raise ValueError(
-                f"expected a path that ends in {', '.join(first)} or {last}; got {path.name!r}; "
-                "choose one of these suffixes"
-            )
+            raise ValueError(f"a figure is saved as {', '.join(kinds)}, not as {path.name!r}")
         content = make()
         with atomic_file(path) as partial:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -124,7 +126,7 @@ class Figure:
                 self.title, self.light_html, margin=self.page_margin, theme=theme
             ),
             ".svg": lambda: f'<?xml version="1.0" encoding="UTF-8"?>\n{self.svg}\n',
-            ".png": lambda: svg_to_png(self.svg, scale=scale),
+            ".png": lambda: svg_to_png(self.svg, scale),
         }
 
 
@@ -133,10 +135,6 @@ class SelfContainedFigure(Figure, RenderedHTML):
 
     circuitsvis checks for an internet connection and chooses between two sources of HTML; here, a
     single one contains everything.
-
-    Args:
-        svg: the figure as a static SVG element.
-        title: title of the page, when saved as HTML.
     """
 
     def __init__(self, svg: str, title: str) -> None:
@@ -164,7 +162,7 @@ def notebook_style() -> str:
     return f"<style>@media screen {{ {rule} }}</style>"
 
 
-def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
+def svg_to_png(svg: str, scale: float) -> bytes:
     """Render an SVG document without a browser, with text even if no fonts are installed."""
     import matplotlib
     import resvg_py
@@ -172,27 +170,12 @@ def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     # Installed fonts are used for characters that DejaVu Sans lacks.
     fonts = [str(folder / name) for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")]
-    family = "DejaVu Sans"
-    return bytes(
-        resvg_py.svg_to_bytes(
-            svg_string=svg,
-            zoom=scale,
-            font_files=fonts,
-            font_family=family,
-            sans_serif_family=family,
-        )
-    )
+    family = {"font_family": "DejaVu Sans", "sans_serif_family": "DejaVu Sans"}
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=scale, font_files=fonts, **family))
 
 
 def html_page(title: str, body: str, *, margin: int, theme: Theme = "auto") -> str:
-    """A fragment as a complete page.
-
-    Args:
-        title: title of the page.
-        body: HTML fragment, drawn for light pages.
-        margin: margin in pixels.
-        theme: ``"light"``, ``"dark"``, or ``"auto"`` to follow the reader's system.
-    """
+    """A fragment, drawn for light pages, as a complete page with a margin in pixels."""
     # Applied to the root element, the filter includes the background around the figure.
     inverted = f":root {{ filter: {DARK_FILTER}; }}"
     rule = {
@@ -208,3 +191,75 @@ def html_page(title: str, body: str, *, margin: int, theme: Theme = "auto") -> s
         "</style>\n"
         f"</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def interactive_html(attributes: str, content: str, script: str, data: str) -> str:
+    """A figure as an HTML fragment, which shows its content if scripts do not run.
+
+    Args:
+        attributes: attributes of the element around the content.
+        content: static content.
+        script: JavaScript that defines the function ``start(root, data)``.
+        data: its argument, from `script_json`.
+    """
+    # The same figure always has the same id, and the script starts every copy on the page that is
+    # not running yet, so a figure can be shown twice.
+    digest = hashlib.sha256((content + data).encode()).hexdigest()[:12]
+    return (
+        f'<div {attributes} data-figure="{digest}">\n{content}\n</div>\n'
+        f"<script>\n(() => {{\n{read_assets('start_figures.js')}\n{script}\n"
+        f'startFigures("{digest}", start, {data});\n'
+        f"}})();\n</script>"
+    )
+
+
+def read_assets(*names: str, package: str = "sparse_tl.plots.js") -> str:
+    """Concatenated scripts or styles of a package."""
+    folder = resources.files(package)
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def script_json(data: Any) -> str:
+    """JSON that is safe inside a script element, whatever the tokens."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    # ensure_ascii has escaped U+2028 and U+2029 already.
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# ---- scripts without a browser: the same code draws pages and static files ---------------------
+
+# V8 parses a JSON text faster than the literals that `MiniRacer.call` makes of arguments.
+FIRST_VIEW = "((json, ...options) => firstView(JSON.parse(json), ...options))"
+
+
+def check_address_space() -> None:
+    """Raise a MemoryError where V8, which reserves 1.5 TB of address space, would end the process.
+
+    It uses little memory.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _ADDRESS_SPACE:
+        raise MemoryError(
+            f"the address space of this process is limited to {limit / 1e9:.1f} GB, and V8, which "
+            "draws diagrams, reserves 1.5 TB of it; lift the limit with `ulimit -v unlimited`"
+        )
+
+
+def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
+    """Call a function of the scripts of these names in V8, with arguments of JSON types.
+
+    Each call starts an engine in 10 ms. None outlives a call, so that any thread, event loop or
+    forked process can draw.
+    """
+    check_address_space()
+    # Slow import: takes longer than all others of this package.
+    from py_mini_racer import MiniRacer
+
+    with MiniRacer() as engine:
+        for name in names:
+            engine.eval(f"{read_assets(name)}\n//# sourceURL={name}")
+        return engine.call(function, *arguments)

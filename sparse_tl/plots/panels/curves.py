@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import plotly.graph_objects as go
 
 from sparse_tl.calls.arguments import Share, checked
 from sparse_tl.circuits.effect import EffectCurve
@@ -27,35 +28,35 @@ from sparse_tl.plots.page.palette import (
     channels,
 )
 from sparse_tl.plots.page.token_text import text_width
-from sparse_tl.plots.panels.effect_axis import axis_positions, axis_ticks, extent
 from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.legends import (
+from sparse_tl.plots.panels.panels import (
+    Position,
     add_legend,
     add_legend_below,
-    add_notes,
-    legend_height,
-    legend_width,
-)
-from sparse_tl.plots.panels.plotly_panels import (
     add_line,
+    add_notes,
     fitting_width,
     in_rows,
+    legend_height,
+    legend_width,
     panel_figure,
     panel_positions,
     ticks,
 )
 
 Parts = Literal["heads", "circuit_edges"]
+Curves = Sequence[SeedCurves]
 
-_GAP, _WIDEST = 54, 240
-# Pixels per unit of effect, and the maximum height of a plot.
+_GAP, _WIDEST = 24, 420
+# Least number of pixels per unit of effect, and the maximum height of a plot.
 _UNIT, _MAX_HEIGHT = 147, 300
 # Height of a line of text above the curves, and the margin around them in units of effect.
 _LABEL_HEIGHT, _MARGIN = 18, 0.04
 # Line style of one seed among several.
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
-
-Curves = Sequence[SeedCurves]
+# Least distance of 0 from the first power of ten, in powers of ten.
+_ASIDE = 0.5
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @checked
@@ -81,88 +82,148 @@ def effect_figure(
         level: explained effect at which the models are compared, above 0 and at most 1.
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
 
-    Returns:
-        The figure; call its `save` to write it to a file.
-
     Raises:
         ValueError: there is no panel, a panel has no curve, more than two or two of one name,
             dense and sparse curves have different seeds, there are fewer colours than pairs of
             models, or an option is out of range.
     """
-    drawn = {title: [_of_seeds(curve) for curve in curves] for title, curves in panels.items()}
+    drawn = {
+        title: [c if isinstance(c, SeedCurves) else SeedCurves((0,), (c,)) for c in curves]
+        for title, curves in panels.items()
+    }
     pairs = _checked_pairs(drawn, colours)
     labels = {title: _words(curves, level) for title, curves in drawn.items()}
-    log = parts == "circuit_edges"
     order = list(dict.fromkeys(pairs.values()))
     label_height = _LABEL_HEIGHT * max(1, *map(len, labels.values()))
     effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
     low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
-    unit = min(_UNIT, (_MAX_HEIGHT - label_height) / (high - low))
-    span = (low, high + label_height / unit)
     rows = in_rows(list(panels))
     width = fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
+    unit = min(max(_UNIT, width / 2), (_MAX_HEIGHT - label_height) / (high - low))
+    span = (low, high + label_height / unit)
     figure = panel_figure(
         rows,
-        x=f"Number of {'Edges' if log else 'Heads'} Kept",
+        x=f"Number of {'Edges' if parts == 'circuit_edges' else 'Heads'} Kept",
         y="Explained Effect",
         width=width,
         height=round(unit * (span[1] - span[0])),
         gap=_GAP,
-        shared=False,
     )
     figure.update_yaxes(range=span, **ticks(0, 1, 2))
-    for position, (title, curves) in zip(panel_positions(rows), drawn.items(), strict=True):
-        start, stop = extent(curves, log)
-        # With a margin at both ends, so that no line is clipped.
-        margin = 0.02 * (stop - start)
-        least = 10**start if log else 0.0
-        figure.update_xaxes(
-            type="log" if log else "linear",
-            range=(start - margin, stop + margin),
-            **axis_ticks(start, stop, log),
-            row=position[0],
-            col=position[1],
-        )
+    positions = dict(zip(drawn, panel_positions(rows), strict=True))
+    axes = {title: _Axis.of(curves, parts) for title, curves in drawn.items()}
+    for title, curves in drawn.items():
+        (row, column), axis = positions[title], axes[title]
+        figure.update_xaxes(**axis.layout(), row=row, col=column)
         for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
-            _add_curve(figure, position, curve, colour, parts, least)
-        reached = (curve.median.size_at(level) for curve in curves)
-        sizes = sorted(max(size, least) for size in reached if size is not None)
+            _add_curve(figure, positions[title], curve, colour, axis)
+        reached = [curve.median.size_at(level) for curve in curves]
+        sizes = sorted(max(size, axis.least) for size in reached if size is not None)
+        middle = (axis.start + axis.stop) / 2
         if len(sizes) == 2:
-            line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
-            add_line(figure, *position, colour=INK, **line)
-        middle = (
-            float(axis_positions(sizes, start, log).mean())
-            if len(sizes) == 2
-            else (start + stop) / 2
-        )
+            line: dict[str, Any] = {"colour": INK, "width": RULE_WEIGHT, "dashed": True}
+            add_line(figure, positions[title], x=sizes, y=[level] * 2, **line)
+            middle = float(axis.positions(sizes).mean())
         for number, words in enumerate(reversed(labels[title])):
             size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
-            half = text_width(words, size) / width / 2 * (stop - start)
+            half = text_width(words, size) / width / 2 * (axis.stop - axis.start)
+            right = max(axis.stop - half, (axis.start + axis.stop) / 2)
             figure.add_annotation(
                 text=words,
                 font={"size": size},
-                x=min(max(middle, start + half), max(stop - half, (start + stop) / 2)),
+                x=min(max(middle, axis.start + half), right),
                 xanchor="center",
                 y=span[1] - (label_height - number * _LABEL_HEIGHT) / unit,
                 yanchor="bottom",
-                row=position[0],
-                col=position[1],
+                row=row,
+                col=column,
             )
     # The legend of a pair appears in its first panel only.
-    first = {names: title for title, names in reversed(pairs.items())}
-    with_legend = [drawn[title] for title in first.values()]
-    if all(_has_room(curves, log, width, low, unit) for curves in with_legend):
-        for position, title in zip(panel_positions(rows), drawn, strict=True):
-            if first[pairs[title]] == title:
-                add_legend(figure, *position)
+    first = {names: title for title, names in reversed(pairs.items())}.values()
+    if all(_has_room(drawn[title], axes[title], width, low, unit) for title in first):
+        for title in first:
+            add_legend(figure, positions[title])
     else:
         add_legend_below(figure)
     add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
 
-def _of_seeds(curve: EffectCurve | SeedCurves) -> SeedCurves:
-    return curve if isinstance(curve, SeedCurves) else SeedCurves((0,), (curve,))
+@dataclass(frozen=True)
+class _Axis:
+    """A horizontal axis of numbers of parts, linear or logarithmic.
+
+    Args:
+        parts: what is counted.
+        start, stop: its ends, without margin. A logarithmic axis starts at the largest power of ten
+            up to the smallest size above 0 or, if 0 was measured, at a position for 0 below that.
+    """
+
+    parts: Parts
+    start: float
+    stop: float
+
+    @classmethod
+    def of(cls, curves: Curves, parts: Parts) -> _Axis:
+        measured = sorted({n for seeds in curves for curve in seeds.curves for n in curve.sizes})
+        if parts == "heads":
+            return cls(parts, 0.0, max(float(measured[-1]), 1.0))
+        first = len(str(next((size for size in measured if size > 0), 1))) - 1
+        stop = max(math.log10(max(measured[-1], 1)), first + 1.0)
+        aside = min(max(_ASIDE, (stop - first) / 6), 0.9)
+        return cls(parts, first - aside * (measured[0] == 0), stop)
+
+    @property
+    def log(self) -> bool:
+        return self.parts == "circuit_edges"
+
+    @property
+    def least(self) -> float:
+        """The size that is drawn at the start."""
+        return 10**self.start if self.log else 0.0
+
+    def positions(self, sizes: Sequence[float]) -> np.ndarray:
+        """Positions of sizes, in units of `start` and `stop`."""
+        values = np.maximum(sizes, self.least)
+        return np.log10(values) if self.log else values
+
+    def layout(self) -> dict[str, Any]:
+        """Range, and ticks at round numbers, or at 0 and powers of ten."""
+        # With a margin at both ends, so that no line is clipped.
+        margin = 0.02 * (self.stop - self.start)
+        ends = (self.start - margin, self.stop + margin)
+        if not self.log:
+            return {"type": "linear", "range": ends, **ticks(self.start, self.stop, 5, whole=True)}
+        powers = range(math.ceil(self.start), math.floor(self.stop + 1e-9) + 1)
+        labels = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
+        if self.start < powers[0]:
+            labels = {self.least: "0", **labels}
+        return {"type": "log", "range": ends, "tickvals": [*labels], "ticktext": [*labels.values()]}
+
+
+def _checked_pairs(
+    panels: Mapping[str, Curves], colours: Sequence[tuple[str, str]]
+) -> dict[str, tuple[str, ...]]:
+    """The names of the models in each panel."""
+    if not panels:
+        raise ValueError('there is no panel; pass {"IOI": [dense, sparse]}')
+    pairs = {title: tuple(curve.name for curve in curves) for title, curves in panels.items()}
+    for title, names in pairs.items():
+        if len(names) not in (1, 2) or len(set(names)) != len(names):
+            raise ValueError(
+                f"panel {title!r} is for a dense and a sparse curve with different names; got "
+                f"{list(names)}; draw other models in separate panels"
+            )
+    n_pairs = len(set(pairs.values()))
+    if n_pairs > len(colours):
+        raise ValueError(
+            f"there are {n_pairs} pairs of models, and {len(colours)} pairs of colours; pass "
+            "colours=[(dense, sparse), ...] or draw fewer models"
+        )
+    for pair in colours:
+        for colour in pair:
+            channels(colour)  # raises if invalid
+    return pairs
 
 
 def _words(curves: Curves, level: float) -> tuple[str, ...]:
@@ -193,80 +254,44 @@ def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
             yield from (*one.low, *one.high)
 
 
-def _has_room(curves: Curves, log: bool, width: float, low: float, unit: float) -> bool:
+def _has_room(curves: Curves, axis: _Axis, width: float, low: float, unit: float) -> bool:
     """Whether no curve is behind a legend at the lower right of a panel."""
-    start, stop = extent(curves, log)
     share = legend_width(curve.name for curve in curves) / width
-    behind = np.linspace(stop - share * (stop - start), stop, 33)
+    behind = np.linspace(axis.stop - share * (axis.stop - axis.start), axis.stop, 33)
     top = low + legend_height(len(curves)) / unit
     return share < 1 and all(
-        np.interp(behind, axis_positions(one.sizes, start, log), ends).min() > top
+        np.interp(behind, axis.positions(one.sizes), ends).min() > top
         for seeds in curves
         for one in seeds.curves
         for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
     )
 
 
-def _checked_pairs(
-    panels: Mapping[str, Curves], colours: Sequence[tuple[str, str]]
-) -> dict[str, tuple[str, ...]]:
-    """The names of the models in each panel."""
-    if not panels:
-        raise ValueError('expected at least one panel; got none; pass {"IOI": [dense, sparse]}')
-    pairs = {title: tuple(curve.name for curve in curves) for title, curves in panels.items()}
-    for title, names in pairs.items():
-        if len(names) not in (1, 2) or len(set(names)) != len(names):
-            raise ValueError(
-                f"expected a dense and a sparse curve with different names in panel {title!r}; got "
-                f"{list(names)}; draw other models in separate panels"
-            )
-    n_pairs = len(set(pairs.values()))
-    if n_pairs > len(colours):
-        raise ValueError(
-            f"expected colours for {n_pairs} pairs of models; got {len(colours)}; pass "
-            "colours=[(dense, sparse), ...] or draw fewer models"
-        )
-    for pair in colours:
-        for colour in pair:
-            channels(colour)  # raises if invalid
-    return pairs
-
-
-def _add_curve(
-    figure: go.Figure,
-    position: tuple[int, int],
-    seeds: SeedCurves,
-    colour: str,
-    parts: Parts,
-    least: float,
-) -> None:
+def _add_curve(figure: Any, at: Position, seeds: SeedCurves, colour: str, axis: _Axis) -> None:
     """Add a curve with its interval, or the curves of all seeds with their median on top."""
+    line: dict[str, Any] = {"colour": colour, "axis": axis}
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
         style = {"low": one.low, "high": one.high, "name": one.name}
-        return _add_line(figure, position, one, colour, parts, least, one.name, "Interval", **style)
+        return _add_line(figure, at, one, one.name, "Interval", **line, **style)
     thin = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": seeds.name}
     for seed, one in zip(seeds.seeds, seeds.curves, strict=True):
-        heading = f"{one.name}, seed {seed}"
-        _add_line(figure, position, one, colour, parts, least, heading, "Interval", **thin)
+        _add_line(figure, at, one, f"{one.name}, seed {seed}", "Interval", **line, **thin)
     heading = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
-    median = seeds.median
-    _add_line(figure, position, median, colour, parts, least, heading, "Seeds", name=seeds.name)
+    _add_line(figure, at, seeds.median, heading, "Seeds", **line, name=seeds.name)
 
 
 def _add_line(
-    figure: go.Figure,
-    position: tuple[int, int],
+    figure: Any,
+    at: Position,
     curve: EffectCurve,
-    colour: str,
-    parts: Parts,
-    least: float,
     heading: str,
     interval: str,
+    axis: _Axis,
     **style: Any,
 ) -> None:
     """Add one line with the tooltips of its points."""
-    what = parts.replace("_", " ")
+    what = axis.parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [
         (
@@ -277,5 +302,5 @@ def _add_line(
         )
         for size, mean, low, high in rows
     ]
-    x = [max(size, least) for size in curve.sizes]
-    add_line(figure, *position, x=x, y=curve.mean, colour=colour, hover=hover, **style)
+    x = [max(size, axis.least) for size in curve.sizes]
+    add_line(figure, at, x=x, y=curve.mean, hover=hover, **style)

@@ -7,14 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.page.palette import (
-    CURVE_WEIGHT,
     EMPTY_CELL,
     INK,
     LABEL_SIZE,
@@ -24,24 +22,22 @@ from sparse_tl.plots.page.palette import (
     TICK_SIZE,
 )
 from sparse_tl.plots.page.token_text import clip_text, visible_text
-from sparse_tl.plots.panels.cells import add_cells
 from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.head_panels import head_panels
-from sparse_tl.plots.panels.legends import (
-    add_legend_below,
-    add_notes,
-    add_side_legend,
-    legend_height,
-    legend_width,
-)
-from sparse_tl.plots.panels.plotly_panels import (
+from sparse_tl.plots.panels.head_map import head_panels
+from sparse_tl.plots.panels.panels import (
     LEFT_LINE,
     LONGEST_NAME,
     ROW_TITLE_WIDTH,
+    Position,
+    add_cells,
+    add_legend_below,
     add_line,
+    add_notes,
     add_outer_titles,
+    add_side_legend,
     fitting_width,
-    hover_text,
+    legend_height,
+    legend_width,
     panel_figure,
     ticks,
 )
@@ -50,7 +46,7 @@ _PALE, _PALE_WEIGHT = 0.45, 1.0
 _CROWDED = 0.7
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
-_GAP = 18
+_GAP, _WIDEST = 18, 400
 # For more models, there is no room for a legend beside the panels.
 _MOST_BESIDE_LEGEND = 4
 
@@ -67,34 +63,31 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     Args:
         rows: curves of each panel, by task title and then model title.
 
-    Returns:
-        The figure; call its `save` to write it to a file.
-
     Raises:
         ValueError: there is no row, or a panel has no curves.
     """
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     every = [curve for row in rows.values() for curves in row.values() for curve in curves]
     if not columns or not all(curves for row in rows.values() for curves in row.values()):
-        raise ValueError(
-            f"expected at least one task with one model, and curves in each panel; got {dict(rows)}"
-        )
+        raise ValueError("there is no task, or a panel has no curves")
     legend = _legend(every)
     is_beside = len(columns) <= _MOST_BESIDE_LEGEND
     beside = LEFT_LINE + (ROW_TITLE_WIDTH if any(rows) else 0)
     beside += legend_width(legend) if is_beside else 0
+    width = fitting_width(len(columns), gap=_GAP, most=_WIDEST, beside=beside)
+    least = legend_height(len(legend)) if len(rows) == 1 and is_beside else 0
     figure = panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
         x="",
         y="",
-        width=fitting_width(len(columns), gap=_GAP, most=200, beside=beside),
-        height=max(140, legend_height(len(legend)) if len(rows) == 1 and is_beside else 0),
+        width=width,
+        height=max(140, width / 2, least),
         gap=_GAP,
     )
     # Samples in full colour, even if the lines of the first panel are pale.
     for name, style in legend.items():
-        add_line(figure, 1, 1, x=[None], y=[None], name=name, **style)
+        add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
     for number, row in enumerate(rows.values(), start=1):
         drawn = [curve for curves in row.values() for curve in curves]
         _span_updates(figure, max(curve.counts[-1] for curve in drawn), row=number)
@@ -102,7 +95,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         figure.update_yaxes(range=span, **ticks(*span), row=number)
         for column, name in enumerate(columns, start=1):
             if name in row:
-                _add_curves(figure, number, column, row[name])
+                _add_curves(figure, (number, column), row[name])
             else:
                 _add_missing(figure, number, column)
     across, upwards = "Number of Ablated Heads", "\N{GREEK CAPITAL LETTER DELTA} Log Probability"
@@ -153,8 +146,8 @@ def _n_in_role(curve: AblationCurve) -> int:
     return round(sum(curve.in_role) / len(curve.in_role))
 
 
-def _add_missing(figure: go.Figure, row: int, column: int) -> None:
-    # plotly draws no axes without a trace
+def _add_missing(figure: Any, row: int, column: int) -> None:
+    # Plotly draws no axes without a trace.
     figure.add_scatter(x=[], y=[], showlegend=False, row=row, col=column)
     centre = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
     centre |= {"xanchor": "center", "yanchor": "middle"}
@@ -173,14 +166,12 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
     figure, positions = head_panels([role.capitalize() for role in ROLES], *roles.removed.shape)
     for position, (role, rows) in zip(positions, scores.items(), strict=True):
-        tooltips = [
+        hover = [
             [
-                hover_text(
-                    (
-                        f"a{layer}.h{head}",
-                        f"{role} {score:.3f}",
-                        f"loss without it {roles.removed[layer, head]:+.3g} nats",
-                    )
+                (
+                    f"a{layer}.h{head}",
+                    f"{role} {score:.3f}",
+                    f"loss without it {roles.removed[layer, head]:+.3g} nats",
                 )
                 for head, score in enumerate(row)
             ]
@@ -188,7 +179,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
         label = f"{role.capitalize()} score"
-        add_cells(figure, position, rows, tooltips, colours, (0, 1), label)
+        add_cells(figure, position, rows, hover, colours, (0, 1), label)
     each = ", ".join(f"{role} {costs[role]:+.2f}" for role in ROLES)
     add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
     return GridFigure(figure, "Roles of heads")
@@ -213,8 +204,7 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
                 values = gates[:, layer, head].tolist()
                 add_line(
                     figure,
-                    1,
-                    column,
+                    (1, column),
                     x=roles.recorded_at,
                     y=values,
                     colour=ROLE_COLOURS[role],
@@ -227,25 +217,25 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
     return GridFigure(figure, "Gates of heads by update")
 
 
-def _span_updates(figure: go.Figure, last: int, row: int | None = None) -> None:
+def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
     """Set horizontal axes from 0 to the last update, with a small margin."""
     last = max(last, 1)
     figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True), row=row)
 
 
-def _add_curves(figure: go.Figure, row: int, column: int, curves: Sequence[AblationCurve]) -> None:
+def _add_curves(figure: Any, position: Position, curves: Sequence[AblationCurve]) -> None:
     order = list(ROLE_COLOURS)
     for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
-        _add_curve(figure, row, column, curve.by, curve.counts, curve.values, _n_in_role(curve))
-    first = next((curve for curve in curves if curve.control is not None), None)
-    if first is not None and first.control is not None:
-        _add_curve(figure, row, column, "random", first.counts, first.control, first.counts[-1])
+        _add_curve(figure, position, curve.by, curve.counts, curve.values, _n_in_role(curve))
+    for curve in curves:
+        if curve.control is not None:
+            n = curve.counts[-1]
+            return _add_curve(figure, position, "random", curve.counts, curve.control, n)
 
 
 def _add_curve(
-    figure: go.Figure,
-    row: int,
-    column: int,
+    figure: Any,
+    position: Position,
     order: str,
     counts: Sequence[int],
     values: Float[Tensor, "seed count"],
@@ -266,26 +256,16 @@ def _add_curve(
         )
         for index, count in enumerate(counts)
     ]
+    line: dict[str, Any] = {"colour": ROLE_COLOURS[order], "name": name}
+    line["dashed"] = order == "random"
     end = bisect_right(counts, in_role) - 1
-    for first, stop, in_colour in ((0, end, True), (end, len(counts) - 1, False)):
-        if first == stop:
-            continue
-        part = slice(first, stop + 1)
-        add_line(
-            figure,
-            row,
-            column,
-            x=counts[part],
-            y=mean[part],
-            colour=ROLE_COLOURS[order],
-            name=name,
-            low=low[part] if in_colour else (),
-            high=high[part] if in_colour else (),
-            hover=hover[part],
-            width=CURVE_WEIGHT if in_colour else _PALE_WEIGHT,
-            opacity=1.0 if in_colour else _PALE,
-            dashed=order == "random",
-        )
+    inside, beyond = slice(0, end + 1), slice(end, len(counts))
+    points = {"x": counts[inside], "y": mean[inside], "hover": hover[inside]}
+    if end > 0:
+        add_line(figure, position, **points, low=low[inside], high=high[inside], **line)
+    points = {"x": counts[beyond], "y": mean[beyond], "hover": hover[beyond]}
+    if end < len(counts) - 1:
+        add_line(figure, position, **points, width=_PALE_WEIGHT, opacity=_PALE, **line)
 
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 from sparse_tl.calls.arguments import checked
@@ -24,9 +23,14 @@ from sparse_tl.plots.page.palette import (
     blend,
 )
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
-from sparse_tl.plots.panels.cells import BAR_BELOW, add_cells
 from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.plotly_panels import fitting_width, hover_text, panel_figure, plain_text
+from sparse_tl.plots.panels.panels import (
+    BAR_BELOW,
+    add_cells,
+    fitting_width,
+    panel_figure,
+    plain_text,
+)
 
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
 _TEXT_CELL, _LEAST_TEXT_CELL = 58.0, 40.0
@@ -34,33 +38,25 @@ _MOST_TEXTS = 600
 """Maximum number of cells with texts; larger maps have them in tooltips."""
 _GAP = 18
 _LONGEST_LABEL, _LEAST_PLOT = 90.0, 140.0
-_SIGNED: tuple[tuple[float, Colour], ...] = ((0, HURTS), (0.5, EMPTY_CELL), (1, HELPS))
-_SHARE: tuple[tuple[float, Colour], ...] = (
-    (0, EMPTY_CELL),
-    (1, blend(EMPTY_CELL, ON_PATH[1], 0.9)),
-)
+_Scale = tuple[tuple[float, Colour], ...]
+_SIGNED: _Scale = ((0, HURTS), (0.5, EMPTY_CELL), (1, HELPS))
+_SHARE: _Scale = ((0, EMPTY_CELL), (1, blend(EMPTY_CELL, ON_PATH[1], 0.9)))
+
+Mapped = ActivationPatching | LogitLens | LogitAttribution
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """The content of one panel.
-
-    Args:
-        label: the quantity that colours show.
-        values: values by row and column; NaN for no cell.
-    """
+    """One panel: the quantity that colours show, and its values, NaN for no cell."""
 
     label: str
     rows: Sequence[str]
     columns: Sequence[str]
     values: Sequence[Sequence[float]]
     hover: Sequence[Sequence[Sequence[str]]]
-    colours: tuple[tuple[float, Colour], ...]
+    colours: _Scale
     limits: tuple[float, float]
     texts: Sequence[Sequence[str]] = ()
-
-
-Mapped = ActivationPatching | LogitLens | LogitAttribution
 
 
 @checked
@@ -76,73 +72,49 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     Args:
         panels: results of one kind by panel title.
 
-    Returns:
-        The figure; call its `save` to write it to a file.
-
     Raises:
         ValueError: there is no panel, or results differ in kind, or in layers and columns.
     """
     kinds = {type(result) for result in panels.values()}
     if len(kinds) != 1:
-        raise ValueError(
-            "expected results of one kind, one or more, by title; got "
-            f"{sorted(kind.__name__ for kind in kinds)}"
-        )
+        raise ValueError("pass one or more results, all of one kind, by title")
     drawn = {title: _cells(result) for title, result in panels.items()}
     first = next(iter(drawn.values()))
     if any(len(c.columns) != len(first.columns) or c.rows != first.rows for c in drawn.values()):
-        raise ValueError("expected results of one shape, of models and prompts; shapes differ")
-    room = _room(drawn) / len(first.columns)
-    few = len(drawn) * len(first.rows) * len(first.columns) <= _MOST_TEXTS
-    written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
-    figure, cell, bar_top = _empty(drawn, first, _TEXT_CELL if written else _CELL)
-    for column, cells in enumerate(drawn.values(), start=1):
-        tooltips = [[hover_text(lines) for lines in row] for row in cells.hover]
-        values, limits, label = cells.values, cells.limits, cells.label
-        position = (1, column)
-        add_cells(figure, position, values, tooltips, cells.colours, limits, label, bar_top)
-    if written:
-        _write(figure, drawn, cell)
-    return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
-
-
-def _room(drawn: Mapping[str, _Cells]) -> float:
-    """Width of a panel in a figure as wide as a printed page."""
-    return fitting_width(len(drawn), gap=_GAP, most=math.inf)
-
-
-def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any, float, float]:
-    """Panels with labels but without cells; the width of a cell; and the top of a colour bar, in
-    pixels below the cells."""
+        raise ValueError("the results differ in layers or columns; draw them in separate figures")
     n_rows, n_columns = len(first.rows), len(first.columns)
-    cell = max(_LEAST_CELL, min(cell, _room(drawn) / n_columns))
-    figure: Any = panel_figure(
-        [list(drawn)],
-        x="",
-        y="Layer",
-        width=max(cell * n_columns, _LEAST_PLOT),
-        height=_ROW * n_rows,
-        gap=_GAP,
-    )
-    cell = max(cell, _LEAST_PLOT / n_columns)
-    figure.update_yaxes(
-        range=(-0.5, n_rows - 0.5),
-        tickvals=list(range(n_rows)),
-        ticktext=first.rows,
-        showgrid=False,
-    )
+    room = fitting_width(len(drawn), gap=_GAP, most=math.inf) / n_columns
+    few = len(drawn) * n_rows * n_columns <= _MOST_TEXTS
+    written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
+    cell = max(_LEAST_CELL, min(room, _TEXT_CELL if written else _CELL), _LEAST_PLOT / n_columns)
+    sizes = {"width": cell * n_columns, "height": _ROW * n_rows, "gap": _GAP}
+    figure: Any = panel_figure([list(drawn)], x="", y="Layer", **sizes)
+    span = {"range": (-0.5, n_rows - 0.5), "showgrid": False}
+    figure.update_yaxes(**span, tickvals=list(range(n_rows)), ticktext=first.rows)
     figure.update_xaxes(range=(-0.5, n_columns - 0.5), tickvals=[], ticktext=[], ticks="")
-    return figure, cell, _label_columns(figure, drawn, cell)
+    bar_top = _label_columns(figure, drawn, cell)
+    for column, cells in enumerate(drawn.values(), start=1):
+        shown = cells.values, cells.hover, cells.colours, cells.limits, cells.label
+        add_cells(figure, (1, column), *shown, bar_top)
+    if written:
+        texts = [
+            (column, x, y, clip_text(visible_text(text), TICK_SIZE, cell - 4))
+            for column, cells in enumerate(drawn.values(), start=1)
+            for y, row in enumerate(cells.texts)
+            for x, text in enumerate(row)
+        ]
+        _add_texts(figure, texts, font={"size": TICK_SIZE}, yanchor="middle")
+    return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
 
 
 def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> float:
     """Label the columns, vertically if labels are wider than a column; return where labels end."""
     every = math.ceil((TICK_SIZE + 3) / cell)
-    labels = {
-        column: [clip_text(visible_text(text), TICK_SIZE, _LONGEST_LABEL) for text in cells.columns]
-        for column, cells in enumerate(drawn.values(), start=1)
-    }
-    longest = max(text_width(text, TICK_SIZE) for row in labels.values() for text in row)
+    labels = [
+        [clip_text(visible_text(text), TICK_SIZE, _LONGEST_LABEL) for text in cells.columns]
+        for cells in drawn.values()
+    ]
+    longest = max(text_width(text, TICK_SIZE) for row in labels for text in row)
     rotated = longest > cell - 4
     deep = (longest if rotated else TICK_SIZE) + 18
     bottom = deep + BAR_BELOW
@@ -150,23 +122,12 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> flo
     figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
     texts = [
         (column, x, -0.5, row[x])
-        for column, row in labels.items()
+        for column, row in enumerate(labels, start=1)
         for x in range(len(row) - 1, -1, -every)  # always label the last column
     ]
     below = {"yanchor": "top", "yshift": -6, "textangle": -90 if rotated else 0}
     _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
     return deep
-
-
-def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
-    """Add the texts of cells."""
-    texts = [
-        (column, x, y, clip_text(visible_text(text), TICK_SIZE, cell - 4))
-        for column, cells in enumerate(drawn.values(), start=1)
-        for y, row in enumerate(cells.texts)
-        for x, text in enumerate(row)
-    ]
-    _add_texts(figure, texts, font={"size": TICK_SIZE}, yanchor="middle")
 
 
 def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **style: Any) -> None:
@@ -180,13 +141,13 @@ def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **st
     figure.update_layout(annotations=[*figure.layout.annotations, *more])
 
 
-@singledispatch
 def _cells(result: Mapped) -> _Cells:
-    raise NotImplementedError
+    if isinstance(result, ActivationPatching):
+        return _patching(result)
+    return _lens(result) if isinstance(result, LogitLens) else _attribution(result)
 
 
-@_cells.register
-def _(result: ActivationPatching) -> _Cells:
+def _patching(result: ActivationPatching) -> _Cells:
     effect = result.effect.tolist()
     n_layers = len(effect)
     most = _largest(effect)
@@ -213,8 +174,7 @@ def _(result: ActivationPatching) -> _Cells:
     )
 
 
-@_cells.register
-def _(result: LogitLens) -> _Cells:
+def _lens(result: LogitLens) -> _Cells:
     probability, likeliest = result.probability.tolist(), result.top_probability.tolist()
     return _Cells(
         f"Probability of {visible_text(result.answer)}",
@@ -238,8 +198,7 @@ def _(result: LogitLens) -> _Cells:
     )
 
 
-@_cells.register
-def _(result: LogitAttribution) -> _Cells:
+def _attribution(result: LogitAttribution) -> _Cells:
     means = dict(zip(result.components, result.values.mean(dim=1).tolist(), strict=True))
     kinds = [*(f"h{head}" for head in range(result.n_heads)), "b", "m"]
     kinds = kinds if "m0" in means else kinds[:-1]
@@ -250,11 +209,11 @@ def _(result: LogitAttribution) -> _Cells:
     names = [row + [""] * (len(kinds) - len(row)) for row in names]
     values = [[means.get(name, math.nan) for name in row] for row in names]
     most = _largest(values)
-    names_of_kinds = {"b": "bias", "m": "MLP"}
+    kind_names = {"b": "bias", "m": "MLP"}
     return _Cells(
         f"Logits; sum {result.total.mean():+.3g}",
         ["input", *map(str, range(n_layers)), "bias"],
-        [names_of_kinds.get(kind, kind) for kind in kinds],
+        [kind_names.get(kind, kind) for kind in kinds],
         values,
         [
             [(name, f"{value:+.3g} logits") for name, value in zip(*both, strict=True)]

@@ -1,8 +1,8 @@
 """A plotly figure of panels as static SVG, drawn by matplotlib without browser or script, and with
 text as outlines, so that it looks the same on every machine.
 
-Supports what `plotly_panels`, `head_panels` and `legends` produce: lines, points, areas and heat
-maps with colour bars, axes with given ranges and ticks, annotations and legends.
+Supports what `panels` makes: lines, points, areas and heat maps with colour bars, axes with given
+ranges and ticks, annotations and legends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sparse_tl.plots.page.palette import (
     MUTED,
     TICK_SIZE,
 )
-from sparse_tl.plots.panels.legends import entries_per_row
+from sparse_tl.plots.panels.panels import entries_per_row, inner_size
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -42,12 +42,7 @@ _BAR_STEPS = 64
 
 
 def draw_svg(figure: Any, title: str) -> str:
-    """The figure as an SVG element; deterministic.
-
-    Args:
-        figure: plotly figure.
-        title: text description of the figure.
-    """
+    """A plotly figure as an SVG element with a text description; deterministic."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -83,10 +78,10 @@ def draw_svg(figure: Any, title: str) -> str:
 
 def _on_page(layout: Any, x: float, y: float) -> tuple[float, float]:
     """A position inside plotly's margins, in page units."""
-    margin, width, height = layout.margin, layout.width, layout.height
+    width, height = inner_size(layout)
     return (
-        (margin.l + x * (width - margin.l - margin.r)) / width,
-        (margin.b + y * (height - margin.b - margin.t)) / height,
+        (layout.margin.l + x * width) / layout.width,
+        (layout.margin.b + y * height) / layout.height,
     )
 
 
@@ -180,11 +175,13 @@ def _write(axes: Axes, layout: Any, text: Any) -> None:
 
 
 def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Artist]) -> None:
-    samples = _by_column(samples, entries_per_row(layout, legend))
+    n_columns, names = entries_per_row(layout, legend), list(samples)
+    # In rows, while matplotlib fills columns.
+    names = [name for column in range(n_columns) for name in names[column::n_columns]]
     drawn = page.legend(
-        list(samples.values()),
-        [""] * len(samples),
-        ncols=entries_per_row(layout, legend),
+        [samples[name] for name in names],
+        [""] * len(names),
+        ncols=n_columns,
         columnspacing=1.4,
         loc="upper left" if legend.yanchor == "top" else "lower right",
         bbox_to_anchor=_on_page(layout, legend.x, legend.y),
@@ -197,14 +194,8 @@ def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Arti
         labelspacing=0.3,
     )
     # Set afterwards, since matplotlib drops labels with a leading underscore and parses $ as math.
-    for written, name in zip(drawn.get_texts(), samples, strict=True):
+    for written, name in zip(drawn.get_texts(), names, strict=True):
         written.set(text=unescape(name), parse_math=False)
-
-
-def _by_column(samples: dict[str, Artist], n_columns: int) -> dict[str, Artist]:
-    """Entries reordered to fill rows, since matplotlib fills columns."""
-    names = list(samples)
-    return {name: samples[name] for column in range(n_columns) for name in names[column::n_columns]}
 
 
 def _as_element(document: str, title: str) -> str:
@@ -216,4 +207,4 @@ def _as_element(document: str, title: str) -> str:
     head, rest = svg.split(">", 1)
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', head)
     joins = 'stroke-linejoin="round" stroke-linecap="butt"'
-    return f'{head} role="img" aria-label="{escape(title, quote=True)}" {joins}>{rest}'
+    return f'{head} role="img" aria-label="{escape(title)}" {joins}>{rest}'

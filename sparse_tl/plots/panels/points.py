@@ -1,0 +1,193 @@
+"""Figures of points: checked scores, neurons, and compared skills."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from sparse_tl.calls.arguments import checked
+from sparse_tl.circuits import NeuronEffects
+from sparse_tl.circuits.methods.score_check import Drawn, ScoreCheck
+from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
+from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.panels.grid_figure import GridFigure
+from sparse_tl.plots.panels.panels import (
+    LONGEST_NAME,
+    add_legend_below,
+    add_line,
+    add_notes,
+    add_points,
+    fitting_width,
+    in_rows,
+    panel_figure,
+    panel_positions,
+    plain_text,
+    ticks,
+)
+from sparse_tl.tasks import SkillComparison
+
+_RULE: dict[str, Any] = {"colour": MUTED, "width": RULE_WEIGHT}
+_MARGIN = 0.05
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """A range with a margin at both ends."""
+    margin = _MARGIN * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+# ---- scores against exact effects --------------------------------------------------------------
+
+_SCORE_GAP, _WIDEST_SCORES = 40, 300
+_SCORE_NAMES: dict[Drawn, str] = {"strongest": "Strongest", "random": "Drawn at Random"}
+
+
+@checked
+def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFigure:
+    """Draw scores against exact effects of the same parts; on the dashed line, both are equal.
+
+    Args:
+        checks: checked scores by panel title.
+        unit: unit of the metric, such as ``"logits"``.
+
+    Raises:
+        ValueError: there is no panel.
+    """
+    if not checks:
+        raise ValueError("there is no panel; pass checked scores by title")
+    rows, suffix = in_rows(list(checks)), f" ({unit})" if unit else ""
+    width = fitting_width(len(rows[0]), gap=_SCORE_GAP, most=_WIDEST_SCORES)
+    axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
+    figure = panel_figure(rows, **axes, width=width, height=width, gap=_SCORE_GAP, shared=False)
+    for position, check in zip(panel_positions(rows), checks.values(), strict=True):
+        values = [*check.score.tolist(), *check.exact.tolist()]
+        ends = _padded(min(0.0, *values), max(0.0, *values))
+        for update in (figure.update_xaxes, figure.update_yaxes):
+            update(range=ends, **ticks(*ends), row=position[0], col=position[1])
+        add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
+        for drawn, colour in zip(get_args(Drawn), MODEL_PAIRS[0], strict=True):
+            indices = [i for i, choice in enumerate(check.drawn) if choice == drawn]
+            both = check.score, check.exact
+            score, exact = ([values[i].item() for i in indices] for values in both)
+            hover = [
+                (check.parts[i], f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
+                for i, x, y in zip(indices, exact, score, strict=True)
+            ]
+            style: dict[str, Any] = {"colour": colour, "name": _SCORE_NAMES[drawn]}
+            add_points(
+                figure, position, x=exact, y=score, hover=hover, opacity=0.7, size=6, **style
+            )
+    add_legend_below(figure)
+    return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
+
+
+# ---- neurons -----------------------------------------------------------------------------------
+
+_NEURON_WIDTH, _NEURON_ROW = 360, 18
+
+
+@checked
+def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") -> GridFigure:
+    """Draw exact effects of neurons, one row each, with their first-order scores.
+
+    Args:
+        neurons: the neurons.
+        unit: unit of the metric, such as ``"logits"``.
+        title: title of the panel.
+    """
+    table = neurons.to_pandas().head(len(neurons.tokens))
+    n, suffix = len(table), f" ({unit})" if unit else ""
+    axes = {"x": f"Effect{suffix}", "y": f"Neuron of {neurons.mlp}"}
+    figure = panel_figure([[title]], **axes, width=_NEURON_WIDTH, height=_NEURON_ROW * n)
+    values = [0.0, *table["effect"], *table["score"]]
+    ends, rows = _padded(min(values), max(values)), list(range(n))
+    figure.update_xaxes(range=ends, **ticks(*ends))
+    names = [name.partition(".")[2] for name in table["neuron"]]
+    figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=rows, ticktext=names)
+    add_line(figure, (1, 1), x=(0.0, 0.0), y=(-0.5, n - 0.5), **_RULE)
+    hover = [
+        (
+            str(row.neuron),
+            f"Exact effect {row.effect:.3g}{suffix}, to first order {row.score:.3g}",
+            f"Activation {row.clean:.3g}, corrupted {row.corrupted:.3g}",
+            f"At {row.tokens}",
+            f"Promotes {row.promotes}",
+            f"Suppresses {row.suppresses}",
+        )
+        for row in table.itertuples()
+    ]
+    exact, estimate = MODEL_PAIRS[0]
+    for column, name, colour in (
+        ("score", "To First Order", estimate),
+        ("effect", "Exact", exact),
+    ):
+        style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover, "opacity": 0.8}
+        add_points(figure, (1, 1), x=list(table[column]), y=rows, **style)
+    add_legend_below(figure)
+    return GridFigure(figure, f"Neurons of {neurons.mlp}")
+
+
+# ---- skills ------------------------------------------------------------------------------------
+
+_SKILL_GAP, _SKILL_ROW, _WIDEST_SKILLS, _LABELS = 24, 22, 280, 52
+_OFFSET, _TICK, _PALE = 0.16, 0.3, 0.45
+
+
+@checked
+def skill_figure(compared: SkillComparison) -> GridFigure:
+    """Draw right above wrong of both models and the divergence, the largest fall at the top.
+
+    Pale lines are 95 % intervals.
+
+    Args:
+        compared: what `measure_skills` returned.
+
+    Raises:
+        ValueError: no family was measured.
+    """
+    table: Any = compared.to_pandas()
+    if "change" not in table:
+        raise ValueError("no family was measured, so there is nothing to draw")
+    table = table.dropna(subset="change").sort_values("change")
+    titles = [visible_text(title) for title in table["title"]]
+    labels = [clip_text(title, TICK_SIZE, LONGEST_NAME + _LABELS) for title in titles]
+    more = max(0.0, *(text_width(label, TICK_SIZE) - _LABELS for label in labels))
+    n, panels = len(table), ["Right above Wrong (%)", "Divergence (nats)"]
+    width = fitting_width(2, gap=_SKILL_GAP, most=_WIDEST_SKILLS, beside=more)
+    sizes = {"width": width, "height": _SKILL_ROW * n, "gap": _SKILL_GAP}
+    figure = panel_figure([panels], x="", y="", **sizes)
+    margin, total = figure.layout.margin.l + more, round(figure.layout.width + more)
+    figure.update_layout(width=total, margin_l=margin)
+    names = [plain_text(label) for label in labels]
+    figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=[*range(n)], ticktext=names)
+    for column, most in enumerate((100, 1.05 * table["divergence_high"].max() or 1.0), start=1):
+        span = (-0.02 * most, 1.02 * most)
+        figure.update_xaxes(range=span, **ticks(0, most), row=1, col=column)
+    hover = []
+    for row, one in enumerate(table.itertuples()):
+        chance: dict[str, Any] = {"x": [100 * one.chance] * 2, "y": [row - _TICK, row + _TICK]}
+        add_line(figure, (1, 1), **chance, **_RULE, name="Chance")
+        ends = [100 * one.above_dense, 100 * one.above_sparse]
+        add_line(figure, (1, 1), x=ends, y=[row - _OFFSET, row + _OFFSET], colour=AXIS, width=1.0)
+        words = [
+            f"Right above wrong {one.above_dense:.0%} to {one.above_sparse:.0%}, p {one.p:.2g}",
+            f"Right {one.right_dense:.0%} to {one.right_sparse:.0%} of {one.prompts:.0f} prompts",
+            f"{one.edges:,.0f} of {one.possible:,.0f} attention edges per token",
+        ]
+        hover.append([titles[row], *words])
+    dense, sparse = MODEL_PAIRS[0]
+    for column, scale, value, name, colour, offset in (
+        (1, 100, "above_dense", "Dense", dense, -_OFFSET),
+        (1, 100, "above_sparse", "Sparse", sparse, _OFFSET),
+        (2, 1, "divergence", "Sparse", sparse, 0),
+    ):
+        points, *ends = (scale * table[f"{value}{end}"] for end in ("", "_low", "_high"))
+        rows = [row + offset for row in range(n)]
+        for row, *line in zip(rows, *ends, strict=True):
+            add_line(figure, (1, column), x=line, y=[row] * 2, colour=colour, opacity=_PALE)
+        style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover}
+        add_points(figure, (1, column), x=points.tolist(), y=rows, **style)
+    add_legend_below(figure)
+    if compared.left_out:
+        add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
+    return GridFigure(figure, f"Skills: {compared.verdict}")
