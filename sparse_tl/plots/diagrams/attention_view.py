@@ -61,6 +61,11 @@ _HIGHEST = 1100
 _MOST_LABELLED = 24
 _MOST_LISTED = 100
 _GRADES = 24
+_HATCHING = (
+    '<defs><pattern id="masked" width="5" height="5" patternUnits="userSpaceOnUse" '
+    f'patternTransform="rotate(45)"><path d="M0 0V5" stroke="{MASKED}" stroke-width="2"/>'
+    "</pattern></defs>"
+)
 
 
 class AttentionView(SelfContainedFigure):
@@ -176,7 +181,7 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
         notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
     parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
-    parts.append(_hatching())
+    parts.append(_HATCHING)
     for slot, index in enumerate(drawn):
         row, column = divmod(slot, layout.per_row)
         x = MARGIN + layout.left + column * (layout.side + _GAP)
@@ -295,14 +300,6 @@ def _key_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
     yield (
         f'</g><text x="{across:.2f}" y="{down:.2f}" font-size="{LABEL_SIZE:g}" '
         f'text-anchor="middle">Key</text>'
-    )
-
-
-def _hatching() -> str:
-    return (
-        '<defs><pattern id="masked" width="5" height="5" patternUnits="userSpaceOnUse" '
-        f'patternTransform="rotate(45)"><path d="M0 0V5" stroke="{MASKED}" stroke-width="2"/>'
-        "</pattern></defs>"
     )
 
 

@@ -58,8 +58,6 @@ MUTED: Colour = "#5c6470"
 CONTROL_INK: Colour = "#3d434d"
 ACCENT: Colour = "#0b3a86"
 """Selected items: the predicted token, nodes on its path, heads."""
-POINTED: Colour = "#c2410c"
-"""The item under the pointer or keyboard focus."""
 
 # ---- rules: unobtrusive lines -----------------------------
 

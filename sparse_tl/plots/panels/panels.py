@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -50,7 +50,6 @@ LEFT_LINE, _X_TITLE = 16, 20
 LONGEST_NAME = 144
 """Maximum width of a name in a legend."""
 
-Panel = TypeVar("Panel")
 Position = tuple[int, int]
 """Row and column of a panel."""
 
@@ -88,7 +87,7 @@ _TEMPLATE = go.layout.Template(
 )
 
 
-def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+def in_rows(panels: Sequence[str]) -> list[list[str]]:
     """Panels in rows of similar length, with at most four each."""
     n_rows = -(-len(panels) // 4)
     per_row = -(-len(panels) // n_rows)
