@@ -7,10 +7,10 @@ from sparse_tl.data.spans import Positions as Positions, Spans as Spans
 from sparse_tl.data.streams import (
     MixedStream as MixedStream,
     ShuffledStream as ShuffledStream,
+    TextStream as TextStream,
     TokenStream as TokenStream,
 )
 from sparse_tl.data.targets import TargetDataset as TargetDataset
-from sparse_tl.data.text_stream import TextStream as TextStream
 from sparse_tl.data.windows import (
     Boundaries as Boundaries,
     text_rows as text_rows,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -185,12 +184,6 @@ class TokenBatch(Rows):
             )
         order = labelled.logical_not().int().argsort(stable=True)
         return self.select(order[rank::n_ranks])
-
-    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
-        """The old name of `shard`."""
-        message = "TokenBatch.dealt is now TokenBatch.shard; the old name will be removed in 0.3"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.shard(rank, n_ranks)
 
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """Drop columns that cannot affect the loss.

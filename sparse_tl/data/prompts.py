@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
-
-from sparse_tl.data.token_text import token_texts
 
 Tokens = tuple[int, ...]
 _SHOWN = 12
@@ -172,9 +171,9 @@ def together(
     alone, joined = encode(prompt), _joined(encode, prompt, answer)
     same = next((i for i, (a, b) in enumerate(zip(alone, joined, strict=False)) if a != b), 0)
     raise ValueError(
-        f"{where}expected {what} to begin where a token begins; {prompt[-40:]!r} followed by "
-        f"{answer!r} has the tokens {shown(encode.tokenizer, joined[same:])}, where the prompt "
-        f"alone ends in {shown(encode.tokenizer, alone[same:])}. Split the text elsewhere; in most "
+        f"{where}{what} begins inside a token: {prompt[-40:]!r} and {answer!r} together are "
+        f"{in_tokens(encode.tokenizer, joined[same:])}, and the prompt alone ends in "
+        f"{in_tokens(encode.tokenizer, alone[same:])}. Split the text elsewhere; in most "
         "vocabularies, a word begins with its space"
     )
 
@@ -194,7 +193,7 @@ def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tup
     hint = f"; {other!r} is one" if better is not None and len(better[1]) == 1 else ""
     raise ValueError(
         f"{where}expected answers of a single token; {answer!r} has {len(tokens)}, "
-        f"{shown(encode.tokenizer, tokens)}{hint}"
+        f"{in_tokens(encode.tokenizer, tokens)}{hint}"
     )
 
 
@@ -216,12 +215,12 @@ def single_token(encode: Encoder, text: str, where: str = "") -> int:
     if len(tokens) != 1:
         raise ValueError(
             f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
-            f"{shown(encode.tokenizer, tokens)}"
+            f"{in_tokens(encode.tokenizer, tokens)}"
         )
     return tokens[0]
 
 
-def shown(tokenizer: Any, tokens: Sequence[int]) -> str:
+def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The texts of tokens for a message; only the first ones if there are many."""
     texts = token_texts(tokenizer, tokens[:_SHOWN])
     return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
@@ -249,3 +248,187 @@ def _joined(encode: Encoder, prompt: str, answer: str) -> Tokens:
             if encode.unknown not in joined:
                 return joined
     return encode(prompt + answer)
+
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""The text of bytes that do not form a complete character."""
+_MOST = 8
+"""Maximum number of tokens to decode together; a character has up to four bytes."""
+
+
+def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
+    """The text of a token after others; it may complete a character that they begin."""
+    text = tokenizer.decode([token])
+    if INCOMPLETE not in text:
+        return text
+    return token_texts(tokenizer, [*before[1 - _MOST :], token])[-1]
+
+
+def added_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
+    """The text that a token adds after others, including a leading space."""
+    start, full = tokenizer.decode(list(before)), tokenizer.decode([*before, token])
+    return full[len(start) :] if full.startswith(start) else tokenizer.decode([token])
+
+
+def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token; tokens that make up one character all show that character.
+
+    Bytes of an incomplete character show as U+FFFD.
+    """
+    texts = [tokenizer.decode([token]) for token in tokens]
+    start = 0
+    while start < len(texts):
+        end = start + 1
+        if INCOMPLETE in texts[start]:
+            for stop in range(start + 2, min(start + _MOST, len(texts)) + 1):
+                together = tokenizer.decode(list(tokens[start:stop]))
+                if INCOMPLETE not in together:
+                    texts[start:stop], end = [together] * (stop - start), stop
+                    break
+        start = end
+    return texts
+
+
+def check_known(tokenizer: Any, text: str, where: str = "") -> None:
+    """Check that every part of a text has its own token.
+
+    Tokenizers replace unknown parts with an unknown or special token, or drop them. Either way, the
+    model would run on a text other than the one shown.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        text: a prompt or an answer.
+        where: beginning of the message.
+
+    Raises:
+        ValueError: a part has no token; the message names it.
+    """
+    try:
+        unknown = _unknown_part(tokenizer, text)
+    except Exception as error:  # tokenizers without an unknown token raise a bare Exception
+        raise ValueError(
+            f"{where}expected a text that the tokenizer can encode; got {text!r:.200}: {error}"
+        ) from error
+    if unknown is not None:
+        known = sorted(tokenizer.get_vocab())
+        listed = f"; it knows {' '.join(known)}" if len(known) <= 40 else ""
+        raise ValueError(
+            f"{where}expected a text that the tokenizer can encode; it has no token for "
+            f"{unknown!r:.200}{listed}"
+        )
+
+
+def _unknown_part(tokenizer: Any, text: str) -> str | None:
+    """The first part of a text without a token in the tokenizer; ``None`` if there is none."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _first_unknown_piece(tokenizer, text)
+    text = _as_read(tokenizer, text)
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    # The tokenizer's model may have an unknown token that is not declared as special.
+    inner = tokenizer.backend_tokenizer
+    unknown = inner.token_to_id(getattr(inner.model, "unk_token", None) or "")
+    special = {*tokenizer.all_special_ids, unknown}
+    end = 0
+    for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if text[end:start].strip():  # dropped
+            return text[end:start].strip()
+        part = text[start:stop]
+        written = tokenizer.convert_ids_to_tokens(token)
+        if token in special and part and part.strip() != written.strip():
+            return part.strip() or part
+        end = max(end, stop)
+    return text[end:].strip() or None
+
+
+def _as_read(tokenizer: Any, text: str) -> str:
+    """The text with its accents composed, if the tokenizer composes them.
+
+    Such a tokenizer reports that a token covers the letter, but not its separate accent.
+    """
+    composed = unicodedata.normalize("NFC", text)
+    if composed == text:
+        return text
+    read, as_composed = tokenizer([text, composed], add_special_tokens=False)["input_ids"]
+    return composed if read == as_composed else text
+
+
+def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:
+    """As `_unknown_part`, for tokenizers that do not report which characters a token covers."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        return None
+    pieces = tokenizer.tokenize(text)
+    return next((p for p in pieces if tokenizer.convert_tokens_to_ids(p) == unknown), text)
+
+
+REQUEST = "Continue the text."
+"""The user's turn, whatever the prompt."""
+_ANSWER = "The-Answer"
+"""Placeholder for the assistant's answer, to find the text that the template puts before it."""
+
+
+def chat_start(tokenizer: Any) -> str:
+    """The text of a chat up to the assistant's answer, with `REQUEST` as the user's turn.
+
+    A prompt appended to it begins the answer, so the model continues the prompt. transformers
+    renders the template in jinja's sandbox.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that does not allow this.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "expected a tokenizer with a chat template, to put prompts into a chat; this one has "
+            "none. Omit `chat`, or use an instruct model."
+        )
+    turns = [{"role": "user", "content": REQUEST}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    except Exception as error:  # a template can fail in any way
+        message, *_ = str(error).splitlines() or [""]
+        raise _unusable(f"{type(error).__name__}: {message}") from error
+    if not text.endswith(_ANSWER):
+        raise _unusable("it changes what the assistant writes")
+    return text.removesuffix(_ANSWER)
+
+
+def _unusable(reason: str) -> ValueError:
+    return ValueError(
+        "expected a chat template that takes a user's turn and the beginning of an assistant's; "
+        f"{reason}"
+    )
+
+
+def start_of_prompts(
+    model: ModelWithTokenizer, prepend_bos: bool | None = None, *, chat: bool = False
+) -> tuple[Tokens, str]:
+    """The tokens that prompts start with, and their text; both empty without a tokenizer.
+
+    Args:
+        model: dense or sparse model.
+        prepend_bos: whether BOS is among them; by default as in the model's own prompts.
+        chat: whether prompts begin the assistant's answer in a chat.
+
+    Raises:
+        ValueError: the model has no tokenizer for the requested start, the tokenizer lacks the BOS
+            token or the chat template, or both are requested.
+    """
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None and prepend_bos is None and not chat:
+        return (), ""
+    with_bos = prepends_bos(model, prepend_bos, chat=chat)
+    if chat:
+        text = chat_start(tokenizer)
+        return tuple(tokenizer.encode(text, add_special_tokens=False)), text
+    start = prompt_start(tokenizer, with_bos)
+    return start, tokenizer.decode(list(start))
+
+
+def ordinary_tokens(model: ModelWithTokenizer) -> Tokens:
+    """The tokens that text consists of: not BOS, padding, or tokens added for chats."""
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        return tuple(range(model.cfg.d_vocab))
+    n_vocab = min(len(tokenizer), getattr(model.cfg, "d_vocab", len(tokenizer)))
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return tuple(token for token in range(n_vocab) if token not in special)

@@ -20,9 +20,8 @@ from torch import Tensor
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.documents import Documents
+from sparse_tl.data.documents import Documents, separator, tokenised
 from sparse_tl.data.prompts import check_tokenizer
-from sparse_tl.data.text import separator, tokenised
 
 Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another.

@@ -19,8 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
-from sparse_tl.data.records import PairTexts
+from sparse_tl.data.pairs import PairTexts, PromptPairs, pairs_of_texts
 from sparse_tl.tasks import (
     DocstringTask,
     GreaterThanTask,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.data.records import PairTexts
+from sparse_tl.data.pairs import PairTexts
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import WordTask, content, single_rows
 

@@ -15,7 +15,7 @@ from itertools import cycle, product
 from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.data.records import PairTexts, tokens_of_pairs
+from sparse_tl.data.pairs import PairTexts, tokens_of_pairs
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.agreement import AnaphorTask, SubjectVerbTask
 from sparse_tl.tasks.words import Task, WordTask, content

@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.data.records import PairTexts
+from sparse_tl.data.pairs import PairTexts
 from sparse_tl.metrics import Metric, margin
 from sparse_tl.tasks.words import WordTask, content, single_words
 

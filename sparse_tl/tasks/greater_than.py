@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.data.prompts import Encoder, Tokens, shown
-from sparse_tl.data.records import PairTexts
+from sparse_tl.data.pairs import PairTexts
+from sparse_tl.data.prompts import Encoder, Tokens, in_tokens
 from sparse_tl.metrics import Metric, probability_difference
 from sparse_tl.tasks.words import WordTask, content, is_token, single_words
 
@@ -168,7 +168,7 @@ class GreaterThanTask(WordTask):
         for form in FORMS:
             if years := self._years(encode, form):
                 return form, years
-        read = shown(tokenizer, encode("year 1732")[len(encode("year")) :])
+        read = in_tokens(tokenizer, encode("year 1732")[len(encode("year")) :])
         advice = "Use a tokenizer that reads digits in pairs, one by one, or in threes."
         alone = [end for end in PAIRS.endings if not is_token(tokenizer, encode(end), end)]
         if alone:

@@ -18,8 +18,7 @@ from annotated_types import Ge, Le
 
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.data.prompts import Tokens
-from sparse_tl.data.random_tokens import ordinary_tokens, start_of_prompts
+from sparse_tl.data.prompts import Tokens, ordinary_tokens, start_of_prompts
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import Pairs, Task, draw_distinct

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.skill import Skill, measure_skill
-from sparse_tl.data.chat import chat_start
-from sparse_tl.data.prompts import prepends_bos
+from sparse_tl.data.prompts import chat_start, prepends_bos
 from sparse_tl.lens import HookedModel
 from sparse_tl.results import Result, table_html
 from sparse_tl.tasks.agreement import AnaphorTask, SubjectVerbTask

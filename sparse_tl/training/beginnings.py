@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.data import TokenBatch
-from sparse_tl.data.known_text import check_known
-from sparse_tl.data.text import separator
+from sparse_tl.data.documents import separator
+from sparse_tl.data.prompts import check_known
 from sparse_tl.data.windows import check_window
 from sparse_tl.lens import Adapter, check_tokens
 

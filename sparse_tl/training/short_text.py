@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data import TokenBatch
-from sparse_tl.data.chat import chat_start
 from sparse_tl.data.pairs import padded
+from sparse_tl.data.prompts import chat_start
 from sparse_tl.data.windows import check_window
 
 TOKENS = (4, 64)

@@ -12,7 +12,7 @@ from made_tokenizers import byte_level, sentencepiece
 from transformers import AutoTokenizer
 
 from sparse_tl.data import PromptPairs
-from sparse_tl.data.chat import REQUEST, chat_start
+from sparse_tl.data.prompts import REQUEST, chat_start
 from sparse_tl.tasks import GreaterThanTask, InductionTask
 
 SMOLLM2 = (

@@ -63,15 +63,15 @@ def test_a_space_may_be_on_either_side(kind: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "answer", "message"),
     [
-        (" 19", "45", r"' 19' followed by '45' has the tokens \[' 1945'\], where .* \[' 19'\]"),
-        ("(", ")", r"'\(' followed by '\)' has the tokens \['\(\)'\], where .* ends in \['\('\]"),
+        (" 19", "45", r"' 19' and '45' together are \[' 1945'\], and .* \[' 19'\]"),
+        ("(", ")", r"'\(' and '\)' together are \['\(\)'\], and .* ends in \['\('\]"),
     ],
 )
 @pytest.mark.parametrize("column", ["answer", "wrong"])
 @pytest.mark.every_case
 def test_what_merges_is_refused(prompt: str, answer: str, message: str, column: str) -> None:
     row = {"clean": prompt, "corrupted": prompt, "answer": " a", column: answer}
-    with pytest.raises(ValueError, match=f"row 0: .*to begin where a token begins; {message}"):
+    with pytest.raises(ValueError, match=f"row 0: .*begins inside a token: {message}"):
         PromptPairs.from_texts(_model(BYTES), [row])
 
 
@@ -135,7 +135,7 @@ def test_the_lens_reads_the_answer_behind_the_prompt(build_tiny: Build) -> None:
         found = logit_lens(model, prompt, answer=answer)
         assert found.tokens == ["<s>", "Once", "upon", "a"]
         assert found.probability[-1, -1].item() == pytest.approx(expected.item(), rel=1e-5)
-    with pytest.raises(ValueError, match="to begin where a token begins"):
+    with pytest.raises(ValueError, match="begins inside a token"):
         logit_lens(build_tiny(d_vocab=len(BYTES), tokenizer=BYTES), " 19", answer="45")
 
 

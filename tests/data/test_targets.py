@@ -126,14 +126,14 @@ def test_a_space_may_stand_on_either_side(gpt2: Any, text: str, target: str) -> 
 
 
 def test_a_token_that_holds_text_and_target_is_refused(gpt2: Any) -> None:
-    with pytest.raises(ValueError, match="target of row 0 to begin where a token begins"):
+    with pytest.raises(ValueError, match="target of row 0 begins inside a token"):
         TargetDataset.from_texts(gpt2, ["The capital is Par"], ["is"])
 
 
 def test_an_accent_is_no_target_without_its_letter() -> None:
     """A tokenizer that composes them counted the accent as part of the text, not of the target."""
     tokenizer = byte_level(normalizer=normalizers.NFC())
-    with pytest.raises(ValueError, match="target of row 0 to begin where a token begins"):
+    with pytest.raises(ValueError, match="target of row 0 begins inside a token"):
         TargetDataset.from_texts(tokenizer, ["cafe"], ["\u0301 x"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sparse_tl.data import documents, read_documents, text, token_windows
+from sparse_tl.data import documents, read_documents, token_windows
 
 WORDS = ["<s>", "a", "b", "c", "d"]
 
@@ -139,8 +139,8 @@ def test_pieces_have_the_tokens_of_the_whole(
     path = shared_data / "text" / f"{name}.txt"
     document = _odd() if name == "odd" else path.read_text(encoding="utf-8")[:50_000]
     whole = token_windows([document], real_tokenizer, 16)
-    monkeypatch.setattr(text, "PIECE", piece)
-    monkeypatch.setattr(text, "CONTEXT", context)
+    monkeypatch.setattr(documents, "PIECE", piece)
+    monkeypatch.setattr(documents, "CONTEXT", context)
     assert token_windows([document], real_tokenizer, 16).equal(whole)
 
 
@@ -160,8 +160,8 @@ class _Counting:
 def test_a_long_document_is_tokenised_as_far_as_needed(
     monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(text, "PIECE", 400)
-    monkeypatch.setattr(text, "CONTEXT", 40)
+    monkeypatch.setattr(documents, "PIECE", 400)
+    monkeypatch.setattr(documents, "CONTEXT", 40)
     document, tokenizer = "a b c d " * 5000, _Counting(_tokenizer())
     windows = token_windows([document], tokenizer, 50, limit=limit)
     assert windows.flatten().tolist() == [1, 2, 3, 4] * (50 * limit // 4) + [1, 2] * (limit % 2)
@@ -169,7 +169,7 @@ def test_a_long_document_is_tokenised_as_far_as_needed(
 
 
 def test_a_document_without_spaces_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PIECE", 10)
+    monkeypatch.setattr(documents, "PIECE", 10)
     letters = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
@@ -184,7 +184,7 @@ def test_tokens_that_depend_on_all_the_text_before_them(monkeypatch: pytest.Monk
         spans = [(i, min(i + step, len(given))) for i in range(0, len(given), step)]
         return {"input_ids": [0] * len(spans), "offset_mapping": spans}
 
-    monkeypatch.setattr(text, "PIECE", 50)
-    monkeypatch.setattr(text, "CONTEXT", 7)
+    monkeypatch.setattr(documents, "PIECE", 50)
+    monkeypatch.setattr(documents, "CONTEXT", 7)
     with pytest.raises(ValueError, match="shorter documents"):
         token_windows(["ab " * 500], _Counting(tokenizer), 16)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import ShuffledStream, TextStream, TokenBatch, read_documents, token_windows
-from sparse_tl.data import documents, text
+from sparse_tl.data import documents
 from sparse_tl.data.streams import ResumableStream
 
 VOCABULARY = 500
@@ -106,8 +106,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that files have many blocks, and long documents many pieces."""
     monkeypatch.setattr(documents, "BLOCK", 100)
-    monkeypatch.setattr(text, "PIECE", 60)
-    monkeypatch.setattr(text, "CONTEXT", 8)
+    monkeypatch.setattr(documents, "PIECE", 60)
+    monkeypatch.setattr(documents, "CONTEXT", 8)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -314,7 +314,7 @@ def test_memory_does_not_grow_with_the_text(
 ) -> None:
     """Nor with a single document."""
     monkeypatch.setattr(documents, "BLOCK", 2**12)
-    monkeypatch.setattr(text, "PIECE", 2**12)
+    monkeypatch.setattr(documents, "PIECE", 2**12)
 
     def peak(n: int) -> int:
         path = _as_text(tmp_path / "a.txt", _texts(200) * n, separator)

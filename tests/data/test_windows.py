@@ -19,7 +19,7 @@ from sparse_tl import (
     text_rows,
     token_windows,
 )
-from sparse_tl.data import documents, text
+from sparse_tl.data import documents
 from sparse_tl.lens import Model
 from sparse_tl.training import evaluate_held_out
 
@@ -113,8 +113,8 @@ def test_a_stream_heeds_boundaries_from_any_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, boundaries: Any, shuffle: int
 ) -> None:
     monkeypatch.setattr(documents, "BLOCK", 40)
-    monkeypatch.setattr(text, "PIECE", 20)
-    monkeypatch.setattr(text, "CONTEXT", 8)
+    monkeypatch.setattr(documents, "PIECE", 20)
+    monkeypatch.setattr(documents, "CONTEXT", 8)
     path = tmp_path / "text.txt"
     path.write_text("<|endoftext|>".join(some_texts()))
 

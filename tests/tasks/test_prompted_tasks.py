@@ -304,7 +304,7 @@ def test_a_name_that_the_tokenizer_joins_to_the_word_before_it():
     apart = task.pairs(Reader(byte_level(*frame, *names)), 40)
     assert len(apart.answers.unique()) == 5
     joined = byte_level(" to Mary", *frame, *names, words_alone=False)
-    with pytest.raises(ValueError, match="an answer to begin where a token begins"):
+    with pytest.raises(ValueError, match="an answer begins inside a token"):
         task.pairs(Reader(joined), 40)
 
 

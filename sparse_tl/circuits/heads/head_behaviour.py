@@ -41,7 +41,7 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.heads.head_kinds import HeadBehaviour
 from sparse_tl.circuits.heads.task_behaviour import heads_values, task_behaviour
 from sparse_tl.data import PromptPairs
-from sparse_tl.data.random_tokens import ordinary_tokens, start_of_prompts
+from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
 from sparse_tl.lens import (
     Adapter,
     HookedModel,

@@ -27,8 +27,7 @@ from sparse_tl.circuits.prompt.tokens import (
     prompt_tokens,
     token_texts,
 )
-from sparse_tl.data.known_text import check_known
-from sparse_tl.data.prompts import Encoder, continued
+from sparse_tl.data.prompts import Encoder, check_known, continued
 from sparse_tl.lens import HookedModel, adapt, check_numbers, in_evaluation_mode, record
 from sparse_tl.results import Result
 

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.data import token_text
-from sparse_tl.data.known_text import check_known
-from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start, single_token
+from sparse_tl.data import prompts
+from sparse_tl.data.prompts import Encoder, check_known, prepends_bos, prompt_start, single_token
 from sparse_tl.lens import HookedModel, adapt, check_tokens
 
 Prompt = str | Int[Tensor, " pos"]
@@ -46,7 +45,7 @@ def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """The text of each token, as figures show it; its number if the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
-    return token_text.token_texts(model.tokenizer, tokens.tolist())
+    return prompts.token_texts(model.tokenizer, tokens.tolist())
 
 
 def text_around(
@@ -59,7 +58,7 @@ def text_around(
         return "".join(f"{n} " for n in before), str(token), "".join(f" {n}" for n in after)
     decode = model.tokenizer.decode
     end = len(decode(numbers[: position + 1]))
-    text = token_text.added_text(model.tokenizer, before, token)
+    text = prompts.added_text(model.tokenizer, before, token)
     return decode(before), text, decode(numbers)[end:]
 
 
@@ -74,7 +73,7 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
         return str(output)
-    return token_text.next_text(model.tokenizer, before.tolist(), output)
+    return prompts.next_text(model.tokenizer, before.tolist(), output)
 
 
 def output_number(model: HookedModel, answer: Token) -> int:
