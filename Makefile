@@ -64,7 +64,7 @@ test: $(INSTALLED)
 
 # All tests, and the notebooks from end to end; these come first, as they take longest.
 check: $(INSTALLED)
-	$(PYTEST) notebooks tests
+	$(PYTEST) $(if $(filter all,$(CASES)),-m '') notebooks tests
 
 # What differs between versions of TransformerLens: the seam to it, what only HookedTransformer has
 # (bidirectional attention, masks of -1e5, fewer outputs than tokens), and the main job on top.
