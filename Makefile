@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)$(TL:%=-%)/bin
 PIP := $(VENV)/bin/python -m pip
 INSTALL := install --quiet --no-compile --constraint
-# Cases of each parametrised test: a number, or all.
-CASES ?= 1
+# Cases of each parametrised test: a number, drawn anew every day, or all.
+CASES ?= $(if $(filter check,$(MAKECMDGOALS)),all,1)
 # A crashed worker that is started again leaves pytest waiting for ever.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --max-worker-restart 0 \
 	--durations 15 --durations-min 5 --cases $(CASES)
@@ -23,7 +23,7 @@ make demo-lm         the same on SmolLM2, in a short run (15 minutes)
 make lab             the notebooks, in a browser
 make language-model  downloads SmolLM2-135M-Instruct (93 MB)
 make test            the fast tests
-make check           all tests, and the notebooks; CASES=all runs every case of each test
+make check           all tests in all their cases, and the notebooks; CASES=1 draws a case of each
 make contract        what differs between versions of TransformerLens; TL=3.9 for one
 make lint            style, types, import layers
 make docs            the site, into site/
@@ -64,7 +64,7 @@ test: $(INSTALLED)
 
 # All tests, and the notebooks from end to end; these come first, as they take longest.
 check: $(INSTALLED)
-	$(PYTEST) notebooks tests
+	$(PYTEST) $(if $(filter all,$(CASES)),-m '') notebooks tests
 
 # What differs between versions of TransformerLens: the seam to it, what only HookedTransformer has
 # (bidirectional attention, masks of -1e5, fewer outputs than tokens), and the main job on top.

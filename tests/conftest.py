@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
         default="1",
-        help="cases of each parametrised test to run, or all; which ones is drawn by its name",
+        help="cases of each parametrised test to run, or all; which ones is drawn anew every day",
     )
+    parser.addoption("--draw", help="a day, as 2026-01-31, to repeat its draw; by default today")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist get the options of the process that starts them.
+    config.option.draw = config.option.draw or f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases drawn by --cases {config.option.cases} --draw {config.option.draw}"
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Not every test needs every architecture; drawn by name, they all have their tests."""
+    """Not every test needs every architecture every day."""
     if (cases := config.getoption("--cases")) == "all":
         return
     by_test: dict[str, list[pytest.Item]] = {}
@@ -44,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, group in by_test.items():
         if len(group) > int(cases):
-            by_test[name] = random.Random(name).sample(group, int(cases))
+            by_test[name] = random.Random(f"{config.option.draw} {name}").sample(group, int(cases))
     kept = {item for group in [every, *by_test.values()] for item in group}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

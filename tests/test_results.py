@@ -41,7 +41,6 @@ from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
-from sparse_tl.head_roles.measuring import MeasuredPieces
 from sparse_tl.models import build_addition_model
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import AttentionGrid
@@ -104,9 +103,6 @@ RESULTS: dict[str, Any] = {
     ),
     "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5, 2, 1.5),
     "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5, 2, 1.5),
-    "measurement half way": MeasuredPieces(
-        (torch.rand(2, 3), torch.rand(1, 3)), identity="this one"
-    ),
     "acdc half way": SearchState(
         HEADS.top(2).mask, 0.1, value=0.5, history=[("a1.h0", 0.25, True)]
     ),

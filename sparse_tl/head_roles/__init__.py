@@ -12,5 +12,5 @@ from sparse_tl.head_roles.fitting import (
     GateFitting as GateFitting,
     fit_head_gates as fit_head_gates,
 )
-from sparse_tl.head_roles.measuring import target_log_probabilities as target_log_probabilities
+from sparse_tl.head_roles.likelihood import target_log_probabilities as target_log_probabilities
 from sparse_tl.head_roles.roles import ROLES as ROLES, HeadRoles as HeadRoles

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import pandas as pd
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles.checks import check_fits
-from sparse_tl.head_roles.measuring import target_log_probabilities
+from sparse_tl.head_roles.fitting import check_fits
+from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.results import Result
@@ -92,7 +91,6 @@ def ablation_curve(
     max_heads: AtLeastOne = 50,
     control: bool = True,
     seed: Seed = 0,
-    checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> AblationCurve:
     """The effect of ablating more and more heads, in the order of their score for a role.
@@ -105,7 +103,6 @@ def ablation_curve(
         max_heads: maximum number of heads to ablate.
         control: whether to measure a random order as well.
         seed: random seed for random orders.
-        checkpoint: folder for a checkpoint; an interrupted measurement is resumed from it.
         progress: whether to show a progress bar.
 
     Raises:
@@ -135,7 +132,6 @@ def ablation_curve(
     ]
     log_probabilities = target_log_probabilities(
         *(model, dataset.rows, torch.cat(gates)),
-        checkpoint=checkpoint,
         title=f"ablation by {by}",
         progress=progress,
     )

@@ -22,8 +22,7 @@ from sparse_tl.head_roles.fitting import (
     first_gates,
     fit_stage,
 )
-from sparse_tl.head_roles.likelihood import Contrast, GatedHeads
-from sparse_tl.head_roles.measuring import target_log_probabilities
+from sparse_tl.head_roles.likelihood import Contrast, GatedHeads, target_log_probabilities
 from sparse_tl.head_roles.roles import head_table, mean_table
 from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.results import Result

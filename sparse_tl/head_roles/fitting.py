@@ -5,6 +5,7 @@ Each seed is a matrix of a stack; all seeds are fitted on the same batches, in t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Annotated, Any, SupportsIndex
 
 import torch
 from annotated_types import Ge, Le
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
@@ -23,11 +24,14 @@ from sparse_tl.calls.wording import shown
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles.checks import check_fits
-from sparse_tl.head_roles.held_out import measured_roles
-from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
-from sparse_tl.head_roles.roles import HeadRoles
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.head_roles.likelihood import (
+    LARGEST_LOGIT,
+    GatedHeads,
+    Likelihood,
+    target_log_probabilities,
+)
+from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
+from sparse_tl.lens import HookedModel, adapt, check_rows, in_evaluation_mode
 from sparse_tl.training import Selection, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
@@ -141,7 +145,6 @@ def fit_head_gates(
         seeds=chosen,
         lambda_=fitting.lambda_,
         recorded_at=fitting.recorded_at,
-        checkpoint=folder and folder / "removing",
         progress=progress,
     )
     for note in roles.notes():
@@ -237,3 +240,109 @@ def checked_parts(
     for part in parts:
         check_fits(model, part)
     return parts
+
+
+def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
+    """Check that a model can read a dataset.
+
+    Raises:
+        ValueError: the model lacks ``hook_z``, a prompt exceeds the context, a token is outside the
+            vocabulary, or prompts are padded although attention is bidirectional.
+    """
+    adapter = adapt(model)
+    adapter.layer_points("attn.hook_z")
+    rows, context = dataset.rows.trimmed(causal=adapter.causal), adapter.n_ctx
+    mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
+    if rows.tokens.shape[1] > context:
+        lengths = mask.sum(dim=1)
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"expected prompts that fit, with their targets, into the model's context of {context} "
+            f"tokens; row {longest} has {int(lengths[longest]) + 1} tokens, including "
+            f"{int(rows.loss_mask[longest].sum())} of its target. Shorten it or leave it out."
+        )
+    check_rows(adapter, rows)
+    if not adapter.causal and not mask.all():
+        raise ValueError(
+            "expected prompts of one length for a model with bidirectional attention, which "
+            "attends to padding; got padded prompts. Fit each length separately."
+        )
+
+
+def measured_roles(
+    model: HookedModel,
+    rows: TokenBatch,
+    trajectories: Float[Tensor, "stage seed record layer head"],
+    *,
+    seeds: tuple[int, ...],
+    lambda_: float,
+    recorded_at: tuple[int, ...],
+    progress: bool = False,
+) -> HeadRoles:
+    """Head roles from fitted gates, with losses and costs of removal on held-out prompts.
+
+    The costs are measured because gates do not show them: where a normalisation cancels scale, a
+    gate of 0.2 can be as good as a gate of 1, so that even an essential head can end with a small
+    gate when pushed shut. All gate matrices are one stack.
+    """
+    gates = trajectories[:, :, -1]
+    _, g_plus, g_minus = gates
+    n_stages, n_seeds, n_layers, n_heads = gates.shape
+    all_heads = torch.ones(1, n_layers, n_heads, dtype=gates.dtype)
+    without_head = all_heads.repeat(n_layers * n_heads, 1, 1)
+    without_head.flatten(1).fill_diagonal_(0)
+    scores = role_scores(g_plus, g_minus).values()
+    others = torch.stack([score < THRESHOLD for score in scores]).to(gates.dtype)
+    without_role = torch.stack([others, others * g_plus])
+    sizes = [n_stages * n_seeds, 1, len(without_head), without_role[..., 0, 0].numel()]
+    stack = torch.cat([gates.flatten(0, 1), all_heads, without_head, without_role.flatten(0, 2)])
+    log_probabilities = target_log_probabilities(
+        *(model, rows, stack),
+        title="removing heads",
+        progress=progress,
+    )
+    n_labels = int(rows.loss_mask.sum())
+    losses = (-log_probabilities.sum(dim=1) / n_labels).split(sizes)
+    fitted_losses = losses[0].view(n_stages, n_seeds)
+    dense_loss = losses[1].item()
+    before = torch.stack([losses[1].expand(n_seeds), fitted_losses[1]])[:, None]
+    by_row = log_probabilities.split(sizes)
+    return HeadRoles(
+        seeds=seeds,
+        lambda_=lambda_,
+        trajectories=trajectories,
+        recorded_at=recorded_at,
+        losses=fitted_losses.clone(),
+        dense_loss=dense_loss,
+        fitted=has_fitted(by_row[1] - by_row[0].view(n_stages, n_seeds, -1)[1:], n_labels, lambda_),
+        removed=losses[2].view(n_layers, n_heads) - dense_loss,
+        removed_together=losses[3].view(without_role.shape[:3]) - before,
+    )
+
+
+def has_fitted(
+    excess: Float[Tensor, "stage seed row"], n_labels: int, lambda_: float
+) -> Bool[Tensor, " seed"]:
+    """Whether G+ and G- of each seed are as good as minimisers of their objectives must be.
+
+    A fit can choose to open all gates, which gives the model without gates. The penalty
+    ``-lambda mean(clamp(theta, -4, 4))`` has a range of ``8 |lambda|`` nats. So
+
+        NLL(G) - NLL(no gates) > 8 |lambda|
+
+    implies that opening all gates would be better than G: the fit is stuck, and its gates are not
+    informative. For G+, any difference above 0 implies this; the margin allows for incomplete
+    optimisation. Two standard errors of the difference, paired by prompt, allow for the choice of
+    prompts.
+
+    Args:
+        excess: NLL of each held-out target under G+ and G-, minus that without gates, in nats.
+        n_labels: total number of target tokens.
+        lambda_: coefficient of the penalty.
+    """
+    n_rows = excess.shape[-1]
+    mean = excess.sum(dim=-1) / n_labels
+    error = torch.zeros_like(mean)
+    if n_rows > 1:
+        error = excess.std(dim=-1) * math.sqrt(n_rows) / n_labels
+    return (mean - 2 * error <= 2 * LARGEST_LOGIT * abs(lambda_)).all(dim=0)

@@ -25,19 +25,34 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.parallel import ranks
+from sparse_tl.parallel.progress import tracked
 from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24
 """Maximum number of logits at a time: 64 MB in float32."""
+ACTIVATIONS_AT_ONCE = 2**25
+"""Maximum number of activations of a layer in a pass: 128 MB in float32."""
 LARGEST_LOGIT = 4.0
 """Absolute value of theta beyond which the penalty is constant: gates of 0.018 and 0.982."""
 LARGEST_MARGIN = 5.0
 """Margin in nats between retained and forgotten targets beyond which the objective is constant."""
+
+
+def gated_heads_run(
+    model: HookedModel, batch: TokenBatch
+) -> tuple[GatedRun, Int[Tensor, " label"]]:
+    """A run of prompts under head gates, read where a target is predicted, and the targets."""
+    batch = batch.trimmed(causal=adapt(model).causal)
+    run = GatedRun(
+        model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
+    )
+    return run, batch.loss_labels()
 
 
 def target_losses(
@@ -47,11 +62,8 @@ def target_losses(
 
     It can be differentiated with respect to the gates.
     """
-    batch = batch.trimmed(causal=adapt(model).causal)
-    final = GatedRun(
-        model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
-    ).final(gates)
-    return label_losses(model, final, batch.loss_labels())
+    run, labels = gated_heads_run(model, batch)
+    return label_losses(model, run.final(gates), labels)
 
 
 def label_losses(
@@ -78,6 +90,51 @@ def _losses(
 ) -> Float[Tensor, "stack label"]:
     logits = adapt(model).logits(final).flatten(0, 1)
     return token_losses(logits, labels.repeat(len(final))).view(len(final), -1)
+
+
+@in_evaluation_mode
+@autograd(False)
+def target_log_probabilities(
+    model: HookedModel,
+    rows: TokenBatch,
+    gates: Float[Tensor, "stack layer head"],
+    *,
+    title: str = "log-probabilities",
+    progress: bool = False,
+) -> Float[Tensor, "stack row"]:
+    """The log-probability in nats of each row's target under each gate matrix, on the CPU.
+
+    A pass has as many prompts and matrices as `ACTIVATIONS_AT_ONCE` allows, and starts at the first
+    layer in which a gate of its matrices is not 1.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        rows: prompts and their targets.
+        gates: gate matrices.
+        title: title of the progress bar.
+        progress: whether to show a progress bar.
+    """
+    adapter, length = adapt(model), rows.tokens.shape[1]
+    per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
+    rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
+    n_rows = min(64, rows_at_once, len(rows))
+    stacks = gates.to(adapter.device).split(max(1, rows_at_once // n_rows))
+    batches = rows.split(n_rows)
+    by_batch = []
+    with tracked(title, len(batches) * len(stacks), progress) as step:
+        for batch in batches:
+            run, labels = gated_heads_run(model, batch.to(adapter.device))
+            if bool((gates[:, 0] == 1).all(dim=1).any()):  # layers before closed gates run once
+                run.start_from(None)
+            row_of = batch.loss_mask.nonzero()[:, 0].cpu()
+            pieces = []
+            for stack in stacks:
+                losses = label_losses(model, run.final(stack), labels).cpu().double()
+                summed = losses.new_zeros(len(stack), len(batch))
+                pieces.append(summed.index_add_(1, row_of, losses, alpha=-1))
+                step()
+            by_batch.append(torch.cat(pieces))
+    return torch.cat(by_batch, dim=1)
 
 
 class GatedHeads(nn.Module):

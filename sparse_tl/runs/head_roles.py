@@ -27,9 +27,6 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.head_roles.checks import check_fits
-from sparse_tl.head_roles.cost import roles_cost
-from sparse_tl.head_roles.fitting import GateFitting
 from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.parallel.progress import say
 from sparse_tl.plots import ablation_grid, gate_trajectories
@@ -138,9 +135,7 @@ def _measure(
     cell, checkpoint = folder / name, folder / "checkpoints" / name
     fitting = job.only("updates", "lambda_", "batch_size", "accumulate", "seed")
     if progress:
-        check_fits(model, dataset)
-        counts = job.only("seeds", "max_heads")
-        say(f"{title}: {roles_cost(model, fitted, held_out, GateFitting(**fitting), **counts)}")
+        say(title)
     fitting |= {"seeds": job.seeds, "held_out": held_out, "progress": progress}
     roles = saved(
         cell / "roles",
@@ -153,7 +148,7 @@ def _measure(
         saved(
             cell / role,
             AblationCurve,
-            partial(measured, checkpoint=checkpoint / role, progress=progress),
+            partial(measured, progress=progress),
         )
     save_figure(roles.figure(), cell, "heads")
     save_figure(gate_trajectories(roles), cell, "gates")

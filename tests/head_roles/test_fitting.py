@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +15,12 @@ from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import (
-    ROLES,
     HeadRoles,
-    ablation_curve,
     fit_head_gates,
     likelihood,
-    measuring,
     target_log_probabilities,
 )
-from sparse_tl.head_roles.checks import check_fits
-from sparse_tl.head_roles.cost import roles_cost
-from sparse_tl.head_roles.fitting import GateFitting, first_gates
+from sparse_tl.head_roles.fitting import check_fits, first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
 from sparse_tl.lens import Model
 
@@ -87,66 +79,13 @@ def test_few_logits_at_a_time_change_nothing(
 def test_log_probabilities_are_summed_over_each_target(
     build_tiny: Build, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(measuring, "ACTIVATIONS_AT_ONCE", at_once)
+    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", at_once)
     model, rows = build_tiny("float64"), _dataset(7).rows
     gates = torch.rand(5, 2, 2, dtype=torch.float64)
     gates[2:4, 0] = 1  # of these, the first layer is that of the model alone
     expected = torch.stack([-_nll(model, rows, one).view(7, 2).sum(dim=1) for one in gates])
     found = target_log_probabilities(model, rows, gates)
     assert torch.allclose(found, expected, atol=1e-12)
-
-
-def test_an_interrupted_measurement_goes_on_where_it_was(
-    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(measuring, "ACTIVATIONS_AT_ONCE", 1)  # a piece per prompt and matrix
-    monkeypatch.setattr(measuring, "SAVE_AFTER", 0.0)
-    model, rows = build_tiny(), _dataset(3).rows
-    gates = torch.rand(4, 2, 2)
-    whole = target_log_probabilities(model, rows, gates)
-    pieces = []
-
-    def counted(*given: Any, fail_at: int) -> torch.Tensor:
-        pieces.append(given)
-        if len(pieces) == fail_at:
-            raise KeyboardInterrupt
-        return likelihood.label_losses(*given)
-
-    monkeypatch.setattr(measuring, "label_losses", partial(counted, fail_at=7))
-    with pytest.raises(KeyboardInterrupt):
-        target_log_probabilities(model, rows, gates, checkpoint=tmp_path / "c")
-    monkeypatch.setattr(measuring, "label_losses", partial(counted, fail_at=0))
-    found = target_log_probabilities(model, rows, gates, checkpoint=tmp_path / "c")
-    assert torch.equal(found, whole)
-    assert len(pieces) == 7 + 6, "the six that were saved are not measured again"
-    with pytest.raises(ValueError, match="checkpoint of another measurement"):
-        target_log_probabilities(model, rows, gates / 2, checkpoint=tmp_path / "c")
-
-
-def test_the_cost_counts_the_prompts_that_are_run(
-    build_echo: Callable[[], Model],
-    echo_targets: TargetDataset,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, (rows, held_out) = build_echo(), echo_targets.split(0.25)
-    fit = {"updates": 3, "batch_size": 8, "lambda_": 0.1}
-    cost = roles_cost(model, rows, held_out, GateFitting(**fit), seeds=2, max_heads=2)
-    assert (cost.updates, cost.per_update) == (9, 2 * 8)
-    measured = []
-
-    def counted(model: Model, final: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        measured.append(len(final) * len(labels))
-        return likelihood.label_losses(model, final, labels)
-
-    monkeypatch.setattr(measuring, "label_losses", counted)
-    roles = fit_head_gates(model, rows, seeds=2, held_out=held_out, progress=False, **fit)
-    roles = replace(roles, fitted=torch.tensor([True, True]))
-    for role in ROLES:
-        first = role == ROLES[0]
-        ablation_curve(*(model, roles, held_out, role), max_heads=2, control=first, progress=False)
-    per_prompt = held_out.n_targets // len(held_out)
-    assert sum(measured) == cost.forward * per_prompt
-    assert re.search(r"9 updates of 16 prompts .* about \d+:\d\d in all", str(cost))
 
 
 def test_gradients_agree_with_finite_differences(build_tiny: Build) -> None:

@@ -14,9 +14,9 @@ from sparse_tl.head_roles import (
     HeadRoles,
     ablation_curve,
     fit_head_gates,
-    measuring,
+    likelihood,
 )
-from sparse_tl.head_roles.measuring import target_log_probabilities
+from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.lens import Model
 
 
@@ -104,7 +104,7 @@ def test_points_in_one_pass_equal_points_alone(
 ) -> None:
     few = echo_targets.select(slice(0, 3))
     together = _curve(planted, roles, few, "facilitation", control=False)
-    monkeypatch.setattr(measuring, "ACTIVATIONS_AT_ONCE", 1)
+    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", 1)
     alone = _curve(planted, roles, few, "facilitation", control=False)
     assert torch.allclose(together.values, alone.values, atol=1e-4)
     assert together.control is None
