@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_tl.circuits.seeds import SeedCurves
+from sparse_tl.circuits.effect import SeedCurves
 from sparse_tl.plots.panels.plotly_panels import ticks
 
 _ASIDE = 0.5

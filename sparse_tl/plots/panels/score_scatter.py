@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import get_args
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.circuits.methods.score_check import Drawn, ScoreCheck
+from sparse_tl.circuits.methods.exact import Drawn, ScoreCheck
 from sparse_tl.plots.page.palette import MODEL_PAIRS, MUTED, RULE_WEIGHT
 from sparse_tl.plots.panels.grid_figure import GridFigure
 from sparse_tl.plots.panels.legends import add_legend_below
