@@ -163,13 +163,11 @@ class _Search:
             return found.circuit
 
         def search(threshold: float) -> Circuit:
-            place = self.folder / f"{self.side}/acdc-{threshold:g}-search"
             return acdc(
                 model,
                 self.searched,
                 threshold=threshold,
                 start=begin,
-                checkpoint=place,
                 **self.options,
             ).circuit
 

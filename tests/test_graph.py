@@ -140,12 +140,12 @@ def test_heads_and_attention_edges_are_ranked_like_circuit_edges() -> None:
     with pytest.raises(ValueError, match="such as"):
         grid.index("a0.h1")
     for kept, other in ((heads.top(1), "edges"), (edges.top(1), "heads")):
-        with pytest.raises(ValueError, match="expected a circuit of"):
+        with pytest.raises(ValueError, match="consists of"):
             getattr(kept, other)
 
 
 def test_scores_and_masks_of_another_graph() -> None:
-    with pytest.raises(ValueError, match="expected scores of shape"):
+    with pytest.raises(ValueError, match="have the shape"):
         Scores(GPT2_SMALL, _scores().values, "test")
     with pytest.raises(ValueError, match="edges that do not exist"):
         Circuit(TINY, torch.ones_like(TINY.exists))

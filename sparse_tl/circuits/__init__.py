@@ -1,19 +1,16 @@
 """Find the parts of a model that perform a task; works on dense and sparse models."""
 
 from sparse_tl.circuits.circuit import Circuit as Circuit
-from sparse_tl.circuits.comparison import (
-    Overlap as Overlap,
-    Roc as Roc,
-    overlap as overlap,
-    roc as roc,
-)
 from sparse_tl.circuits.effect import (
     EffectCurve as EffectCurve,
     Evaluation as Evaluation,
+    SeedCurves as SeedCurves,
+    SeedMultipliers as SeedMultipliers,
     multiplier as multiplier,
+    seed_multipliers as seed_multipliers,
 )
 from sparse_tl.circuits.evaluation import (
-    accuracy as accuracy,
+    Faithfulness as Faithfulness,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,
@@ -31,11 +28,9 @@ from sparse_tl.circuits.exchange.mib import (
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
 )
-from sparse_tl.circuits.faithfulness import Faithfulness as Faithfulness
-from sparse_tl.circuits.found_circuit import FoundCircuit as FoundCircuit
 from sparse_tl.circuits.heads.head_behaviour import head_behaviour as head_behaviour
 from sparse_tl.circuits.heads.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
-from sparse_tl.circuits.methods.acdc import acdc as acdc
+from sparse_tl.circuits.methods.acdc import Acdc as Acdc, acdc as acdc
 from sparse_tl.circuits.methods.activation_patching import (
     ActivationPatching as ActivationPatching,
     patch_activations as patch_activations,
@@ -45,23 +40,26 @@ from sparse_tl.circuits.methods.attribution import (
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
 )
-from sparse_tl.circuits.methods.exact import patch_exactly as patch_exactly
-from sparse_tl.circuits.methods.neuron_ranking import neuron_effects as neuron_effects
-from sparse_tl.circuits.methods.per_prompt import (
-    CircuitSizes as CircuitSizes,
-    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
-)
-from sparse_tl.circuits.methods.pruning import prune_circuit_edges as prune_circuit_edges
-from sparse_tl.circuits.methods.score_check import (
+from sparse_tl.circuits.methods.exact import (
     ScoreCheck as ScoreCheck,
     check_scores as check_scores,
+    patch_exactly as patch_exactly,
 )
-from sparse_tl.circuits.methods.search import find_circuit as find_circuit
-from sparse_tl.circuits.neurons import (
+from sparse_tl.circuits.methods.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,
+    neuron_effects as neuron_effects,
 )
-from sparse_tl.circuits.outcomes import Acdc as Acdc, Pruning as Pruning
+from sparse_tl.circuits.methods.pruning import (
+    Pruning as Pruning,
+    prune_circuit_edges as prune_circuit_edges,
+)
+from sparse_tl.circuits.methods.search import (
+    CircuitSizes as CircuitSizes,
+    FoundCircuit as FoundCircuit,
+    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
+    find_circuit as find_circuit,
+)
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
 from sparse_tl.circuits.prompt.logit_attribution import (
     LogitAttribution as LogitAttribution,
@@ -69,13 +67,15 @@ from sparse_tl.circuits.prompt.logit_attribution import (
 )
 from sparse_tl.circuits.prompt.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
 from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
-from sparse_tl.circuits.scores import Scores as Scores
-from sparse_tl.circuits.seeds import (
-    SeedCurves as SeedCurves,
-    SeedMultipliers as SeedMultipliers,
-    seed_multipliers as seed_multipliers,
+from sparse_tl.circuits.scores import (
+    Overlap as Overlap,
+    Roc as Roc,
+    Scores as Scores,
+    overlap as overlap,
+    roc as roc,
 )
 from sparse_tl.circuits.skill import (
     Skill as Skill,
+    accuracy as accuracy,
     measure_skill as measure_skill,
 )

@@ -49,9 +49,8 @@ class Circuit(Result):
         exists = self.grid.exists
         if self.mask.shape != exists.shape or bool((self.mask.cpu() & ~exists).any()):
             raise ValueError(
-                f"expected a mask over the {self.grid.n_parts:,} {self.grid.noun} of "
-                f"{self.grid!r}; got one of shape {tuple(self.mask.shape)}, or with "
-                f"{self.grid.noun} that do not exist"
+                f"the mask, of shape {tuple(self.mask.shape)}, must have the shape "
+                f"{tuple(exists.shape)} of {self.grid!r}, without edges that do not exist"
             )
 
     @classmethod
@@ -78,9 +77,7 @@ class Circuit(Result):
             remedy = ""
             if isinstance(self.grid, PositionedGraph):
                 remedy = f'; circuit.at("{self.grid.positions[-1]}") has those of one position'
-            raise ValueError(
-                f"expected a circuit of circuit edges; got one of {self.grid.noun}{remedy}"
-            )
+            raise ValueError(f"this circuit consists of {self.grid.noun}{remedy}")
         return self.grid
 
     def at(self, position: str | int) -> Circuit:
@@ -108,7 +105,7 @@ class Circuit(Result):
             ValueError: the circuit consists of edges.
         """
         if not isinstance(self.grid, HeadGrid):
-            raise ValueError(f"expected a circuit of heads; got one of {self.grid.noun}")
+            raise ValueError(f"this circuit consists of {self.grid.noun}, not of heads")
         return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
 
     def __len__(self) -> int:
@@ -135,9 +132,7 @@ class Circuit(Result):
         for part in parts:
             index = self.grid.index(part)
             if not mask[index]:
-                raise ValueError(
-                    f"expected {self.grid.noun} in the circuit; it does not contain {part}"
-                )
+                raise ValueError(f"the circuit does not contain {part}")
             mask[index] = False
         return Circuit(self.grid, mask)
 
@@ -199,20 +194,13 @@ def check_grid(graph: CircuitGraph, grid: Grid, *kinds: type[Grid]) -> None:
     whole = grid.graph if isinstance(grid, PositionedGraph) else grid
     if not isinstance(grid, kinds) or whole not in (graph, graph.heads):
         nouns = " or ".join(kind.noun for kind in kinds)
-        raise ValueError(f"expected {nouns} of the model's own {graph!r}; got {grid!r}")
+        raise ValueError(f"these are parts of {grid!r}, not {nouns} of the model's own {graph!r}")
 
 
 def positioned(grid: Grid) -> PositionedGraph:
-    """The grid, after a check that it is one of circuit edges by position.
-
-    Raises:
-        ValueError: it is a grid of other parts.
-    """
+    """The grid, after a check that it is one of circuit edges by position."""
     if not isinstance(grid, PositionedGraph):
-        raise ValueError(
-            f'expected circuit edges by position, as scored with positions="tokens"; got '
-            f"{grid.noun}"
-        )
+        raise ValueError(f'{grid.noun} have no positions; score with positions="tokens"')
     return grid
 
 

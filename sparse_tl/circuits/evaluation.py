@@ -7,31 +7,42 @@ The explained effect of a circuit C, also called its faithfulness, is
 where each m is a mean over pairs, and *none* patches everything: with corrupted patches, it is the
 corrupted run. Under a circuit of edges, all other circuit edges are patched. Under a circuit of
 heads, the outputs of all other heads are patched (at ``hook_z``), and MLPs are recomputed.
+
+What a search measures along the way is different: sampled gates, a single batch, or a circuit with
+edges that have no effect. So a search reports the `Faithfulness` of a run of the circuit that it
+returns, with everything in it kept and everything else patched (`FaithfulnessRuns`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.pair_runs import PairRuns, clean_logits
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
+from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effect, measure
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @checked
@@ -48,15 +59,11 @@ def evaluate(
 ) -> Evaluation:
     """The metric under each circuit, with everything else patched; one forward pass per circuit.
 
+    Other arguments are those of `attribute_circuit_edges`.
+
     Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs.
-        metric: metric function with one value per pair.
         circuits: one circuit or several, of edges, of edges by position, or of heads. Their spans
             must be those of `pairs`.
-        patch: patch of everything outside a circuit, as in `PatchedPairs`.
-        batch_size: prompt pairs per forward pass.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: no circuit is given, a circuit belongs to another model, the pairs lack its
@@ -66,7 +73,7 @@ def evaluate(
     listed = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     if not listed or len({circuit.grid for circuit in listed}) > 1:
         raise ValueError(
-            "expected one circuit or more, all of edges (at the same positions) or all of heads"
+            "give one circuit or more, all of edges (at the same positions) or all of heads"
         )
     grid = listed[0].grid
     check_grid(graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
@@ -88,17 +95,12 @@ def evaluate(
 
 
 def positions_of(grid: PositionedGraph, pairs: PromptPairs) -> Positions:
-    """The kind of a circuit's positions, "tokens" or "spans", checked against those of the pairs.
-
-    Raises:
-        ValueError: the pairs have other positions.
-    """
+    """The kind of a circuit's positions, which must be those of the pairs: tokens or spans."""
     positions = "tokens" if grid.of_tokens else "spans"
     names = pairs.spans_of(positions).names
     if names != grid.positions:
         raise ValueError(
-            f"expected pairs with the positions of the circuit, {grid.positions}; these have "
-            f"{names}"
+            f"the positions of the circuit are {grid.positions}, and those of the pairs {names}"
         )
     return positions
 
@@ -120,7 +122,7 @@ def evaluate_circuit_edges(
     are evaluated once.
 
     Args:
-        model: dense or sparse model.
+        model: dense or sparse model; left unchanged.
         pairs: prompt pairs, ideally not the ones that were scored.
         metric: metric function with one value per pair.
         scores: scores that rank the edges.
@@ -158,33 +160,6 @@ def evaluate_heads(
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 
-@checked
-@in_evaluation_mode
-@autograd(False)
-def accuracy(
-    model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
-) -> float:
-    """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
-
-    Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs.
-        choice: instead, count prompts in which an answer is more likely than every wrong answer,
-            however likely other tokens are. `measure_skill` compares this share with chance.
-        batch_size: prompts per forward pass.
-
-    Raises:
-        ValueError: `choice` is true and a pair has no wrong answer, or the model cannot run the
-            prompts.
-    """
-    if choice:
-        check_wrong(pairs)
-    judge = chooses_right if choice else is_right
-    runs = clean_logits(model, pairs, batch_size)
-    right = [judge(logits, batch).cpu() for batch, logits in runs]
-    return torch.cat(right).double().mean().item()
-
-
 def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple[int, ...]:
     """0, `total`, and logarithmically spaced sizes between them.
 
@@ -197,3 +172,92 @@ def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}
     between.update(range(all_up_to + 1))
     return tuple(sorted({0, total} | {size for size in between if size < total}))
+
+
+@dataclass(frozen=True)
+class Faithfulness(Result):
+    """How much of a model's predictions a circuit preserves, as means over prompt pairs.
+
+    Args:
+        divergence: ``KL(model || circuit)`` of the next-token distributions, in nats.
+        explained_effect: explained effect on the metric of the search; for "kl",
+            ``1 - KL(model || circuit) / KL(model || everything patched)``. NaN if patching
+            everything does not change the metric.
+        n_pairs: number of prompt pairs.
+    """
+
+    finite = False
+    divergence: float
+    explained_effect: float
+    n_pairs: int
+
+    def __str__(self) -> str:
+        # A divergence below 1e-6 nats is rounding error. Adding 0 turns -0 into 0.
+        nats, effect = round(self.divergence, 6) + 0, round(self.explained_effect, 3) + 0
+        return f"{nats:.3g} nats, explained effect {effect:.3f}, on {self.n_pairs:,} pairs"
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult(Result):
+    """The circuit that a search returns, its faithfulness, and the history of the search."""
+
+    circuit: Circuit
+    n_kept: int
+    searched: Faithfulness
+    held_out: Faithfulness | None
+    history: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The search history."""
+        return self.history
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+
+    def _description(self) -> str:
+        """The circuit and its faithfulness as text."""
+        dropped = self.n_kept - len(self.circuit)
+        kept = f", {self.n_kept:,} with those without effect" if dropped else ""
+        held_out = f"; held out: {self.held_out}" if self.held_out else ""
+        return f"{self.circuit!r}{kept}; {self.searched}{held_out}"
+
+
+class FaithfulnessRuns:
+    """Runs of circuits on the pairs of a search, and on held-out pairs if there are any.
+
+    All pairs are first run with everything patched, so that pairs that cannot be measured raise an
+    error before the search, not after it.
+    """
+
+    def __init__(
+        self, runs: PairRuns, metric: Metric | Literal["kl"], held_out: PromptPairs | None
+    ) -> None:
+        self._metric, self._runs = metric, [runs]
+        if held_out is not None:
+            others = PairRuns(runs.model, runs.site, held_out, runs.patch, runs.batch_size)
+            self._runs.append(others)
+        self.of(torch.zeros(runs.site.shape(runs.adapter), dtype=torch.bool))
+
+    def of(self, mask: Bool[Tensor, "*axes"]) -> tuple[Faithfulness, Faithfulness | None]:
+        """The faithfulness of a circuit on the pairs of the search, and on the held-out ones."""
+        searched, *others = (self._on(runs, mask) for runs in self._runs)
+        return searched, others[0] if others else None
+
+    @autograd(False)
+    def _on(self, runs: PairRuns, mask: Bool[Tensor, "*axes"]) -> Faithfulness:
+        measured = []
+        for batch, run in runs:
+            clean, circuit = run.clean_logits, run.logits(mask)
+            logits = circuit, clean, runs.everything_patched(run)
+            nats = divergence(circuit, clean)
+            if isinstance(self._metric, str):
+                values = [-divergence(each, clean) for each in logits]
+            else:
+                values = [measure(self._metric, each, batch) for each in logits]
+            measured.append(torch.stack([nats, *values]).cpu().double())
+        nats, *values = torch.cat(measured, dim=1)
+        try:
+            effect = explained_effect(*values).item()
+        except NoEffectError:
+            effect = math.nan
+        return Faithfulness(nats.mean().item(), effect, len(nats))

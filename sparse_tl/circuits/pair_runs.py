@@ -25,16 +25,7 @@ STATES_AT_ONCE = 2**28
 
 
 class PairBatches:
-    """Prompt pairs in batches on a model's device.
-
-    Args:
-        model: dense or sparse model.
-        pairs: prompt pairs.
-        batch_size: prompt pairs per forward pass.
-
-    Raises:
-        ValueError: a prompt does not fit the model.
-    """
+    """Prompt pairs in batches on a model's device, after a check that they fit the model."""
 
     def __init__(self, model: HookedModel, pairs: PromptPairs, batch_size: int) -> None:
         self.model, self.adapter = model, adapt(model)
@@ -49,21 +40,8 @@ class PairBatches:
 class PatchedPairs(PairBatches):
     """Prompt pairs in batches, with the values of a patch at some hook points.
 
-    Args:
-        model: dense or sparse model.
-        points: names of the hook points.
-        pairs: prompt pairs.
-        patch: "corrupted", the corrupted prompt's value; "mean", the mean over clean prompts at
-            each position; "resample", the value of another clean prompt of the same length, drawn
-            at random with a fixed seed; "zero", zeros; or tensors by hook point.
-        batch_size: prompt pairs per forward pass.
-        order: whether values are recorded before or after other hooks run.
-        positions: positions, as in `attribute_circuit_edges`, that are the spans of each batch.
-
-    Raises:
-        ValueError: the patch is unknown, a prompt does not fit the model, prompts for a mean patch
-            differ in length, the pairs lack the positions, or no other prompt has a prompt's length
-            to resample from.
+    `patch` and `positions` are those of `attribute_circuit_edges`; positions become the spans of
+    each batch. `order` is whether values are recorded before or after other hooks run.
     """
 
     def __init__(
@@ -105,20 +83,9 @@ class PatchedPairs(PairBatches):
 class PairRuns(PatchedPairs):
     """Prompt pairs to run under gates at one site, batch by batch.
 
-    Args:
-        model: dense or sparse model.
-        site: where the gates sit.
-        pairs: prompt pairs.
-        patch: patch at closed gates, as in `PatchedPairs`.
-        batch_size: prompt pairs per forward pass.
-        keep: keep the runs of the first batches, with their patches and states, for searches that
-            return to every batch. Those of further batches are rebuilt whenever they are needed, so
-            memory does not grow with the number of pairs.
-        positions: positions that gates of `CircuitEdges` or `HookPoints` are at, as in
-            `attribute_circuit_edges`.
-
-    Raises:
-        ValueError: as in `PatchedPairs`.
+    With `keep`, for searches that return to every batch, the runs of the first batches are kept,
+    with their patches and states. Those of further batches are rebuilt whenever they are needed, so
+    memory does not grow with the number of pairs.
     """
 
     def __init__(
@@ -132,18 +99,9 @@ class PairRuns(PatchedPairs):
         keep: bool = False,
         positions: Positions | None = None,
     ) -> None:
-        points = site.points(adapt(model))
-        super().__init__(
-            model,
-            points,
-            pairs,
-            patch,
-            batch_size,
-            order=site.order,
-            positions=positions,
-        )
-        self.site = site
-        self._by_span = positions is not None
+        points, order = site.points(adapt(model)), site.order
+        super().__init__(model, points, pairs, patch, batch_size, order=order, positions=positions)
+        self.site, self._by_span = site, positions is not None
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
@@ -174,9 +132,10 @@ class PairRuns(PatchedPairs):
 
         With all heads patched, MLPs would still read the clean prompt.
         """
-        of_others = run.patch.final is not None and isinstance(self.site, CircuitEdges)
-        if of_others or (isinstance(self.site, Heads) and self.patch == "corrupted"):
-            return self._patched_in(run)
+        final = run.patch.final
+        heads = isinstance(self.site, Heads) and self.patch == "corrupted"
+        if final is not None and (heads or isinstance(self.site, CircuitEdges)):
+            return self.adapter.logits_at(final, run.read)
         return run.logits(torch.zeros(run.site.shape(self.adapter)))
 
     def has_effect(self, metric: Metric | Literal["kl"], batch: PromptPairs, run: GatedRun) -> bool:
@@ -185,7 +144,7 @@ class PairRuns(PatchedPairs):
         True for heads under a patch without other prompts: that no head matters is a valid result.
         """
         if run.patch.final is not None:
-            patched = self._patched_in(run)
+            patched = self.adapter.logits_at(run.patch.final, run.read)
         elif isinstance(self.site, Heads):
             return True
         else:
@@ -193,22 +152,11 @@ class PairRuns(PatchedPairs):
         if isinstance(metric, str):
             moved = divergence(patched, run.clean_logits)
             return is_changed(torch.zeros_like(moved), moved)
-        return is_changed(
-            *(measure(metric, logits, batch) for logits in (run.clean_logits, patched))
-        )
+        return is_changed(measure(metric, run.clean_logits, batch), measure(metric, patched, batch))
 
     def check_effect(self, metric: Metric | Literal["kl"]) -> None:
-        """Check that the patch has an effect, running only as many batches as it takes to see one.
-
-        Raises:
-            NoEffectError: the patch changes the metric, or the predictions, of no pair.
-        """
+        """Raise a NoEffectError if the patch changes no pair."""
         check_changed(any(self.has_effect(metric, batch, run) for batch, run in self))
-
-    def _patched_in(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
-        """Logits of the prompts whose activations are patched in."""
-        assert run.patch.final is not None
-        return self.adapter.logits_at(run.patch.final, run.read)
 
 
 def clean_logits(
@@ -235,8 +183,7 @@ def _other_rows(ends: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
         n = len(alike)
         if n < 2:
             raise ValueError(
-                'expected at least two prompt pairs for patch="resample" of every length, since '
-                "prompts of other lengths have padding, or other text, in the same columns; got "
+                'patch="resample" needs at least two prompt pairs of every length; there is '
                 f"{n} of {end + 1} tokens (pair {int(alike[0])}). Leave it out, or give more pairs"
             )
         steps = torch.randint(1, n, (n,), generator=generator)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,13 +36,9 @@ CROSSING = "attention"
 
 @dataclass(frozen=True)
 class PositionedNode:
-    """A component, or the keys and values that a head reads, at a position.
+    """A component, or with `keys` the keys and values that a head reads, at a position.
 
-    Args:
-        component: the component.
-        position: index of the position; ``None`` without positions.
-        keys: whether this node stands for the head's keys and values.
-        at: name of the position.
+    `position` is an index, ``None`` without positions, and `at` the name of the position.
     """
 
     component: Node
@@ -74,14 +70,10 @@ _LinkOfNodes = tuple[PositionedNode, PositionedNode, str | None, int, float]
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two nodes of a `PathGraph`.
+    """A link between two nodes of a `PathGraph`, given by index.
 
-    Args:
-        source: index of the node that writes.
-        reader: index of the node that reads.
-        slot: input of a head that the link enters, or `CROSSING`.
-        edge: index of the circuit edge; -1 for a crossing.
-        weight: ``|score|``, or 1 without scores.
+    `slot` is the input of a head that the link enters, or `CROSSING`; `edge` the index of the
+    circuit edge, -1 for a crossing; `weight` ``|score|``, or 1 without scores.
     """
 
     source: int
@@ -93,14 +85,8 @@ class Link:
 
 @dataclass(frozen=True)
 class PathGraph:
-    """The nodes and links of a circuit, and the influence of its paths.
-
-    Args:
-        nodes: the nodes, in order of computation.
-        links: the links.
-        names: names of the circuit edges.
-        scores: scores of the circuit edges, if there are any.
-    """
+    """The nodes of a circuit in order of computation, its links, the names and scores of its edges,
+    and the influence of its paths."""
 
     nodes: tuple[PositionedNode, ...]
     links: tuple[Link, ...]
@@ -115,39 +101,28 @@ class PathGraph:
     @cached_property
     def ends(self) -> tuple[frozenset[int], frozenset[int]]:
         """The nodes where paths start (inputs) and end (logits)."""
-        kinds = [node.kind for node in self.nodes]
-        inputs, logits = (
-            frozenset(i for i, kind in enumerate(kinds) if kind == end)
-            for end in ("input", "logits")
-        )
+        inputs = frozenset(i for i, node in enumerate(self.nodes) if node.kind == "input")
+        logits = frozenset(i for i, node in enumerate(self.nodes) if node.kind == "logits")
         return inputs, logits
 
     @cached_property
     def shares(self) -> dict[int, float]:
         """The share of each link on a path in the weight of all such links into its reader."""
-        total = defaultdict[int, float](float)
-        number = defaultdict[int, int](int)
-        for i in self.on_path:
-            total[self.links[i].reader] += self.links[i].weight
-            number[self.links[i].reader] += 1
-        return {
-            i: link.weight / total[link.reader] if total[link.reader] else 1 / number[link.reader]
-            for i, link in enumerate(self.links)
-            if i in self.on_path
-        }
+        read = defaultdict[int, dict[int, float]](dict)
+        for i in sorted(self.on_path):
+            read[self.links[i].reader][i] = self.links[i].weight
+        return {i: share for weights in read.values() for i, share in _shares(weights).items()}
 
     @cached_property
     def influence(self) -> list[float]:
         """The influence of each link: 0 off all paths; over links into the logits it sums to 1."""
-        _, logits = self.ends
-        read = {
-            node: sum(self.links[i].weight for i in self.on_path if self.links[i].reader == node)
-            for node in logits
-        }
-        total = sum(read.values())
         of_nodes, of_links = [0.0] * len(self.nodes), [0.0] * len(self.links)
-        for node, weight in read.items():
-            of_nodes[node] = weight / total if total else 1 / len(read)
+        read = dict.fromkeys(sorted(self.ends[1]), 0.0)
+        for i in sorted(self.on_path):
+            if self.links[i].reader in read:
+                read[self.links[i].reader] += self.links[i].weight
+        for node, share in _shares(read).items():
+            of_nodes[node] = share
         for i in self._last_first:
             link = self.links[i]
             of_links[i] = self.shares[i] * of_nodes[link.reader]
@@ -184,8 +159,7 @@ class PathGraph:
     def order(self, by: Sequence[float]) -> tuple[list[int], list[int]]:
         """The order in which edges are added, and the number of edges after each whole path.
 
-        Args:
-            by: value of each link; the largest comes first, and edges on no path come last.
+        Links with a large value `by` come first, and edges on no path last.
         """
         ranked = sorted(self.on_path, key=lambda i: (-by[i], i))
         added, sizes = dict[int, None](), list[int]()
@@ -205,6 +179,12 @@ class PathGraph:
     def _last_first(self) -> list[int]:
         """The links on a path, those into later nodes first."""
         return sorted(self.on_path, key=lambda i: (-self.links[i].reader, i))
+
+
+def _shares(weights: Mapping[int, float]) -> dict[int, float]:
+    """Weights divided by their sum; equal shares if all are 0."""
+    total = sum(weights.values())
+    return {i: weight / total if total else 1 / len(weights) for i, weight in weights.items()}
 
 
 def in_order(nodes: Iterable[PositionedNode]) -> list[PositionedNode]:

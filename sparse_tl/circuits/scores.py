@@ -1,4 +1,4 @@
-"""Scores of all parts in a grid, such as attribution scores; the top parts form circuits."""
+"""Scores of all parts in a grid, the circuits of the top parts, and comparison with known ones."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Scores(Result):
         expected, shape = tuple(self.grid.exists.shape), tuple(self.values.shape)
         if shape[-len(expected) :] != expected or len(shape) > len(expected) + 1:
             raise ValueError(
-                f"expected scores of shape {expected} for {self.grid!r}, or with one more axis "
-                f"for prompt pairs; got {shape}"
+                f"scores of {self.grid!r} have the shape {expected}, or one more axis for prompt "
+                f"pairs; these have {shape}"
             )
         super().__post_init__()
 
@@ -115,7 +115,7 @@ class Scores(Result):
             ValueError: the size is negative or exceeds the number of parts.
         """
         if not 0 <= size <= self.grid.n_parts:
-            raise ValueError(f"expected a size in 0..{self.grid.n_parts}; got {size}")
+            raise ValueError(f"the size must be in 0..{self.grid.n_parts}; it is {size}")
         mask = torch.zeros(self.grid.exists.shape, dtype=torch.bool)
         mask[tuple(self.order(signed=signed)[:size].T)] = True
         return Circuit(self.grid, mask)
@@ -124,7 +124,7 @@ class Scores(Result):
         """One row per part, by decreasing absolute score: all parts, or the first `top`."""
         import pandas as pd
 
-        places = self._largest(top) if top is not None else self.order()
+        places = self.order()[:top]
         return pd.DataFrame(self.grid.columns(places)).assign(score=self._at(places).tolist())
 
     @property
@@ -145,22 +145,112 @@ class Scores(Result):
     def _sorted(self, values: Float[Tensor, " part"]) -> Int[Tensor, "part axis"]:
         return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
 
-    def _largest(self, size: int) -> Int[Tensor, "part axis"]:
-        """The first entries of `order`, without sorting millions of edges to show a few."""
-        values = self._at(self.grid.places).abs()
-        least = values.topk(min(size, len(values))).values[-1:].min()
-        candidates = self.grid.places[(values >= least).cpu()]
-        ranks = self._at(candidates).abs().argsort(descending=True, stable=True)
-        return candidates[ranks.cpu()][:size]
-
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas(20)
 
     def __repr__(self) -> str:
-        best = self._largest(3)
+        best = self.order()[:3]
         scored = zip(self.grid.names(best), self._at(best).tolist(), strict=True)
         listed = ", ".join(f"{name} {score:.3g}" for name, score in scored)
         pairs = f" of {len(self.values)} pairs" if self._by_pair else ""
         return (
             f"Scores({self.grid.n_parts:,} {self.grid.noun}{pairs} by {self.method}: {listed}, ...)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Roc(Result):
+    """How well scores separate the parts of a known circuit from all others, at every threshold.
+
+    Args:
+        false_positive_rate: share of the other parts that score at least the threshold.
+        true_positive_rate: share of the known parts that score at least the threshold.
+        auc: area under the curve: the probability that a known part scores above another part, with
+            ties counted as one half. 1: all known parts score above all others; 0.5: chance.
+    """
+
+    false_positive_rate: Float[Tensor, " threshold"]
+    true_positive_rate: Float[Tensor, " threshold"]
+    auc: float
+
+    def __repr__(self) -> str:
+        return f"Roc(AUC {self.auc:.4f})"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per threshold, in decreasing order."""
+        import pandas as pd
+
+        rates = ("false_positive_rate", "true_positive_rate")
+        return pd.DataFrame({name: getattr(self, name).tolist() for name in rates})
+
+    def _summary(self) -> pd.DataFrame:
+        """The true positive rates at a few false positive rates."""
+        import pandas as pd
+
+        fpr, tpr = self.false_positive_rate, self.true_positive_rate
+        limits = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=fpr.dtype)
+        last = torch.searchsorted(fpr, limits, right=True) - 1
+        columns = {"false positive rate at most": limits, "true positive rate": tpr[last]}
+        return pd.DataFrame({name: column.tolist() for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class Overlap(Result):
+    """Overlap of a circuit with a known one.
+
+    Args:
+        iou: shared parts over parts of either circuit.
+        precision: shared parts over the circuit's parts.
+        recall: shared parts over the known circuit's parts.
+    """
+
+    iou: float
+    precision: float
+    recall: float
+
+
+@checked
+def roc(scores: Scores, known: Circuit) -> Roc:
+    """The ROC curve of scores, by absolute value, against a known circuit.
+
+    Raises:
+        ValueError: the circuit is of another grid, is empty, or keeps all parts.
+    """
+    _check_grids(scores, known)
+    exists = scores.grid.exists
+    values, positive = scores.mean()[exists].abs(), known.mask[exists]
+    n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+    if not n_positive or not n_negative:
+        raise ValueError(
+            f"the known circuit must have some, not all, of the {len(positive):,} "
+            f"{known.grid.noun}; it has {n_positive:,}"
+        )
+    thresholds, group = values.unique(return_inverse=True)  # ascending; ties share a threshold
+    tied = torch.zeros(len(thresholds), dtype=torch.float64)
+    hits = tied.index_add(0, group, positive.double()).flip(0).cumsum(0) / n_positive
+    misses = tied.index_add(0, group, (~positive).double()).flip(0).cumsum(0) / n_negative
+    start = torch.zeros(1, dtype=torch.float64)
+    fpr, tpr = torch.cat([start, misses]), torch.cat([start, hits])
+    return Roc(fpr, tpr, torch.trapezoid(tpr, fpr).item())
+
+
+@checked
+def overlap(circuit: Circuit, known: Circuit) -> Overlap:
+    """Intersection over union, precision and recall of a circuit's parts.
+
+    Raises:
+        ValueError: the circuits are of different grids, or one is empty.
+    """
+    _check_grids(circuit, known)
+    both = int((circuit.mask & known.mask).sum())
+    if not len(circuit) or not len(known):
+        raise ValueError(f"a circuit is empty: they have {len(circuit)} and {len(known)} parts")
+    either = int((circuit.mask | known.mask).sum())
+    return Overlap(both / either, both / len(circuit), both / len(known))
+
+
+def _check_grids(compared: Scores | Circuit, known: Circuit) -> None:
+    if compared.grid != known.grid:
+        raise ValueError(
+            f"these are parts of {compared.grid!r}, the known circuit of {known.grid!r}"
         )

@@ -116,7 +116,7 @@ def measure_skill(
     """How well a model does a task, from two forward passes per batch.
 
     Args:
-        model: dense or sparse model.
+        model: dense or sparse model; left unchanged.
         pairs: prompt pairs with wrong answers.
         metric: metric function with one value per pair.
         batch_size: prompt pairs per forward pass.
@@ -138,11 +138,33 @@ def measure_skill(
         for batch, logits in clean_logits(model, swapped, batch_size, progress=progress)
     ]
     top, right, clean = map(torch.cat, zip(*on_clean, strict=True))
-    return Skill(
-        top.double().mean().item(),
-        right,
-        (n_right / (n_right + n_wrong)).double().mean().item(),
-        clean,
-        torch.cat(on_corrupted),
-        pairs.start,
-    )
+    chance = (n_right / (n_right + n_wrong)).double().mean().item()
+    corrupted = torch.cat(on_corrupted)
+    return Skill(top.double().mean().item(), right, chance, clean, corrupted, pairs.start)
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def accuracy(
+    model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
+) -> float:
+    """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        choice: instead, count prompts in which an answer is more likely than every wrong answer,
+            however likely other tokens are. `measure_skill` compares this share with chance.
+        batch_size: prompts per forward pass.
+
+    Raises:
+        ValueError: `choice` is true and a pair has no wrong answer, or the model cannot run the
+            prompts.
+    """
+    if choice:
+        check_wrong(pairs)
+    judge = chooses_right if choice else is_right
+    runs = clean_logits(model, pairs, batch_size)
+    right = [judge(logits, batch).cpu() for batch, logits in runs]
+    return torch.cat(right).double().mean().item()

@@ -31,8 +31,8 @@ from sparse_tl.circuits import (
     evaluate_heads,
     seed_multipliers,
 )
+from sparse_tl.circuits.effect import median_size
 from sparse_tl.circuits.methods.attribution import Method
-from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import PatchName
 from sparse_tl.lens import HookedModel

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from calls import FITTING, QUIET, pairs, rows, targets
+from calls import FITTING, QUIET, rows, targets
 from tiny import save_taught_task_models, save_tiny, tiny_model, tokenizer_of
 from torch import Tensor
 
@@ -85,35 +85,12 @@ def _sampled(folder: Path) -> str:
     return facts(stl.sampled_windows(model, 16, 8, **how))
 
 
-def _search(folder: Path, start: Any, **how: Any) -> str:
-    _often()
-    model = tiny_model(n_layers=2)
-    how = {"threshold": 0.001, "start": start, "checkpoint": folder / "c", **how, **QUIET}
-    return facts(stl.acdc(model, pairs(), **how))
-
-
-def _acdc_edges(folder: Path) -> str:
-    return _search(folder, "circuit_edges", metric=stl.logit_difference)
-
-
-def _acdc_size(folder: Path) -> str:
-    return _search(folder, "heads", size=2)
-
-
-def _found(folder: Path) -> str:
-    _often()
-    model, how = tiny_model(n_layers=2), {"checkpoint": folder / "c", "at": 0.5, **QUIET}
-    return facts(stl.find_circuit(model, pairs(), stl.logit_difference, **how))
-
-
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
     import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
-    import_module("sparse_tl.circuits.methods.acdc").SAVE_EVERY = 3
     import_module("sparse_tl.head_roles.measuring").SAVE_AFTER = 0.0
     import_module("sparse_tl.head_roles.measuring").ACTIVATIONS_AT_ONCE = 4096
-    import_module("sparse_tl.circuits.methods.elimination").SAVE_EVERY = 0.0
 
 
 def _head_gates(folder: Path) -> str:
@@ -213,9 +190,6 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "post_train": _post_train,
     "pretrain": _pretrain,
     "sampled_windows": _sampled,
-    "acdc of edges": _acdc_edges,
-    "acdc to a size": _acdc_size,
-    "find_circuit": _found,
     "fit_head_gates": _head_gates,
     "fit_contrastive_head_gates": _contrastive,
     "ablation_curve": _ablation,

@@ -1,11 +1,10 @@
-"""ACDC finds planted circuits, decides as a search that never saves work, and can be resumed."""
+"""ACDC finds planted circuits, and decides as a search that never saves work."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,44 +190,6 @@ def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
     assert found.tested == model.cfg.n_layers * model.cfg.n_heads
     assert found.history["moved"][found.history["kept"]].abs().min() >= 0.02
     assert (found.history["moved"][~found.history["kept"]].abs() < 0.02).all()
-
-
-@pytest.mark.parametrize("kind", ["circuit_edges", "heads"])
-@pytest.mark.parametrize("killed_at", [1, 6])
-def test_a_killed_search_ends_as_an_uninterrupted_one(
-    build_tiny: Build,
-    pairs: PromptPairs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    killed_at: int,
-) -> None:
-    model = build_tiny(seed=1)
-    monkeypatch.setattr(acdc_module, "SAVE_EVERY", 2)
-    size = 12 if kind == "circuit_edges" else 1
-    settings = {"size": size, "threshold": 5e-3, "start": kind, "progress": False}
-    whole = acdc(model, pairs, **settings)
-    calls: list[int] = []
-
-    def fail(logits: Tensor, reference: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) > killed_at:
-            raise KeyboardInterrupt
-        return divergence(logits, reference)
-
-    divergence = acdc_module.divergence
-    with monkeypatch.context() as patch:
-        patch.setattr(acdc_module, "divergence", fail)
-        with pytest.raises(KeyboardInterrupt):
-            acdc(model, pairs, checkpoint=tmp_path / "c", **settings)
-    resumed = acdc(model, pairs, checkpoint=tmp_path / "c", **settings)
-    assert torch.equal(resumed.circuit.mask, whole.circuit.mask)
-    assert resumed.history.equals(whole.history)
-    assert (resumed.tested, resumed.threshold) == (whole.tested, whole.threshold)
-    assert resumed.value == pytest.approx(whole.value, rel=1e-6)
-    for changed in ({"threshold": 1e-2}, {"patch": "zero"}):
-        with pytest.raises(ValueError, match="checkpoint of another search"):
-            acdc(model, pairs, checkpoint=tmp_path / "c", **{**settings, **changed})
 
 
 def test_edges_on_no_path_are_left_out() -> None:

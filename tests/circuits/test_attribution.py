@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods import contraction, gradient_passes
-from sparse_tl.circuits.methods.gradient_passes import Method
+from sparse_tl.circuits.methods import gradients
+from sparse_tl.circuits.methods.gradients import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
@@ -81,7 +81,7 @@ def test_small_batches_share_passes(
     model.unembed.__dict__["forward"] = counted
     for at_once in (1, 3, 9):
         monkeypatch.setattr(
-            gradient_passes, "TOKENS_AT_ONCE", SizeByDevice(at_once * pairs.clean.numel(), 1)
+            gradients, "TOKENS_AT_ONCE", SizeByDevice(at_once * pairs.clean.numel(), 1)
         )
         for steps in (1, 5):
             rows.clear()
@@ -121,8 +121,8 @@ def test_a_few_places_at_a_time(
         return written
 
     one_place = adapt(model).d_model * len(adapt(model).graph.sources)
-    monkeypatch.setattr(contraction, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
-    monkeypatch.setattr(contraction, "source_outputs", noted)
+    monkeypatch.setattr(gradients, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
+    monkeypatch.setattr(gradients, "source_outputs", noted)
     torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
     assert max(sizes) == 2 * one_place
 
@@ -292,7 +292,7 @@ def test_a_mean_over_prompts_of_different_lengths(build_tiny: Build) -> None:
 def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
     from sparse_tl.metrics import is_right
 
-    with pytest.raises(ValueError, match="expected a metric with a gradient"):
+    with pytest.raises(ValueError, match="metric has no gradient"):
         attribute_circuit_edges(build_tiny(), random_pairs(), lambda *some: is_right(*some).float())
 
 

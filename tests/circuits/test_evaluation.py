@@ -23,7 +23,7 @@ from sparse_tl.circuits import (
     evaluate_heads,
     log_sizes,
 )
-from sparse_tl.circuits.intervals import effect_draws
+from sparse_tl.circuits.effect import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
@@ -266,7 +266,7 @@ def test_intervals_leave_out_draws_without_an_effect() -> None:
     assert low.tolist() == pytest.approx([0, 0.5, 1]) and high.tolist() == pytest.approx(
         [0, 0.5, 1]
     )
-    with pytest.raises(ValueError, match="expected a level between 0 and 1"):
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
         found.interval(level=95)
 
 
@@ -281,7 +281,7 @@ def test_an_interval_holds_the_ratios_of_all_draws_of_two_pairs() -> None:
     drawn = effect_draws(values, clean, 0 * clean, resamples=2000)
     shares = [(drawn - ratio).abs().lt(1e-9).double().mean().item() for ratio in (0.5, 0.6, 0.9)]
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
-    with pytest.raises(ValueError, match="expected at least 1 draw as resamples; got 0"):
+    with pytest.raises(ValueError, match="resamples is 0"):
         effect_draws(values, clean, 0 * clean, resamples=0)
 
 

@@ -1,4 +1,4 @@
-"""`find_circuit` finds planted circuits, never searches on held-out pairs, and can be resumed."""
+"""`find_circuit` finds planted circuits, and never searches on held-out pairs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from bisect import bisect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +25,8 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
     find_circuit,
 )
-from sparse_tl.circuits.found_circuit import reached
 from sparse_tl.circuits.methods import elimination, search
+from sparse_tl.circuits.methods.search import reached
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges
@@ -242,39 +241,6 @@ def test_a_small_circuit_is_not_found_if_a_larger_one_of_its_ranking_falls_short
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("parts", "killed_at"),
-    [("circuit_edges", 1), ("circuit_edges", 9), ("heads", 1), ("heads", 3)],
-)
-def test_a_killed_search_ends_as_an_uninterrupted_one(
-    small: Model,
-    many: PromptPairs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    parts: Any,
-    killed_at: int,
-) -> None:
-    monkeypatch.setattr(elimination, "SAVE_EVERY", 0.0)
-    how = {"at": 0.6, "parts": parts, **QUIET}
-    whole = find_circuit(small, many, logit_difference, **how)
-    attempt, calls = elimination.Elimination._try, list[int]()
-
-    def stopped(own: elimination.Elimination, group: Any) -> None:
-        calls.append(1)
-        if len(calls) > killed_at:
-            raise KeyboardInterrupt
-        attempt(own, group)
-
-    how["checkpoint"] = tmp_path / "c"
-    with monkeypatch.context() as patch:
-        patch.setattr(elimination.Elimination, "_try", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            find_circuit(small, many, logit_difference, **how)
-    _same(find_circuit(small, many, logit_difference, **how), whole)
-    with pytest.raises(ValueError, match="checkpoint of another search"):
-        find_circuit(small, many, logit_difference, **{**how, "at": 0.7})
-
-
 def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: PromptPairs) -> None:
     how = {"at": 0.6, "held_out": many, "seconds": 1e-9, **QUIET}
     found = find_circuit(small, many, logit_difference, **how)
@@ -290,13 +256,13 @@ def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(small:
     scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
     found = elimination.Elimination(runs, logit_difference, scores, 0.6)
     found.run(progress=False)
-    assert len(found.state.effects) > 2
-    masks = (graph.exists, torch.zeros_like(graph.exists), found.state.mask)
+    assert len(found.effects) > 2
+    masks = (graph.exists, torch.zeros_like(graph.exists), found.mask)
     whole, none, left = (
         logit_difference(run_patched(small, graph, pairs, mask), pairs) for mask in masks
     )
     expected = (left - whole).abs().mean() / (whole - none).mean().abs()
-    assert found.state.deviation == pytest.approx(expected.item(), rel=1e-6)
+    assert found.deviation == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.long
@@ -343,7 +309,7 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
 
 
 def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:
-    with pytest.raises(ValueError, match="expected at least two prompt pairs"):
+    with pytest.raises(ValueError, match="at least two are needed"):
         find_circuit(small, many.select(slice(0, 1)), logit_difference, **QUIET)
     nothing = replace(many, corrupted=many.clean)
     with pytest.raises(NoEffectError, match="expected prompts whose corruption changes"):

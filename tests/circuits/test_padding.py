@@ -157,7 +157,7 @@ def test_resampled_prompts_are_others_of_the_same_length(build_tiny: Build) -> N
 
 def test_a_prompt_without_another_of_its_length_is_not_resampled(build_tiny: Build) -> None:
     pairs = mixed_pairs().select(slice(0, 5))
-    message = r"at least two prompt pairs .* of every length.*1 of 7 tokens \(pair 2\)"
+    message = r"at least two prompt pairs of every length.*1 of 7 tokens \(pair 2\)"
     with pytest.raises(ValueError, match=message):
         patch_exactly(build_tiny(), pairs, logit_difference, ["a0.h1"], patch="resample")
 

@@ -24,7 +24,7 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
     patch_exactly,
 )
-from sparse_tl.circuits.methods.gradient_passes import Method
+from sparse_tl.circuits.methods.gradients import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt, relevance_rules
@@ -308,7 +308,7 @@ def test_what_fits_no_position(build_tiny: Build) -> None:
         attribute(random_pairs(), "tokens")
     spanned = pairs.with_spans({"END": -1})
     circuit = attribute(spanned, "spans").top(3)
-    with pytest.raises(ValueError, match="positions of the circuit, .*'END', 'rest'.*'S'"):
+    with pytest.raises(ValueError, match="positions of the circuit are .*'END', 'rest'.*'S'"):
         evaluate(model, pairs.with_spans({"S": 1}), logit_difference, circuit)
     run = GatedRun(
         model, CircuitEdges(spanned.spans), pairs.clean[:2], torch.ones(2, 6, dtype=torch.bool)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sparse_tl.circuits import EffectCurve, SeedCurves, SeedMultipliers, seed_multipliers
-from sparse_tl.circuits.seeds import median_size
+from sparse_tl.circuits.effect import median_size
 
 
 def curve(effects: dict[int, float], name: str = "m") -> EffectCurve:
@@ -118,5 +118,5 @@ def test_results_are_saved_whole(tmp_path: Path) -> None:
 
 def test_refuses_models_of_other_seeds() -> None:
     other = SeedCurves((1, 0), reaching(10, 10).curves)
-    with pytest.raises(ValueError, match=re.escape("same order; got [0, 1] and [1, 0]")):
+    with pytest.raises(ValueError, match=re.escape("same order; they are of [0, 1] and [1, 0]")):
         seed_multipliers(reaching(10, 10), other)

@@ -117,7 +117,7 @@ class TestSeeds:
         assert not dashed(figure)
 
     def test_refuses_models_of_other_seeds(self) -> None:
-        with pytest.raises(ValueError, match=re.escape("got [0, 1, 2] and [0]")):
+        with pytest.raises(ValueError, match=re.escape("they are of [0, 1, 2] and [0]")):
             effect_figure({"IOI": [self.DENSE, SPARSE]}, parts="heads")
 
 

@@ -24,7 +24,7 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.faithfulness import Faithfulness
+from sparse_tl.circuits.evaluation import Faithfulness
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.plots import Figure, GridFigure

@@ -100,20 +100,13 @@ class ActivationPatching(Result):
 
         effect = self.effect
         n_layers, n_columns = effect.shape
-        numbers, texts = list(range(n_columns)) * n_layers, list(self.columns) * n_layers
-        columns: dict[str, Sequence[int | str]] = {self.place: numbers}
-        if self.place == "position":
-            columns["token"] = texts
-        elif self.place == "span":
-            columns["span"] = texts
-        return pd.DataFrame(
-            {
-                "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],
-                **columns,
-                "metric": self.values.mean(dim=-1).flatten().tolist(),
-                "effect": effect.flatten().tolist(),
-            }
-        )
+        columns: dict[str, Sequence[int | str]] = {self.place: [*range(n_columns)] * n_layers}
+        if not self.by_head:
+            text = "token" if self.place == "position" else "span"
+            columns[text] = [*self.columns] * n_layers
+        table = pd.DataFrame({"layer": torch.arange(n_layers).repeat_interleave(n_columns)})
+        table = table.assign(**columns, metric=self.values.mean(dim=-1).flatten().tolist())
+        return table.assign(effect=effect.flatten().tolist())
 
     def _summary(self) -> pd.DataFrame:
         """The places with the largest effects."""
@@ -142,11 +135,11 @@ def patch_activations(
 ) -> ActivationPatching:
     """The metric with the activations of one layer and position, or of one head, patched at a time.
 
+    Other arguments are those of `attribute_circuit_edges`.
+
     Args:
-        model: dense or sparse model; left unchanged.
         pairs: prompt pairs; all of one token length if positions are tokens or attention is
             bidirectional.
-        metric: metric function with one value per pair.
         at: activations to patch. By layer and position: "resid_pre", the residual stream that
             enters the layer; "attn_out" and "mlp_out", the outputs of its attention and its MLP.
             By layer and head, at all positions: "z", the head's output; "pattern", its attention
@@ -156,9 +149,7 @@ def patch_activations(
         positions: "tokens" patches each column; "spans" patches each span of
             `PromptPairs.with_spans`, which aligns prompts of several lengths. Heads are patched at
             all positions.
-        batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times places in one forward pass.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: `at` or `into` is unknown, prompts that need one length differ in length, spans
@@ -169,8 +160,8 @@ def patch_activations(
     adapter, by_head = adapt(model), at in _HEAD_AXIS
     if by_head and positions == "spans":
         raise ValueError(
-            f'expected positions="spans" with "resid_pre", "attn_out" or "mlp_out"; {at!r} patches '
-            "a head at all positions"
+            f'{at!r} patches a head at all positions; positions="spans" needs "resid_pre", '
+            '"attn_out" or "mlp_out"'
         )
     if not adapter.causal or not by_head and positions == "tokens":
         pairs = pairs.of_one_length()
@@ -198,14 +189,11 @@ def patch_activations(
             by_batch.append(values.cpu())
     values = torch.cat(by_batch).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
-    if by_head:
-        columns = [str(head) for head in range(n_columns)]
-    elif positions == "tokens":
-        columns = token_texts(model, pairs.clean[0])
-    else:
-        columns = list(pairs.spans_of(positions).names)
-    measured = values, clean, corrupted, pairs.start, positions
-    return ActivationPatching(at, into, columns, *measured)  # type: ignore[arg-type]
+    columns: Sequence[str] = [str(head) for head in range(n_columns)]
+    if not by_head:
+        names = pairs.spans_of(positions).names
+        columns = token_texts(model, pairs.clean[0]) if positions == "tokens" else names
+    return ActivationPatching(at, into, columns, values, clean, corrupted, pairs.start, positions)
 
 
 def _site(
@@ -225,11 +213,10 @@ def _site(
 
 def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
     """The metric of the prompts that are run, and of the prompts that the activations come from."""
-    by_batch = []
+    run_alone, other = list[Tensor](), list[Tensor]()
     for batch, run in runs:
         final = runs.adapter.final(batch.corrupted, read=run.read)
-        both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
-        values = torch.stack([measure(metric, logits, batch) for logits in both])
-        by_batch.append(values.cpu().double())
-    run_alone, other = torch.cat(by_batch, dim=1)
-    return run_alone, other
+        run_alone.append(measure(metric, run.clean_logits, batch).cpu().double())
+        logits = runs.adapter.logits_at(final, run.read)
+        other.append(measure(metric, logits, batch).cpu().double())
+    return torch.cat(run_alone), torch.cat(other)

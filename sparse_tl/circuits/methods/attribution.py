@@ -4,18 +4,16 @@ For a circuit edge from source u to destination v,
 
     score(u -> v) = sum_pos (patch_u - clean_u) . d m / d input_v
 
-A negative score means that patching lowers the metric m: the edge helps. In phases:
+A negative score means that patching lowers the metric m: the edge helps. In phases, batch by batch:
 
-1. plan the passes that the method takes (`AttributionPlan`);
-2. run the corrupted prompts and record what every source writes (`PatchValues`, in
-   `AttributionPlan.passes`);
-3. run the clean prompts, record the same, and differentiate the metric with respect to every
-   destination's input (`GradientPass`): one backward pass. EAP-IG does so at several points between
-   corrupted and clean, and adds up the gradients (`ReadGradients`);
-4. contract the changes of all sources with the gradients of all destinations (`contract`).
+1. run the corrupted prompts and record what every source writes, run the clean prompts and record
+   the same, and differentiate the metric with respect to what every destination reads: one backward
+   pass. EAP-IG does so at several points between corrupted and clean (`AttributionPasses`);
+2. add up the gradients, and pull them back to the residual stream (`ReadGradients`);
+3. contract the changes of all sources with the gradients of all destinations (`contract`).
 
 This costs at least two forward passes and one backward pass of the plain model. For heads and
-attention edges, phase 4 multiplies change and gradient at their own hook points (`_effects`).
+attention edges, change and gradient are multiplied at their own hook points (`_effects`).
 
 Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
 RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04577.
@@ -23,18 +21,21 @@ RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits.methods.contraction import contract
-from sparse_tl.circuits.methods.gradient_passes import AttributionPlan, Method
-from sparse_tl.circuits.methods.read_gradients import ReadGradients
+from sparse_tl.circuits.methods.gradients import (
+    AttributionPasses,
+    Method,
+    ReadGradients,
+    contract,
+)
 from sparse_tl.circuits.pair_runs import PatchedPairs
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
@@ -52,11 +53,9 @@ from sparse_tl.lens import (
 )
 from sparse_tl.metrics import Metric
 from sparse_tl.parallel.progress import tracked
-from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import AttentionGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
 
-EdgePatch = Literal["zero", "corrupted"]
 MOST_BYTES = 2e9
 """Maximum size of scores by position."""
 
@@ -91,7 +90,10 @@ def attribute_circuit_edges(
             interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
             relevance propagation for norms and MLPs in place of their gradients.
         steps: number of interpolation steps of the methods that interpolate.
-        patch: patch of an edge, as in `PatchedPairs`; also the far end of the interpolation.
+        patch: what replaces the clean value, and the far end of the interpolation: "corrupted", the
+            corrupted prompt's value; "mean", the mean over clean prompts at each position;
+            "resample", the value of another clean prompt of the same length, drawn at random with
+            a fixed seed; "zero", zeros; or tensors by hook point.
         by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
             extra passes: the gradient of the metric's sum over pairs separates by row.
         positions: keep scores per position: "tokens", for prompts of one length; or "spans", those
@@ -107,35 +109,34 @@ def attribute_circuit_edges(
     """
     spans = None if positions is None else pairs.spans_of(positions)
     adapter = adapt(model)
-    graph, points = adapter.graph, adapter.source_points()
-    patched = PatchedPairs(model, points, pairs, patch, batch_size)
+    graph = adapter.graph
+    patched = PatchedPairs(model, adapter.source_points(), pairs, patch, batch_size)
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
-    if spans is not None:
-        _check_size(n_pairs, n_positions, graph)
+    n_scores = n_pairs * n_positions * graph.exists.numel()
+    if spans is not None and 8 * n_scores > MOST_BYTES:
+        raise ValueError(
+            f"the scores of {n_positions:,} positions of {n_pairs:,} pairs would take "
+            f"{8 * n_scores / 1e9:.1f} GB, more than {MOST_BYTES / 1e9:g} GB. Join tokens to fewer "
+            'spans (pairs.with_spans, positions="spans"), or average over pairs (by_pair=False)'
+        )
     scores = torch.zeros(n_pairs * n_positions, *graph.exists.shape, dtype=torch.float64)
     # The pair and position to which each token contributes.
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
     if by_pair:
         groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
     grouped = groups.to(adapter.device).split(patched.batch_size)
-    # Phase 1.
-    plan = AttributionPlan(metric, method, steps, patched)
+    plan = AttributionPasses.of_edges(patched, metric, method, steps)
     tracking = tracked("scoring circuit edges", plan.count, progress)
     with tracking as step, frozen(adapter.core):
         for index in range(len(patched)):
-            for sources, passes in groupby(plan.passes(index), key=plan.sources_of):
-                # Phases 2 and 3.
-                back, change = ReadGradients(adapter), {}
-                for one in passes:
-                    change = one.change
+            change, passes = plan.batch(index, step)
+            for only, some in groupby(passes, key=lambda one: one.only):
+                back = ReadGradients(adapter)
+                for one in some:
                     back.add(one)
-                    for _ in range(one.copies):
-                        step()
-                # Phase 4.
-                changed = _changed(change, plan.source_points)
-                contract(scores, back, change, grouped[index].where(changed, -1), sources)
+                contract(scores, back, change, grouped[index], only)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
@@ -162,14 +163,13 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    points, order = [EMBEDDED, *names], Heads.order
-    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=order)
+    points = [EMBEDDED, *names]
+    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=Heads.order)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = AttributionPlan(metric, method, steps, patched, heads_only=True)
+    plan = AttributionPasses(patched, metric, method, steps, names, alone=names, first=points)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
         for index in range(len(patched)):
-            effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
-            scores += effects.cpu().double()
+            scores += _effects(plan, index, step).sum(dim=(1, 2, 4)).cpu().double()
     plan.check_effect()
     return Scores(graph.heads, scores / len(pairs), method, pairs.start)
 
@@ -183,7 +183,7 @@ def attribute_attention_edges(
     *,
     method: Literal["eap", "eap-ig"] = "eap-ig",
     steps: AtLeastOne = 5,
-    patch: EdgePatch = "zero",
+    patch: Literal["zero", "corrupted"] = "zero",
     batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
@@ -196,9 +196,9 @@ def attribute_attention_edges(
     "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
     """
     adapter, length = adapt(model), pairs.clean.shape[1]
-    points, names = adapter.source_points(), AttentionEdges().points(adapter)
-    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size)
-    plan = AttributionPlan(metric, method, steps, patched, also=names)
+    names = AttentionEdges().points(adapter)
+    patched = PatchedPairs(model, adapter.source_points(), pairs, "corrupted", batch_size)
+    plan = AttributionPasses(patched, metric, method, steps, names)
     masks: dict[int, AttentionMask] = {}
     found = []
     with (
@@ -210,7 +210,7 @@ def attribute_attention_edges(
             reference = patched.batches[index].corrupted if patch == "corrupted" else None
             patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
-            effects = _effects(plan, index, names, step, patches)
+            effects = _effects(plan, index, step, patches)
             allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
             found.append((effects.transpose(0, 1).cpu().double(), allowed))
     if patch == "corrupted":
@@ -221,36 +221,15 @@ def attribute_attention_edges(
 
 
 def _effects(
-    plan: AttributionPlan,
+    plan: AttributionPasses,
     index: int,
-    names: Sequence[str],
     step: Callable[[], object],
     patches: PatchValues | None = None,
 ) -> Float[Tensor, "layer pair ..."]:
-    """Change times gradient at some hook points, summed over a batch's passes."""
+    """Change times gradient at the plan's hook points, summed over a batch's passes."""
     gradients: dict[str, Tensor] = {}
-    change: dict[str, Tensor] = {}
-    for one in plan.passes(index, patches):
-        change = one.change
-        counted = [name for name in names if one.counts_for(name)]
-        for name, gradient in one.gradients(counted).items():
+    change, passes = plan.batch(index, step, patches)
+    for one in passes:
+        for name, gradient in one.gradients.items():
             gradients[name] = gradients.get(name, 0) + one.over_copies(gradient)
-        for _ in range(one.copies):
-            step()
-    return torch.stack([change[name] * gradients[name] for name in names])
-
-
-def _changed(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
-    """Where any source changes: not before the first token that differs."""
-    return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
-
-
-def _check_size(n_pairs: int, n_positions: int, graph: CircuitGraph) -> None:
-    size = 8 * n_pairs * n_positions * graph.exists.numel()
-    if size > MOST_BYTES:
-        raise ValueError(
-            f"expected scores by position of at most {MOST_BYTES / 1e9:g} GB; {n_positions:,} "
-            f"positions of {n_pairs:,} pairs by {graph.exists.numel():,} sources and destinations "
-            f"take {size / 1e9:.1f} GB. Join tokens to fewer spans (pairs.with_spans, "
-            'positions="spans"), or average over pairs (by_pair=False)'
-        )
+    return torch.stack([change[name] * gradients[name] for name in plan.wanted])

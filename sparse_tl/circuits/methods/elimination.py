@@ -29,24 +29,19 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, Grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.circuits.search_identity import search_identity
-from sparse_tl.data import PromptPairs
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.resuming import Resumable, resumed
 
 MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
@@ -60,47 +55,9 @@ SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
 ROWS = 256
 """Maximum number of circuits times prompts in one forward pass."""
-SAVE_EVERY = 30.0
-"""Seconds between two checkpoints."""
 
 Group = tuple[int | slice, ...]
 """Index of a group of parts."""
-
-
-@dataclass
-class EliminationState(Resumable):
-    """Circuits found so far, each contained in the one before, and where the search is.
-
-    Args:
-        dropped: the step at which each part was dropped; 0 for parts that are left.
-        effects: explained effect after each step, on the pairs of the search; at most 1.
-        deviation: mean deviation after the last step, in units of the whole effect.
-        mask: parts that are left, including those that lost their effect in this sweep.
-        begun: parts that were left when this sweep over groups began.
-        position: index of the next group.
-        price: price of a part in this pass, in explained effect.
-        floor: explained effect that this pass does not go below.
-        losses: for each group that this pass could drop, what it would lose, 0 if it was dropped,
-            and its number of parts.
-        step: largest loss of explained effect in one step.
-        done: whether the search is finished.
-        seconds: time spent.
-    """
-
-    noun = "search"
-
-    dropped: Int[Tensor, "*axes"]
-    effects: list[float]
-    deviation: float
-    mask: Bool[Tensor, "*axes"]
-    begun: Bool[Tensor, "*axes"]
-    position: int = 0
-    price: float = 0.0
-    floor: float = 0.0
-    losses: list[tuple[float, int]] = field(default_factory=list)
-    step: float = STEP
-    done: bool = False
-    seconds: float = 0.0
 
 
 class Elimination:
@@ -111,6 +68,13 @@ class Elimination:
         metric: metric function with one value per pair.
         scores: scores that the search starts from, and that order the parts of a group.
         level: explained effect that circuits should reach.
+
+    Attributes:
+        mask: parts that are left, including those that lost their effect in this sweep.
+        dropped: the step at which each part was dropped; 0 for parts that are left.
+        effects: explained effect after each step, on the pairs of the search; at most 1.
+        deviation: mean deviation after the last step, in units of the whole effect.
+        seconds: time spent.
     """
 
     def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
@@ -120,63 +84,50 @@ class Elimination:
         sweeps = _sweeps(scores.grid)
         self._groups = [group for sweep in sweeps for group in sweep]
         self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
-        self._folder: Path | None = None
         clean, none = list[Tensor](), list[Tensor]()
         for batch, run in runs:
             clean.append(measure(metric, run.clean_logits, batch))
             none.append(measure(metric, runs.everything_patched(run), batch))
         self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
-        self.state = self._start()
-
-    def save_to(self, folder: Path, pairs: PromptPairs, settings: str) -> None:
-        """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
-        state, self._folder = self.state, folder
-        state.identity = search_identity(
-            self.runs, pairs, self.grid, self.metric, self.grid.exists, settings
-        )
-        means = self._clean.mean().item(), self._none.mean().item()
-        state.measured = (*means, *state.effects, state.deviation)
-        self.state = resumed(state, folder)
+        self.mask, effect, self.deviation = self._start()
+        self.dropped, self.effects = (self.grid.exists & ~self.mask).long(), [effect]
+        self.seconds, self._price, self._floor, self._step = 0.0, 0.0, 0.0, STEP
+        self._losses: list[tuple[float, int]] = []
+        """For each group that this pass could drop: what it would lose, or 0 if it was dropped, and
+        its number of parts."""
 
     def run(self, seconds: float = math.inf, progress: bool = True) -> None:
         """Search until circuits are below the level by `MARGIN`, or the time is over."""
-        state, began, spent = self.state, time.monotonic(), self.state.seconds
-        end, now, saved, tried = began + seconds - spent, began, began, 0
-        total = len(self._groups)
-        while not state.done and now < end:
-            stop = min(start for start in (*self._sweeps, total) if start > state.position)
-            needed = (stop - state.position) * (now - began) / max(1, tried)
-            in_time = needed < FINE * (end - now)
-            if state.position and state.losses and not in_time:
-                self._end_pass()
+        began = now = time.monotonic()
+        end, total, tried, position, done = began + seconds, len(self._groups), 0, 0, False
+        while not done and now < end:
+            stop = min(start for start in (*self._sweeps, total) if start > position)
+            needed = (stop - position) * (now - began) / max(1, tried)
+            if position and self._losses and needed >= FINE * (end - now):
+                done, position = self._end_pass(), 0
                 continue
-            if state.position == 0:
+            if position == 0:
                 self._begin_pass()
-            if state.position in self._sweeps:
-                state.begun = self._connected(state.mask)
-                state.mask = state.begun.clone()
+            self.mask = self._connected(self.mask)
             for _, run in self.runs:
-                run.start_from(state.begun)
-            with tracked("eliminating", total, progress, done=state.position) as step:
-                while state.position < stop and now < end:
-                    self._try(self._groups[state.position])
-                    state.position, tried, now = state.position + 1, tried + 1, time.monotonic()
-                    state.seconds = spent + now - began
-                    if now > saved + SAVE_EVERY:
-                        saved = now
-                        self._save()
-                    step(f"{self._size(state.mask):,} {self.grid.noun}: {state.effects[-1]:.2f}")
-            if state.position == total:
-                self._end_pass()
-        self._save()
+                run.start_from(self.mask)
+            with tracked("eliminating", total, progress, done=position) as step:
+                while position < stop and now < end:
+                    self._try(self._groups[position])
+                    position, tried, now = position + 1, tried + 1, time.monotonic()
+                    self.seconds = now - began
+                    size = int(self.mask.count_nonzero())
+                    step(f"{size:,} {self.grid.noun}: {self.effects[-1]:.2f}")
+            if position == total:
+                done, position = self._end_pass(), 0
 
     def ranking(self) -> Scores:
         """Minus the step at which each part was dropped, as scores of the parts.
 
         Of parts dropped in one step, those with larger scores count as dropped later.
         """
-        last = len(self.state.effects) + 1
-        steps = torch.where(self.state.dropped == 0, last, self.state.dropped).double()
+        last = len(self.effects) + 1
+        steps = torch.where(self.dropped == 0, last, self.dropped).double()
         order = self.scores.order()
         steps[tuple(order.T)] += torch.linspace(0.5, 0, len(order), dtype=steps.dtype)
         values = -steps.where(self.grid.exists, 0)
@@ -184,14 +135,14 @@ class Elimination:
 
     def sizes(self) -> list[int]:
         """Number of parts after each step: where to cut the ranking."""
-        steps = self.state.dropped[self.grid.exists]
-        n_dropped = steps.bincount(minlength=len(self.state.effects) + 1)[1:].cumsum(0)
+        steps = self.dropped[self.grid.exists]
+        n_dropped = steps.bincount(minlength=len(self.effects) + 1)[1:].cumsum(0)
         return (self.grid.n_parts - n_dropped).tolist()
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def _start(self) -> EliminationState:
-        """The state after the first step: the best parts by score, as many as gain most."""
+    def _start(self) -> tuple[Bool[Tensor, "*axes"], float, float]:
+        """The best parts by score, as many as gain most, their effect, and their deviation."""
         order, left = self.scores.order(), 1 - self._lowest
         start, most = (self._connected(self.grid.exists), 1.0, 0.0), 0.0
         n, found = float(self._strength.count_nonzero()), 1.0
@@ -200,44 +151,38 @@ class Elimination:
             mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
             ((found, deviation),) = self._outcomes(mask[None])
-            gain = left * math.log(len(order) / max(1, self._size(mask))) - max(0.0, 1 - found)
+            size = max(1, int(mask.count_nonzero()))
+            gain = left * math.log(len(order) / size) - max(0.0, 1 - found)
             if gain > most and found >= 1 - left / 2:
                 start, most = (mask, found, deviation), gain
             n /= RATIO
-        best, effect, deviation = start
-        dropped = (self.grid.exists & ~best).long()
-        return EliminationState(dropped, [effect], deviation, best, best.clone())
+        return start
 
     def _begin_pass(self) -> None:
-        state = self.state
-        left = max(0.0, state.effects[-1] - self._lowest)
-        share = left / max(1, self._size(self._connected(state.mask)))
-        state.price = max(2 * state.price, self._affordable(left), share)
-        state.floor = state.effects[-1] - max(left / 2, state.step)
-        state.losses = []
-
-    def _affordable(self, loss: float) -> float:
-        """The price at which the groups that the last pass kept lose so much together."""
-        total, price = 0.0, 0.0
-        for each, lost in sorted((lost / n, lost) for lost, n in self.state.losses):
-            total, price = total + lost, each
-            if total > loss:
+        """Set the price of a part and the explained effect that the pass does not go below."""
+        left = max(0.0, self.effects[-1] - self._lowest)
+        total, affordable = 0.0, 0.0  # the price at which the groups kept last lose what is left
+        for price, lost in sorted((lost / n, lost) for lost, n in self._losses):
+            total, affordable = total + lost, price
+            if total > left:
                 break
-        return price
+        share = left / max(1, int(self._connected(self.mask).count_nonzero()))
+        self._price = max(2 * self._price, affordable, share)
+        self._floor = self.effects[-1] - max(left / 2, self._step)
+        self._losses = []
 
-    def _end_pass(self) -> None:
-        """Decide whether to run another pass, with larger steps if this one could drop no group."""
-        state = self.state
-        left = state.effects[-1] - self._lowest
-        stuck = not state.losses
-        state.done = left < 0 or (stuck and state.step > left)
+    def _end_pass(self) -> bool:
+        """Whether this was the last pass; the next has larger steps if this could drop no group."""
+        left = self.effects[-1] - self._lowest
+        stuck = not self._losses
+        done = left < 0 or (stuck and self._step > left)
         if stuck:
-            state.step *= 2
-        state.position = 0
+            self._step *= 2
+        return done
 
     def _try(self, group: Group) -> None:
         """Drop as much of a group as gains most."""
-        state, live = self.state, self._connected(self.state.mask)
+        live = self._connected(self.mask)
         inside = torch.zeros_like(live)
         inside[group] = live[group]
         places = inside.nonzero()
@@ -245,26 +190,25 @@ class Elimination:
             return
         order = places[self._strength[tuple(places.T)].argsort(descending=True, stable=True)]
         kept = sorted({int(share * len(order)) for share in SHARES})
-        masks = state.mask.repeat(len(kept), *[1] * live.ndim)
+        masks = self.mask.repeat(len(kept), *[1] * live.ndim)
         for mask, n in zip(masks, kept, strict=True):
             mask[tuple(order[n:].T)] = False
-        size, before, outcomes = self._size(live), state.effects[-1], self._outcomes(masks)
-        possible = list[tuple[float, int, int]]()
+        outcomes, possible = self._outcomes(masks), list[tuple[float, int, int]]()
         for row, (effect, deviation) in enumerate(outcomes):
-            if effect >= max(state.floor, before - state.step):
-                n = size - self._size(self._connected(masks[row]))
-                possible.append((max(0.0, deviation - state.deviation), n, row))
+            if effect >= max(self._floor, self.effects[-1] - self._step):
+                n = int((live & ~self._connected(masks[row])).count_nonzero())
+                possible.append((max(0.0, deviation - self.deviation), n, row))
         if not possible:
             return
-        gain, row = max((state.price * n - loss, row) for loss, n, row in possible)
+        gain, row = max((self._price * n - loss, row) for loss, n, row in possible)
         if gain <= 0:
-            state.losses.append(min(possible, key=lambda one: one[0] / one[1])[:2])
+            self._losses.append(min(possible, key=lambda one: one[0] / one[1])[:2])
             return
-        state.losses.append((0.0, 1))
-        state.mask = masks[row].clone()
-        effect, state.deviation = outcomes[row]
-        state.effects.append(effect)
-        state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
+        self._losses.append((0.0, 1))
+        self.mask = masks[row].clone()
+        effect, self.deviation = outcomes[row]
+        self.effects.append(effect)
+        self.dropped[live & ~self._connected(self.mask)] = len(self.effects)
 
     def _outcomes(self, masks: Bool[Tensor, "circuit ..."]) -> list[tuple[float, float]]:
         """Explained effects and mean deviations of circuits on the pairs of the search.
@@ -288,13 +232,6 @@ class Elimination:
         if not isinstance(self.grid, CircuitGraph):
             return mask
         return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
-
-    def _size(self, mask: Bool[Tensor, "*axes"]) -> int:
-        return int(mask.count_nonzero())
-
-    def _save(self) -> None:
-        if self._folder is not None:
-            self.state.save(self._folder)
 
 
 def _sweeps(grid: Grid) -> list[list[Group]]:

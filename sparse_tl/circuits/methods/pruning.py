@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,9 +31,8 @@ from torch import Tensor
 from sparse_tl.calls.arguments import AtLeastOne, Logit, Positive, Seed, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import check_grid
-from sparse_tl.circuits.faithfulness import FaithfulnessRuns
+from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
-from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
@@ -46,6 +45,53 @@ from sparse_tl.parts.graph import CircuitGraph
 REACHED_AT = 0.6
 """Share of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
+ON_PATHS = 0.9
+"""Minimum share of the kept edges that must have an effect, below which pruning warns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pruning(SearchResult):
+    """Result of learned edge pruning.
+
+    Args:
+        circuit: edges that are most likely open, without edges that have no effect (that are on no
+            path).
+        n_kept: number of edges that the search kept, including edges without effect.
+        searched: faithfulness of the circuit on the pairs of the search.
+        held_out: faithfulness of the circuit on held-out pairs, if there are any.
+        history: one row per step: divergence in nats under sampled gates, expected number of open
+            gates, noise.
+        ranked: faithfulness, on the pairs of the search, of the `n_kept` best edges by the initial
+            scores, or by EAP-IG if none were given.
+        scores: minus the probability that each edge's gate is open, at the initial noise.
+    """
+
+    ranked: Faithfulness
+    scores: Scores
+
+    def notes(self) -> list[str]:
+        """Caveats about the circuit, as sentences; empty if there are none.
+
+        There is one if less than `ON_PATHS` of the kept edges have an effect, and another if the
+        best edges by attribution preserve more of the predictions.
+        """
+        notes = []
+        if len(self.circuit) < ON_PATHS * self.n_kept:
+            notes.append(
+                f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an "
+                "effect; the others are on no path and were dropped. Try more steps or another "
+                "size."
+            )
+        if self.ranked.divergence < self.searched.divergence - 1e-6:
+            notes.append(
+                f"The circuit diverges by {self.searched.divergence:.3g} nats; the {self.n_kept:,} "
+                f"best edges by attribution diverge by {round(self.ranked.divergence, 6) + 0:.3g}. "
+                "Use those edges, start=scores, more steps, or find_circuit."
+            )
+        return notes
+
+    def __repr__(self) -> str:
+        return f"Pruning({self._description()}; {len(self.history):,} steps)"
 
 
 @checked
@@ -70,10 +116,9 @@ def prune_circuit_edges(
 
     The faithfulness in the result is that of the returned circuit, measured by running it. Warns if
     less than nine tenths of the kept edges have an effect, or if the best edges by attribution
-    preserve more; see `Pruning`.
+    preserve more; see `Pruning`. Other arguments are those of `attribute_circuit_edges`.
 
     Args:
-        model: dense or sparse model; left unchanged.
         pairs: prompt pairs, on whose clean prompts the circuit preserves the predictions.
         size: number of circuit edges to keep.
         start: initial scores, ranked by absolute value; by default, all gates start equal.
@@ -81,11 +126,9 @@ def prune_circuit_edges(
         learning_rate: initial learning rate of Adam on the gate logits.
         initial_logit: initial logit of every gate, or, with scores, of the edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
-        patch: patch at closed edges, as in `PatchedPairs`.
         batch_size: prompt pairs per step.
         held_out: further prompt pairs to run the circuit on; the search does not use them.
         seed: random seed for gate noise and batch order.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: `size` or another setting is out of range, or the scores are of another model.
@@ -95,15 +138,14 @@ def prune_circuit_edges(
 
     graph = adapt(model).graph
     if size > graph.n_edges:
-        raise ValueError(f"expected a size in 1..{graph.n_edges}; got {size}")
+        raise ValueError(f"the size must be in 1..{graph.n_edges}; it is {size}")
     if start is not None:
         check_grid(graph, start.grid, CircuitGraph)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     runs.check_effect("kl")
     report = FaithfulnessRuns(runs, metric, held_out)
-    ranked, _ = report.of(
-        (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch).mask
-    )
+    best = (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch)
+    ranked, _ = report.of(best.mask)
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full(exists.shape, initial_logit, dtype=torch.float64)
     if start is not None:
@@ -126,21 +168,14 @@ def prune_circuit_edges(
             loss = divergence(run.logits(gates), run.clean_logits).mean()
             if not bool(loss.isfinite()):
                 raise ValueError(
-                    f"expected a finite divergence; at step {done + 1} it is {loss.item()}. "
-                    "Logits or gates are NaN or infinite: a smaller learning rate may help."
+                    f"the divergence is {loss.item()} at step {done + 1}: logits or gates are NaN "
+                    "or infinite; a smaller learning rate may help"
                 )
             (gradient,) = torch.autograd.grad(loss, shifted)
             logits.grad = _at_constant_size(gradient, shifted.detach() / noise)
             optimizer.param_groups[0]["lr"] = learning_rate * noise
             optimizer.step()
-            rows.append(
-                {
-                    "step": done + 1,
-                    "divergence": loss.item(),
-                    "expected": expected,
-                    "noise": noise,
-                }
-            )
+            rows.append((done + 1, loss.item(), expected, noise))
             step()
     # As in all scores, negative means helpful. Rank by logits, since probabilities saturate.
     learned = torch.zeros(exists.shape, dtype=torch.float64)
@@ -155,7 +190,7 @@ def prune_circuit_edges(
         searched=searched,
         held_out=on_held_out,
         ranked=ranked,
-        history=pd.DataFrame(rows),
+        history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
         scores=Scores(graph, learned, "pruning", pairs.start),
     )
     for note in pruning.notes():
@@ -179,12 +214,9 @@ def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
 
 def _expected_share(first: float, last: float, progress: float) -> float:
     """The target share of open gates at a point of the run; `progress` is from 0 to 1."""
-    start, end = (math.log(share / (1 - share)) for share in (_inside(first), _inside(last)))
+    shares = torch.tensor([first, last], dtype=torch.float64)
+    start, end = shares.logit(eps=1e-9).tolist()
     return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))
-
-
-def _inside(share: float) -> float:
-    return min(max(share, 1e-9), 1 - 1e-9)
 
 
 @autograd(False)
@@ -232,9 +264,5 @@ def _initial_logits(
 def _order(n_batches: int, steps: int, seed: int) -> list[int]:
     """The index of each step's batch: all batches in random order, over and over."""
     generator = torch.Generator().manual_seed(seed)
-    rounds = math.ceil(steps / n_batches)
-    return [
-        batch
-        for _ in range(rounds)
-        for batch in torch.randperm(n_batches, generator=generator).tolist()
-    ]
+    rounds = range(math.ceil(steps / n_batches))
+    return torch.cat([torch.randperm(n_batches, generator=generator) for _ in rounds]).tolist()

@@ -1,4 +1,4 @@
-"""Find a small circuit that explains an effect, by the methods that are worth their time.
+"""Find small circuits: of a task, by the methods that are worth their time, and of each prompt.
 
 1. Divide the pairs: one half is searched on; the other, *held out*, is never seen by a search.
 2. Rank circuit edges by the mean over pairs of the absolute EAP-IG score, heads by that of the
@@ -8,38 +8,48 @@
    so are closer sizes between the last circuit below the level and the next one.
 4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
    returned.
+
+Such a circuit contains the edges that each of many prompts needs. `circuit_sizes_per_prompt` finds
+how many edges a single pair needs: those that score best on that pair, evaluated on that pair. The
+edges are scored in the same passes as for a mean over pairs, and the circuits of all sizes run as
+one stack of gates.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.evaluation import evaluate, log_sizes
-from sparse_tl.circuits.faithfulness import FaithfulnessRuns
-from sparse_tl.circuits.found_circuit import FoundCircuit, reached
+from sparse_tl.circuits.effect import EffectCurve, Evaluation
+from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, evaluate, log_sizes
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.elimination import Elimination
 from sparse_tl.circuits.methods.exact import patch_exactly
+from sparse_tl.circuits.methods.gradients import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates import CircuitEdges, Heads, Patch
+from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.metrics import Metric
+from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
+from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.storage.files import locked
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SHRINKS = 0.93
 """Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
@@ -47,6 +57,204 @@ CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
 RATIOS = 4
 """Number of equal ratios into which each round divides the gap between two sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class FoundCircuit(Result):
+    """The smallest circuit found that reaches an explained effect on held-out pairs.
+
+    `figure` draws the curves; ``component_diagram(found.circuit, scores=found.scores)`` draws the
+    circuit, which need not consist of the largest scores.
+
+    Args:
+        circuit: the circuit.
+        method: the method that found it.
+        at: explained effect that was asked for.
+        searched: faithfulness of the circuit on the pairs of the search.
+        held_out: its faithfulness on the held-out pairs.
+        evaluations: every circuit that was run on the held-out pairs, of growing size, by method.
+        seconds: time that each method took to rank the parts.
+        scores: scores that the search started from: attribution, or exact effects for heads.
+    """
+
+    circuit: Circuit
+    method: str
+    at: float
+    searched: Faithfulness
+    held_out: Faithfulness
+    evaluations: dict[str, Evaluation]
+    seconds: dict[str, float]
+    scores: Scores
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bootstrap interval of the circuit's explained effect over held-out pairs."""
+        row = self.to_pandas().iloc[0]
+        return row["low"], row["high"]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per method, the smallest circuit first.
+
+        Columns give the size of the method's smallest circuit that reaches `at`, its explained
+        effect on held-out pairs with an interval, and the seconds that the method took.
+        """
+        import pandas as pd
+
+        rows = []
+        for method, evaluation in self.evaluations.items():
+            found = evaluation.to_pandas().iloc[reached(evaluation, self.at)]
+            columns = {name: found[name] for name in ("explained_effect", "low", "high")}
+            size = {"method": method, "size": int(found["size"])}
+            rows.append({**size, **columns, "seconds": self.seconds[method]})
+        return pd.DataFrame(rows).sort_values("size", kind="stable", ignore_index=True)
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+
+    def __repr__(self) -> str:
+        first, *others = self.to_pandas().itertuples()
+        next_best = f"; next best: {others[0].size:,} by {others[0].method}" if others else ""
+        return (
+            f"FoundCircuit({len(self.circuit):,} of {self.circuit.grid.n_parts:,} "
+            f"{self.circuit.grid.noun}, by {self.method}, explain {first.explained_effect:.3f} "
+            f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
+            f"held-out pairs, {self.at:g} asked for{next_best})"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CircuitSizes(Result):
+    """How many circuit edges each prompt pair needs on its own.
+
+    Args:
+        sizes: size for each pair, usually fractional; infinite if the level is not reached, NaN if
+            the patch does not change the metric of the pair.
+        level: explained effect to reach.
+        total: number of circuit edges in the model.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    finite = False
+    sizes: Float[Tensor, " pair"]
+    level: float
+    total: int
+    prompt_start: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        """Median size over the pairs with an effect to explain; ``None`` if it is not reached.
+
+        Pairs that do not reach the level count as larger than all others.
+        """
+        sizes = self.sizes[~self.sizes.isnan()]
+        median = sizes.quantile(0.5, interpolation="midpoint").item() if len(sizes) else math.inf
+        return median if math.isfinite(median) else None
+
+    @property
+    def not_reached(self) -> int:
+        """Number of pairs that do not reach the level with any measured circuit."""
+        return int(self.sizes.isinf().sum())
+
+    @property
+    def no_effect(self) -> int:
+        """Number of pairs without an effect to explain: clean and patched metric are equal."""
+        return int(self.sizes.isnan().sum())
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per pair: its index, its size, and the outcome."""
+        import pandas as pd
+
+        outcome = pd.Series("reached", index=range(len(self.sizes)))
+        outcome[self.sizes.isinf().tolist()] = "not reached"
+        outcome[self.sizes.isnan().tolist()] = "no effect"
+        rows = {"pair": outcome.index, "size": self.sizes.tolist(), "outcome": outcome}
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        median = "none" if self.median is None else f"{self.median:,.1f}"
+        return (
+            f"CircuitSizes({len(self.sizes)} pairs, {self.level} of the effect of each: median "
+            f"{median} of {self.total:,} circuit edges; {self.not_reached} not reached, "
+            f"{self.no_effect} without an effect)"
+        )
+
+
+@checked
+@in_evaluation_mode
+def find_circuit(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    at: Share = 0.9,
+    parts: Literal["circuit_edges", "heads"] = "circuit_edges",
+    held_out: PromptPairs | None = None,
+    patch: Patch = "corrupted",
+    seconds: Positive | None = None,
+    batch_size: AtLeastOne = 32,
+    seed: Seed = 0,
+    progress: bool = True,
+) -> FoundCircuit:
+    """Find a small circuit with a given explained effect on pairs that no search has seen.
+
+    Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
+    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since the
+    circuit is chosen on these pairs, its effect on others can be slightly smaller. Other arguments
+    are those of `attribute_circuit_edges`.
+
+    Args:
+        pairs: prompt pairs to search on; one half of them, drawn at random, if none are given as
+            `held_out`.
+        at: explained effect that the circuit should reach, above 0 and at most 1.
+        parts: what the circuit is made of.
+        held_out: other prompt pairs, to evaluate circuits on.
+        seconds: time that the call may take: the elimination stops early enough for its circuits to
+            be evaluated in what is left. By default it runs to its end.
+        seed: random seed of the division into halves.
+
+    Raises:
+        ValueError: there are fewer than two pairs to divide, or an argument is out of range.
+        NoEffectError: patching everything changes the metric of no pair.
+    """
+    if held_out is None:
+        pairs, held_out = _halves(pairs, seed)
+    site = CircuitEdges() if parts == "circuit_edges" else Heads()
+    began = time.monotonic()
+    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
+    runs.check_effect(metric)
+    report = FaithfulnessRuns(runs, metric, held_out)
+    options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
+    found, scores = _rankings(model, pairs, metric, parts, options)
+    run, ranked = partial(evaluate, model, held_out, metric, **options), time.monotonic()
+    judged = {method: _evaluated(ranking, run, at, patch) for method, ranking in found.items()}
+    evaluating = time.monotonic() - ranked
+    search = Elimination(runs, metric, [*found.values()][-1].scores, at)
+    # The circuits of the elimination take about as long to evaluate as those of the rankings.
+    spent = time.monotonic() - began + evaluating
+    search.run(math.inf if seconds is None else seconds - spent, progress)
+    sizes = _thinned(search.sizes(), search.effects)
+    found["elimination"] = _Ranking(search.ranking(), sizes, search.seconds)
+    judged["elimination"] = _evaluated(found["elimination"], run, at, patch)
+    evaluations = {method: evaluation for method, (_, evaluation) in judged.items()}
+    best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
+    method = min(best, key=lambda name: best[name])
+    circuit = judged[method][0][best[method]]
+    searched, others = report.of(circuit.mask)
+    assert others is not None
+    seconds_of = {name: ranking.seconds for name, ranking in found.items()}
+    return FoundCircuit(circuit, method, at, searched, others, evaluations, seconds_of, scores)
+
+
+def _halves(pairs: PromptPairs, seed: int) -> tuple[PromptPairs, PromptPairs]:
+    """Pairs to search on and pairs to hold out, drawn at random."""
+    if len(pairs) < 2:
+        raise ValueError(
+            f"there are {len(pairs)} prompt pairs; at least two are needed, to search on some and "
+            "evaluate on others. Give more, or others as held_out="
+        )
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+    half = len(pairs) // 2
+    return pairs.select(order[half:]), pairs.select(order[:half])
 
 
 @dataclass(frozen=True)
@@ -66,103 +274,6 @@ class _Ranking:
                 circuit = circuit.connected(patch=patch)
             found[len(circuit)] = size, circuit
         return found
-
-
-@checked
-@in_evaluation_mode
-def find_circuit(
-    model: HookedModel,
-    pairs: PromptPairs,
-    metric: Metric,
-    *,
-    at: Share = 0.9,
-    parts: Literal["circuit_edges", "heads"] = "circuit_edges",
-    held_out: PromptPairs | None = None,
-    patch: Patch = "corrupted",
-    seconds: Positive | None = None,
-    batch_size: AtLeastOne = 32,
-    checkpoint: str | Path | None = None,
-    seed: Seed = 0,
-    progress: bool = True,
-) -> FoundCircuit:
-    """Find a small circuit with a given explained effect on pairs that no search has seen.
-
-    Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since the
-    circuit is chosen on these pairs, its effect on others can be slightly smaller.
-
-    Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs to search on; one half of them, drawn at random, if none are given as
-            `held_out`.
-        metric: metric function with one value per pair.
-        at: explained effect that the circuit should reach, above 0 and at most 1.
-        parts: what the circuit is made of.
-        held_out: other prompt pairs, to evaluate circuits on.
-        patch: patch at everything outside a circuit, as in `PatchedPairs`.
-        seconds: time that the call may take: the elimination stops early enough for its circuits to
-            be evaluated in what is left. By default it runs to its end.
-        batch_size: prompt pairs per forward pass.
-        checkpoint: folder for checkpoints; an elimination interrupted there is resumed.
-        seed: random seed of the division into halves.
-        progress: whether to show a progress bar.
-
-    Raises:
-        ValueError: there are fewer than two pairs to divide, an argument is out of range, or the
-            checkpoint is of another search, or in use.
-        NoEffectError: patching everything changes the metric of no pair.
-    """
-    if held_out is None:
-        pairs, held_out = _halves(pairs, seed)
-    site = CircuitEdges() if parts == "circuit_edges" else Heads()
-    began = time.monotonic()
-    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
-    runs.check_effect(metric)
-    report = FaithfulnessRuns(runs, metric, held_out)
-    options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    found, scores = _rankings(model, pairs, metric, parts, options)
-    run, ranked = partial(evaluate, model, held_out, metric, **options), time.monotonic()
-    judged = {method: _evaluated(ranking, run, at, patch) for method, ranking in found.items()}
-    evaluating = time.monotonic() - ranked
-    folder = None if checkpoint is None else Path(checkpoint)
-    with locked(folder):
-        search = Elimination(runs, metric, [*found.values()][-1].scores, at)
-        if folder is not None:
-            search.save_to(folder, pairs, f"{at} {batch_size}")
-        # The circuits of the elimination take about as long to evaluate as those of the rankings.
-        spent = time.monotonic() - began + evaluating
-        search.run(math.inf if seconds is None else seconds - spent, progress)
-    sizes = _thinned(search.sizes(), search.state.effects)
-    found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
-    judged["elimination"] = _evaluated(found["elimination"], run, at, patch)
-    evaluations = {method: evaluation for method, (_, evaluation) in judged.items()}
-    best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
-    method = min(best, key=lambda name: best[name])
-    circuit = judged[method][0][best[method]]
-    searched, others = report.of(circuit.mask)
-    assert others is not None
-    return FoundCircuit(
-        circuit,
-        method,
-        at,
-        searched,
-        others,
-        evaluations,
-        {name: ranking.seconds for name, ranking in found.items()},
-        scores,
-    )
-
-
-def _halves(pairs: PromptPairs, seed: int) -> tuple[PromptPairs, PromptPairs]:
-    """Pairs to search on and pairs to hold out, drawn at random."""
-    if len(pairs) < 2:
-        raise ValueError(
-            f"expected at least two prompt pairs, to search on some and evaluate on others; got "
-            f"{len(pairs)}; give more, or others as held_out="
-        )
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    half = len(pairs) // 2
-    return pairs.select(order[half:]), pairs.select(order[:half])
 
 
 def _rankings(
@@ -233,3 +344,84 @@ def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
             kept.append(size)
             best = effect
     return tuple(kept)
+
+
+def reached(evaluation: Evaluation, level: float) -> int:
+    """Index of the smallest circuit that reaches a level, as all larger ones do.
+
+    The last circuit, which is the whole model, always does.
+    """
+    effects = evaluation.effect.tolist()
+    return max((i + 1 for i, effect in enumerate(effects[:-1]) if effect < level), default=0)
+
+
+@checked
+@in_evaluation_mode
+def circuit_sizes_per_prompt(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    level: Share = 0.9,
+    method: Method = "eap-ig",
+    steps: AtLeastOne = 5,
+    sizes: Sequence[int] | None = None,
+    patch: Patch = "corrupted",
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
+) -> CircuitSizes:
+    """The number of circuit edges that each prompt pair needs, scored on that pair alone.
+
+    With the patches "corrupted" and "zero", this equals `attribute_circuit_edges` and
+    `evaluate_circuit_edges` on each pair alone. "mean" averages over all pairs, and "resample"
+    draws from all pairs. Other arguments are those of `attribute_circuit_edges`.
+
+    Args:
+        level: explained effect, above 0 and at most 1.
+        sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
+        batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
+
+    Raises:
+        ValueError: the level or a size is out of range, `sizes` is empty, or as in
+            `attribute_circuit_edges`.
+    """
+    options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
+    scores = attribute_circuit_edges(
+        model, pairs, metric, by_pair=True, batch_size=batch_size, **options
+    )
+    graph = scores.grid
+    top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
+    if not top_sizes:
+        raise ValueError("give at least one size")
+    needed = []
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
+    with autograd(False), tracked("circuits of single prompts", len(pairs), progress) as step:
+        for values, (pair, run) in zip(scores.values, runs, strict=True):
+            of_pair = Scores(graph, values, scores.method)
+            connected = (of_pair.top(size).connected(patch=patch) for size in top_sizes)
+            circuits = {len(circuit): circuit.mask for circuit in connected}
+            needed.append(_size(circuits, pair, run, metric, level, batch_size))
+            step()
+    needed_sizes = torch.tensor(needed, dtype=torch.float64)
+    return CircuitSizes(needed_sizes, level, graph.n_parts, pairs.start)
+
+
+def _size(
+    circuits: Mapping[int, Bool[Tensor, "source destination"]],
+    pair: PromptPairs,
+    run: GatedRun,
+    metric: Metric,
+    level: float,
+    rows: int,
+) -> float:
+    """The size from which circuits, keyed by size, reach the level; `rows` circuits per pass."""
+    clean = measure(metric, run.clean_logits, pair).cpu().double()
+    masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
+    logits = torch.cat([run.logits(stack) for stack in masks.split(rows)])
+    none, *values = [measure(metric, row, pair).cpu().double() for row in logits]
+    try:
+        effect = explained_effect(torch.stack(values), clean, none).tolist()
+    except NoEffectError:
+        return math.nan
+    size = EffectCurve("one pair", tuple(circuits), effect, effect, effect).size_at(level)
+    return math.inf if size is None else size

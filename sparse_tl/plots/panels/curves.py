@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparse_tl.calls.arguments import Share, checked
-from sparse_tl.circuits.effect import EffectCurve
-from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
+from sparse_tl.circuits.effect import EffectCurve, SeedCurves, seed_multipliers
 from sparse_tl.plots.page.palette import (
     INK,
     LABEL_SIZE,

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import NeuronEffects
-from sparse_tl.circuits.methods.score_check import Drawn, ScoreCheck
+from sparse_tl.circuits.methods.exact import Drawn, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
 from sparse_tl.plots.panels.grid_figure import GridFigure

@@ -15,8 +15,9 @@ The output of a neuron is its activation times its output direction
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,9 +27,7 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.methods.gradient_passes import AttributionPlan
-from sparse_tl.circuits.methods.read_gradients import ReadGradients
-from sparse_tl.circuits.neurons import DrivingToken, NeuronEffects
+from sparse_tl.circuits.methods.gradients import AttributionPasses, ReadGradients
 from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.circuits.prompt.tokens import output_text, text_around
 from sparse_tl.data import Positions, PromptPairs
@@ -48,9 +47,110 @@ from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.nodes import Node
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LISTED = 5
 """Number of tokens in each list."""
+_SHOWN = 24
+"""Maximum number of characters that a table shows before a token."""
+
+
+@dataclass(frozen=True)
+class DrivingToken:
+    """A token of a clean prompt at which a neuron acts.
+
+    Args:
+        pair: index of the prompt pair.
+        position: column of the token.
+        before: text of the prompt before the token.
+        token: text of the token.
+        after: text of the prompt after the token.
+        clean: activation of the neuron at the token.
+        corrupted: activation at that position of the corrupted prompt.
+        score: first-order effect of patching it there, on this pair, in units of the metric.
+    """
+
+    pair: int
+    position: int
+    before: str
+    token: str
+    after: str
+    clean: float
+    corrupted: float
+    score: float
+
+    def __str__(self) -> str:
+        """The token in brackets, after the end of the text before it."""
+        start = "\N{HORIZONTAL ELLIPSIS}" if len(self.before) > _SHOWN else ""
+        return f"{start}{self.before[-_SHOWN:]}[{self.token}]"
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronEffects(Result):
+    """Direct effects of an MLP's neurons, from `neuron_effects`; negative: the neuron helps.
+
+    Args:
+        mlp: name of the MLP.
+        readers: names of the destinations that read the patched neurons.
+        n_pairs: number of prompt pairs.
+        effect: exact change of the metric, mean over pairs; NaN for neurons that were only scored.
+        score: first-order estimate of the effect, mean over pairs.
+        clean: activation at the token with the largest ``|score|`` of a pair, mean over pairs.
+        corrupted: activation there in the corrupted prompts, mean over pairs.
+        tokens: tokens at which each exactly patched neuron acts most, by name of the neuron.
+        promotes: tokens whose logits the output of the neuron raises most, given the sign of its
+            clean activation.
+        suppresses: tokens whose logits it lowers most.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    finite = False
+    mlp: str
+    readers: Sequence[str]
+    n_pairs: int
+    effect: Float[Tensor, " neuron"]
+    score: Float[Tensor, " neuron"]
+    clean: Float[Tensor, " neuron"]
+    corrupted: Float[Tensor, " neuron"]
+    tokens: Mapping[str, Sequence[DrivingToken]]
+    promotes: Mapping[str, Sequence[str]]
+    suppresses: Mapping[str, Sequence[str]]
+    prompt_start: str | None = None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per neuron: first those patched exactly, by ``|effect|``, then by ``|score|``.
+
+        Lists of tokens are empty where the effect is NaN.
+        """
+        import pandas as pd
+
+        by_score = self.score.abs().argsort(descending=True, stable=True)
+        by_effect = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
+        order = by_score[by_effect.argsort(descending=True, stable=True)]
+        names = [f"{self.mlp}.n{neuron}" for neuron in order.tolist()]
+        columns = ("effect", "score", "clean", "corrupted")
+        table = pd.DataFrame({"neuron": names})
+        table = table.assign(**{name: getattr(self, name)[order].tolist() for name in columns})
+        tokens = {name: [*map(str, listed)] for name, listed in self.tokens.items()}
+        lists = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
+        for column, by_name in lists.items():
+            table[column] = [", ".join(map(repr, dict.fromkeys(by_name.get(n, ())))) for n in names]
+        return table
+
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas().head(len(self.tokens))
+
+    def __repr__(self) -> str:
+        best = self.to_pandas().head(3)
+        rows = zip(best["neuron"], best["effect"], strict=True)
+        listed = ", ".join(f"{name} {effect:+.3g}" for name, effect in rows)
+        return (
+            f"NeuronEffects({self.mlp} on {len(self.readers):,} readers, {self.n_pairs:,} pairs: "
+            f"{len(self.tokens):,} of {len(self.score):,} neurons exactly: {listed}, ...)"
+        )
 
 
 @checked
@@ -69,20 +169,16 @@ def neuron_effects(
 ) -> NeuronEffects:
     """The direct effects of an MLP's neurons: of patching one neuron's output for chosen readers.
 
-    All neurons are scored to first order; the `n` strongest are patched exactly.
+    All neurons are scored to first order; the `n` strongest are patched exactly, with the neuron's
+    output on the corrupted prompt. Other arguments are those of `attribute_circuit_edges`.
 
     Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; the patch is the neuron's output on the corrupted prompt.
-        metric: metric function with one value per pair.
         mlp: the MLP, such as "m5".
         readers: destinations that read the patched neuron, such as "m7", "a9.h3<v>" or "logits"; or
             a circuit of circuit edges, with or without positions, in which case they are those that
             read the MLP in the circuit. All readers by default.
         n: number of neurons to patch exactly.
-        batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times neurons in one forward pass.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: the model has no such MLP, or the MLP is not the sum of its neurons; a reader
@@ -100,20 +196,19 @@ def neuron_effects(
     effect[chosen] = _patch(source, patched, metric, chosen, rows, progress)
     clean, corrupted = (each.double().mean(dim=0) for each in (peaks.clean, peaks.corrupted))
     added = _added_logits(source, chosen) * clean[chosen, None].sign()
-    raised, lowered = (_largest(model, values) for values in (added, -added))
     names = {neuron: f"{source.mlp}.n{neuron}" for neuron in chosen.tolist()}
     return NeuronEffects(
-        str(source.mlp),
-        source.readers,
-        len(pairs),
-        effect,
-        score,
-        clean,
-        corrupted,
-        {name: peaks.at(model, pairs, neuron) for neuron, name in names.items()},
-        dict(zip(names.values(), raised, strict=True)),
-        dict(zip(names.values(), lowered, strict=True)),
-        pairs.start,
+        mlp=str(source.mlp),
+        readers=source.readers,
+        n_pairs=len(pairs),
+        effect=effect,
+        score=score,
+        clean=clean,
+        corrupted=corrupted,
+        tokens={name: peaks.at(model, pairs, neuron) for neuron, name in names.items()},
+        promotes=dict(zip(names.values(), _largest(model, added), strict=True)),
+        suppresses=dict(zip(names.values(), _largest(model, -added), strict=True)),
+        prompt_start=pairs.start,
     )
 
 
@@ -155,7 +250,7 @@ def _source(
     graph, node = adapter.graph, Node.parse(str(mlp))
     row = graph.source_index(node)
     if node.kind != "mlp":
-        raise ValueError(f'expected an MLP such as "m5"; got {str(mlp)!r}')
+        raise ValueError(f'{str(mlp)!r} is not an MLP, such as "m5"')
     if readers is None:
         circuit = Circuit(graph, graph.exists)
     elif isinstance(readers, Circuit):
@@ -167,7 +262,7 @@ def _source(
     check_grid(graph, grid, CircuitGraph, PositionedGraph)
     edges[..., row, :] = circuit.mask[..., row, :]
     if not bool(edges.any()):
-        raise ValueError(f"expected readers of {node}; got none in {readers!r}")
+        raise ValueError(f"there is no reader of {node} in {readers!r}")
     positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
     names = [name.partition("->")[2] for name in grid.names(edges.nonzero())]
     directions = neuron_directions(adapter, node.layer).detach()
@@ -202,13 +297,13 @@ def _rank(
     source: _Source, patched: PatchedPairs, metric: Metric, progress: bool
 ) -> tuple[Float[Tensor, " neuron"], _Peaks]:
     """The first-order score of every neuron, and the tokens that it comes from."""
-    plan = AttributionPlan(metric, "eap", 1, patched)
+    plan = AttributionPasses.of_edges(patched, metric, "eap", 1)
     total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
     with tracked("ranking neurons", len(patched), progress) as step:
         for index, batch in enumerate(patched.batches):
             clean, corrupted = source.run(batch.clean), source.run(batch.corrupted)
             back = ReadGradients(source.adapter)
-            for one in plan.passes(index):
+            for one in plan.batch(index, step)[1]:
                 back.add(one)
             slope = back.summed(source.at(batch)) @ source.directions.T
             scores = (corrupted[1] - clean[1]) * slope
@@ -219,7 +314,6 @@ def _rank(
             values = (scores, clean[0], corrupted[0])
             score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
             by_batch.append([score, position[:, 0].cpu(), *activations])
-            step()
     plan.check_effect()
     peaks = _Peaks(*map(torch.cat, zip(*by_batch, strict=True)))
     return total / sum(map(len, patched.batches)), peaks
