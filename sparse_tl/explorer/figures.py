@@ -20,7 +20,7 @@ from sparse_tl.circuits.prompt.trace import (
     predicted_column,
     predicted_columns,
 )
-from sparse_tl.explorer.ablated_model import by_title
+from sparse_tl.explorer.exploration import by_title
 from sparse_tl.lens import HookedModel, adapt, heads_of
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.parts.nodes import Node

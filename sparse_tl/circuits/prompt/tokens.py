@@ -1,20 +1,26 @@
-"""Prompts as tokens of a model, and the texts of its tokens and outputs."""
+"""Prompts as tokens of a model, the texts of its tokens and outputs, and what is measured there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.data import token_text
+from sparse_tl.data import PromptPairs, token_text
 from sparse_tl.data.known_text import check_known
 from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start, single_token
 from sparse_tl.lens import HookedModel, adapt, check_tokens
+from sparse_tl.metrics import Metric, log_probability
 
 Prompt = str | Int[Tensor, " pos"]
 """Text or tokens."""
 Token = str | int
 """Text or number of a token."""
+Answers = Token | Sequence[Token]
+"""One token for all targets, or one token per target."""
 
 
 def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
@@ -26,18 +32,16 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(
-                f"expected the tokens of the prompt, since the model has no tokenizer; got the "
-                f"text {prompt!r}; texts of the columns can be given as labels="
+                f"the model has no tokenizer for the text {prompt!r}: pass tokens, and the texts "
+                "of the columns as labels="
             )
         if not prompt:
-            raise ValueError("expected a prompt; got an empty text")
+            raise ValueError("the prompt is empty")
         check_known(model.tokenizer, prompt)
         start = prompt_start(model.tokenizer, prepends_bos(model))
         tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
     else:
         tokens = prompt
-    if tokens.ndim != 1 or len(tokens) == 0:
-        raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
     check_tokens(adapt(model), tokens)
     return tokens.cpu()
 
@@ -89,13 +93,69 @@ def output_number(model: HookedModel, answer: Token) -> int:
     """
     if isinstance(answer, str):
         if model.tokenizer is None:
-            raise ValueError(
-                f"expected the number of the answer, since the model has no tokenizer; got "
-                f"{answer!r}"
-            )
+            raise ValueError(f"the model has no tokenizer: give {answer!r} as a number")
         check_known(model.tokenizer, answer)
         answer = single_token(Encoder(model.tokenizer), answer)
     n_outputs = adapt(model).d_vocab_out
     if not 0 <= answer < n_outputs:
-        raise ValueError(f"expected an answer in 0..{n_outputs - 1}; got {answer}")
+        raise ValueError(f"answer {answer} is not an output of the model, 0..{n_outputs - 1}")
     return answer
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A metric, whose changes are the effects of parts, with the answers that it is computed for.
+
+    Args:
+        metric: metric function.
+        answer: the right answers; by default, the model's predictions.
+        wrong: the wrong answers; by default, and where one equals the answer, the most likely token
+            other than the answer.
+    """
+
+    metric: Metric = log_probability
+    answer: Answers | None = None
+    wrong: Answers | None = None
+
+    def pairs(
+        self,
+        model: HookedModel,
+        tokens: Int[Tensor, " pos"],
+        read_at: Sequence[int],
+        logits: Float[Tensor, "target vocab"],
+    ) -> PromptPairs:
+        """The prompt as one pair per target, with its answers; the corrupted prompt is the same.
+
+        Args:
+            model: dense or sparse model.
+            tokens: tokens of the prompt.
+            read_at: column at which each target is predicted.
+            logits: the model's logits there.
+
+        Raises:
+            ValueError: an answer is not one output of the model, or there is not one answer per
+                target.
+        """
+        logits = logits.detach().cpu()
+        answers = _numbers(model, self.answer, logits.argmax(dim=-1))
+        runners_up = logits.scatter(-1, answers[:, None], -torch.inf).argmax(dim=-1)
+        wrong = _numbers(model, self.wrong, runners_up)
+        wrong = torch.where(wrong == answers, runners_up, wrong)
+        prompts = tokens.expand(len(answers), -1)
+        positions = torch.tensor(list(read_at))
+        return PromptPairs(prompts, prompts, answers[:, None], wrong[:, None], positions)
+
+
+def _numbers(
+    model: HookedModel, given: Answers | None, default: Int[Tensor, " target"]
+) -> Int[Tensor, " target"]:
+    if given is None:
+        return default
+    tokens = [given] * len(default) if isinstance(given, Token) else given
+    if len(tokens) != len(default):
+        raise ValueError(f"{len(tokens)} answers for {len(default)} positions: give one for each")
+    return torch.tensor([output_number(model, token) for token in tokens])
+
+
+LOG_PROBABILITY = Quantity()
+"""The log-probability of the model's prediction."""
