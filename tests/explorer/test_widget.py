@@ -234,7 +234,7 @@ def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"action": "prompt", "prompt": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
-    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "it has no (0, 0, 3, 4)"),
+    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "has no (0, 0, 3, 4)"),
     ({"action": "dance"}, "KeyError"),
 ]
 
