@@ -8,15 +8,12 @@ The graph JSON that circuit-tracer's viewer and Neuronpedia read describes featu
 here each node is a component. The input is an "embedding", the logits are a "logit", and heads and
 MLPs are "cross layer transcoder" features, whose ``clerp``, the text that the viewer shows, is the
 component's name. Because the viewer's layers are numbers, the heads and the MLP of a layer share a
-row. Columns are positions. Checked against circuit-tracer 0.5.0: `Model` accepts the export, and
-the viewer, in Chromium, draws and names every node of circuits with and without positions, and
-lists the links of a clicked node with their weights. It shows no example texts for components, and
-reads supernodes from its URL, not from the file.
+row. Columns are positions. Checked in the viewer of circuit-tracer 0.5.0, which shows no example
+texts for components, and reads supernodes from its URL, not from the file.
 
-Reference: github.com/hannamw/EAP-IG; Mueller et al., *MIB: A Mechanistic Interpretability
-Benchmark*, arXiv 2504.13151, with ``evaluate_area_under_curve`` in its code
-(github.com/hannamw/MIB-circuit-track); ``circuit_tracer/frontend`` of
-github.com/safety-research/circuit-tracer, schema version 1.
+Reference: github.com/hannamw/EAP-IG; Mueller et al., arXiv 2504.13151 (MIB), and
+``evaluate_area_under_curve`` in github.com/hannamw/MIB-circuit-track; ``circuit_tracer/frontend``
+of github.com/safety-research/circuit-tracer, schema version 1.
 """
 
 from __future__ import annotations
@@ -24,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -49,9 +47,6 @@ from sparse_tl.storage.files import (
     recover_folder,
     write_json,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Maximum shares of all circuit edges that MIB's circuits keep."""
@@ -273,30 +268,21 @@ class MIBEvaluation(Result):
 
     @property
     def cpr(self) -> float:
-        """MIB's circuit performance ratio; above 0.999 only if some circuit outdoes the model.
-
-        Raises:
-            NoEffectError: the metric is the same with everything patched.
-        """
+        """MIB's circuit performance ratio; above 0.999 only if some circuit outdoes the model."""
         return _area(self.signed.effect)
 
     @property
     def cmd(self) -> float:
-        """MIB's circuit-model distance; raises as `cpr` does."""
+        """MIB's circuit-model distance."""
         return _area((1 - self.absolute.effect).abs())
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per fraction: size, faithfulness and its 95 % interval, for both rankings."""
-        import pandas as pd
-
-        columns: dict[str, Any] = {"fraction": MIB_FRACTIONS}
-        for name in ("signed", "absolute"):
-            evaluation: Evaluation = getattr(self, name)
-            low, high = evaluation.interval()
-            columns |= {f"{name}_size": evaluation.sizes}
-            columns |= {f"{name}_faithfulness": evaluation.effect}
-            columns |= {f"{name}_low": low, f"{name}_high": high}
-        return pd.DataFrame(columns)
+        table = pd.DataFrame({"fraction": MIB_FRACTIONS})
+        for name, of in (("signed", self.signed), ("absolute", self.absolute)):
+            table[f"{name}_size"], table[f"{name}_faithfulness"] = of.sizes, of.effect
+            table[f"{name}_low"], table[f"{name}_high"] = of.interval()
+        return table
 
     def __repr__(self) -> str:
         return f"MIBEvaluation(CPR {self.cpr:.3f}, CMD {self.cmd:.3f})"
@@ -388,30 +374,27 @@ def to_circuit_tracer(
     paths = path_graph(circuit, scores)
     # The viewer draws nothing if all nodes are at the first token.
     start = int(not any(node.position for node in paths.nodes))
-    coordinates = [_coordinates(node, graph, start) for node in paths.nodes]
-    ids = ["{}_{}_{}".format(*coordinate) for coordinate in coordinates]
-    id_of = {str(node): node_id for node, node_id in zip(paths.nodes, ids, strict=True)}
-    influences = [0.0] * len(ids)
+    labels, groups = content.get("labels", {}), content.get("groups", {})
+    nodes = [_node(node, graph, start, labels.get(str(node))) for node in paths.nodes]
+    id_of = {
+        str(node): as_json["node_id"] for node, as_json in zip(paths.nodes, nodes, strict=True)
+    }
+    influences = [0.0] * len(nodes)
     for link, influence in zip(paths.links, paths.influence, strict=True):
         influences[link.source] += influence
         if link.reader in paths.ends[1]:
             influences[link.reader] += influence
     total = sum(influences) or 1.0
-    # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
-    cumulative = [min(1.0, sum(b for b in influences if b >= a) / total) for a in influences]
+    for node, influence in zip(nodes, influences, strict=True):
+        # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
+        node["influence"] = min(1.0, sum(x for x in influences if x >= influence) / total)
     weights = dict[tuple[str, str], float]()
     for link in paths.links:
-        key = ids[link.source], ids[link.reader]
+        key = nodes[link.source]["node_id"], nodes[link.reader]["node_id"]
         weight = link.weight
         if link.edge >= 0 and paths.scores is not None:
             weight = -paths.scores[link.edge]
         weights[key] = weights.get(key, 0.0) + weight
-    labels = content.get("labels", {})
-    nodes = [
-        _node(node, coordinate, labels.get(str(node)), influence)
-        for node, coordinate, influence in zip(paths.nodes, coordinates, cumulative, strict=True)
-    ]
-    groups = content.get("groups", {})
     return {
         "metadata": {
             "slug": slug,
@@ -440,21 +423,18 @@ def to_circuit_tracer(
     }
 
 
-def _coordinates(node: PositionedNode, graph: CircuitGraph, start: int) -> tuple[str, int, int]:
-    """Layer, number within it (heads, then their keys and values, then the MLP), and position."""
+def _node(
+    node: PositionedNode, graph: CircuitGraph, start: int, label: str | None
+) -> dict[str, Any]:
+    """A node as JSON, but for its influence; the first position is at the column `start`."""
+    kinds = {"input": "embedding", "logits": "logit"}
     layers = {"input": "E", "logits": str(graph.n_layers + 1)}
+    layer = layers.get(node.kind, str(node.component.layer))
+    # Within a layer: heads, then their keys and values, then the MLP.
     number = node.component.head + graph.n_heads * node.keys
     if node.kind == "mlp":
         number = 2 * graph.n_heads
-    layer = layers.get(node.kind, str(node.component.layer))
-    return layer, number, start + (node.position or 0)
-
-
-def _node(
-    node: PositionedNode, coordinates: tuple[str, int, int], label: str | None, influence: float
-) -> dict[str, Any]:
-    kinds = {"input": "embedding", "logits": "logit"}
-    layer, number, position = coordinates
+    position = start + (node.position or 0)
     # The viewer reads its tooltips as HTML.
     text = label or str(node).replace("<kv>", " keys and values")
     text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
@@ -478,6 +458,5 @@ def _node(
         "reverse_ctx_idx": 0,
         "jsNodeId": f"{'L' if node.kind == 'logits' else layer}_{number}-{position}",
         "clerp": text,
-        "influence": influence,
         "activation": None,
     }

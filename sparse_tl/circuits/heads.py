@@ -2,13 +2,8 @@
 
 1. Run prompts of random tokens that are repeated once, ``x_1 ... x_n x_1 ... x_n``, after the text
    that the model's prompts start with.
-2. Average the attention from the second copy, without its first token, to four places:
-
-       previous token    the token before
-       duplicate token   the same token in the first copy
-       induction         the token after the duplicate, which comes next
-       sink              the first token of the prompt
-
+2. Average the attention from the second copy, without its first token, to four places: the token
+   before, the same token in the first copy, the one after that, and the first token of the prompt.
    The places are distinct, so the four scores of a head sum to at most 1.
 3. *Copying* measures whether attending to a token raises its own logit more than the logits of the
    others. With ``l_j = W_U^T norm(W_O v_j)``, the logits (before the bias) that a head would add if
@@ -42,8 +37,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
+import pandas as pd
 import torch
 from annotated_types import Ge, Le
 from jaxtyping import Bool, Float, Int
@@ -70,21 +66,13 @@ from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 class Kind(NamedTuple):
-    """A kind of head: heads whose score is at least a threshold, or at most a negative one."""
+    """Heads whose score by a behaviour is at least a threshold, or at most a negative one."""
 
     by: str
-    """The behaviour that is scored."""
     least: float
     label: str
-
-    def score(self, scores: Mapping[str, Tensor]) -> Float[Tensor, "layer head"]:
-        """The score as a multiple of the threshold: at least 1 for heads of this kind."""
-        return scores[self.by] / self.least
 
 
 KINDS: dict[str, Kind] = {
@@ -153,8 +141,7 @@ class HeadBehaviour(Result):
         A head may be of several kinds, or of none.
         """
         by_kind = {}
-        for name, kind in self._kinds.items():
-            score = kind.score(self.scores)
+        for name, score in self._multiples.items():
             heads = map(tuple, (score >= 1).nonzero().tolist())
             by_kind[name] = sorted(heads, key=lambda head: -score[head].item())
         return by_kind
@@ -168,12 +155,11 @@ class HeadBehaviour(Result):
         """
         main = dict[str, str]()
         for group in (_ON_TASK, _BY_ATTENTION, ("copying", "negative copying")):
-            kinds = {name: kind for name, kind in self._kinds.items() if name in group}
-            if not kinds:
-                continue
-            best = torch.stack([kind.score(self.scores) for kind in kinds.values()]).max(dim=0)
-            for layer, head in (best.values >= 1).nonzero().tolist():
-                main.setdefault(f"a{layer}.h{head}", list(kinds)[best.indices[layer, head]])
+            scores = {name: score for name, score in self._multiples.items() if name in group}
+            if scores:
+                best = torch.stack([*scores.values()]).max(dim=0)
+                for layer, head in (best.values >= 1).nonzero().tolist():
+                    main.setdefault(f"a{layer}.h{head}", list(scores)[best.indices[layer, head]])
         return main
 
     @property
@@ -192,13 +178,13 @@ class HeadBehaviour(Result):
         return {node: label for node, label in labels.items() if label}
 
     @property
-    def _kinds(self) -> dict[str, Kind]:
-        return {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
+    def _multiples(self) -> dict[str, Float[Tensor, "layer head"]]:
+        """Scores as multiples of thresholds: at least 1 for heads of a kind."""
+        kinds = {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
+        return {name: self.scores[kind.by] / kind.least for name, kind in kinds.items()}
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per head: its main kind, if any, and its scores."""
-        import pandas as pd
-
         heads, main = self.grid.columns(self.grid.places), self.main
         kinds = [main.get(head, "") for head in heads["head"]]
         scores = {name: values.flatten().tolist() for name, values in self.scores.items()}
@@ -206,8 +192,6 @@ class HeadBehaviour(Result):
 
     def _summary(self) -> pd.DataFrame:
         """The five heads with the highest scores for every behaviour."""
-        import pandas as pd
-
         return pd.DataFrame(
             {
                 name: [f"a{layer}.h{head} {self[name][layer, head]:.2f}" for layer, head in best]

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
-from typing import Any
 
 import pandas as pd
 import torch
@@ -21,7 +20,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.prompt.removal import (
     AttentionEdge,
@@ -37,7 +35,13 @@ from sparse_tl.circuits.prompt.tokens import (
     output_text,
     prompt_tokens,
 )
-from sparse_tl.circuits.prompt.trace import MAX_EFFECTS, predicted_column, predicted_columns
+from sparse_tl.circuits.prompt.trace import (
+    MAX_EFFECTS,
+    predicted_column,
+    predicted_columns,
+    traced,
+)
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.lens import (
     EMBEDDED,
@@ -51,9 +55,6 @@ from sparse_tl.lens import (
 )
 from sparse_tl.metrics import measure
 from sparse_tl.parts.grids import AttentionGrid
-
-Row = Mapping[str, Any]
-"""A token with its logit, probability and log-probability, now and before the removals."""
 
 
 def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, HookedModel]:
@@ -138,13 +139,7 @@ class Exploration:
 
         Removed heads stay removed. If both prompts have the same number of tokens, removed edges
         stay removed and the same columns are predicted; otherwise edges are restored and columns
-        are chosen anew.
-
-        Returns:
-            Whether both prompts have the same number of tokens.
-
-        Raises:
-            ValueError: as in the constructor.
+        are chosen anew. Returns whether they have.
         """
         # Start without positions, so that errors concern the text itself.
         new = self._start(prompt, None, labels)
@@ -159,22 +154,14 @@ class Exploration:
         return same
 
     def show_position(self, column: int) -> int:
-        """Also predict the token at a column; return its index into `targets`.
-
-        Raises:
-            ValueError: the column cannot be predicted.
-        """
+        """Also predict the token at a column; return its index into `targets`."""
         columns = self._first.positions
         if column not in columns:
             self._rerun(self.titles, sorted([*columns, column]))
         return self._first.positions.index(column)
 
     def measure(self, quantity: Quantity) -> None:
-        """Measure effects on another quantity.
-
-        Raises:
-            ValueError: an answer is not one token of each model.
-        """
+        """Measure effects on another quantity."""
         old, self.quantity = self.quantity, quantity
         try:
             self._rerun(self.titles, self._first.positions)
@@ -183,21 +170,17 @@ class Exploration:
             raise
 
     def refresh(self) -> tuple[str, ...]:
-        """Rerun models whose weights or gates have changed since their last run.
-
-        Returns:
-            The titles of these models.
-        """
+        """Rerun models whose weights or gates have changed; return their titles."""
         changed = tuple(title for title, model in self._ablated.items() if model.changed)
         self._rerun(changed, self._first.positions)
         return changed
 
     def _start(
         self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
-    ) -> dict[str, _AblatedModel]:
+    ) -> dict[str, AblatedModel]:
         """All models on a prompt, with nothing removed."""
         ablated = {
-            title: _AblatedModel(model, prompt, positions, labels, self.quantity)
+            title: AblatedModel(model, prompt, positions, labels, self.quantity)
             for title, model in self._models.items()
         }
         title, first = next(iter(ablated.items()))
@@ -215,7 +198,7 @@ class Exploration:
         new = dict(self._ablated)
         for title in titles:
             old = self._ablated[title]
-            new[title] = _AblatedModel(
+            new[title] = AblatedModel(
                 old.model, self._prompt, positions, self._labels, self.quantity
             )
             new[title].remove(old.heads, old.edges)
@@ -225,37 +208,25 @@ class Exploration:
 
     def removed_heads(self, title: str) -> tuple[Head, ...]:
         """The removed heads of a model, sorted."""
-        return tuple(sorted(self._of(title).heads))
+        return tuple(sorted(self.model(title).heads))
 
     def removed_attention_edges(self, title: str) -> tuple[AttentionEdge, ...]:
         """The individually removed attention edges of a model, sorted."""
-        return tuple(sorted(self._of(title).edges))
+        return tuple(sorted(self.model(title).edges))
 
     def removed(self, title: str) -> Bool[Tensor, "layer head query key"]:
         """Which attention edges are removed, individually or with their head."""
-        return self._of(title).removed
+        return self.model(title).removed
 
     def toggle_head(self, title: str, layer: int, head: int) -> None:
-        """Remove a head, or restore it.
-
-        Raises:
-            ValueError: the model or head does not exist.
-        """
-        model = self._of(title)
+        """Remove a head, or restore it."""
+        model = self.model(title)
         check_head(model.adapter, layer, head)
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or restore them if all are removed.
-
-        Args:
-            title: title of the model.
-            edges: (layer, head, query, key) edges.
-
-        Raises:
-            ValueError: the model or an edge does not exist.
-        """
-        model = self._of(title)
+        """Remove attention edges (layer, head, query, key), or restore them if all are removed."""
+        model = self.model(title)
         toggled = set(edges)
         for edge in toggled:
             model.grid.index(edge)
@@ -265,36 +236,32 @@ class Exploration:
     def restore(self, title: str | None = None) -> None:
         """Restore everything, in one model or in all."""
         for name in self.titles if title is None else (title,):
-            self._of(name).remove(set(), set())
+            self.model(name).remove(set(), set())
 
     # ---- results, under the removals -------------------------------------------------------------
 
     def graph(self, title: str) -> AttentionGraph:
         """The remaining attention edges, with their effects."""
-        return self._of(title).now.graph
+        return self.model(title).now.graph
 
     def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
         """The logits under the removals, at every column that the model reads."""
-        return self._of(title).now.logits
+        return self.model(title).now.logits
 
     def values(self, title: str) -> tuple[Float[Tensor, " target"], Float[Tensor, " target"]]:
         """The quantity that effects change, in the whole model and under the removals."""
-        model = self._of(title)
-        runs = (run.logits[model.pairs.positions].double() for run in (model.whole, model.now))
-        before, now = (measure(model.quantity.metric, logits, model.pairs) for logits in runs)
+        model = self.model(title)
+        pairs = model.whole.pairs
+        runs = (run.logits[pairs.positions].double() for run in (model.whole, model.now))
+        before, now = (measure(model.quantity.metric, logits, pairs) for logits in runs)
         return before, now
 
     def head_effects(self, title: str, layers: Sequence[int] | None = None) -> RemovalEffects:
         """Effect on each predicted token of removing each head, on top of the removals.
 
-        Args:
-            title: title of the model.
-            layers: layers of the heads; by default all, in order.
-
-        Raises:
-            ValueError: the model or a layer does not exist.
+        The heads are those of some layers; by default of all, in order.
         """
-        model = self._of(title)
+        model = self.model(title)
         layers = range(model.adapter.n_layers) if layers is None else layers
         heads = list(product(layers, range(model.adapter.n_heads)))
         return model.effects(heads=heads_of(model.adapter, heads))
@@ -304,25 +271,12 @@ class Exploration:
     ) -> RemovalEffects:
         """Effect on each predicted token of removing each group of edges, on top of the removals.
 
-        Args:
-            title: title of the model.
-            groups: (layer, head, query, key) edges; those of a group are removed together.
-
-        Raises:
-            ValueError: the model or an edge does not exist.
+        The edges (layer, head, query, key) of a group are removed together.
         """
-        model = self._of(title)
+        model = self.model(title)
         for edge in chain.from_iterable(groups):
             model.grid.index(edge)
         return model.effects(groups=groups)
-
-    def compute_edge_effects(self, title: str, seconds: float) -> bool:
-        """Compute exact effects of the graph's edges, strongest first, for the given time.
-
-        Returns:
-            Whether any are left to compute.
-        """
-        return self._of(title).compute_edge_effects(seconds)
 
     def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
         """The most likely tokens at a predicted column, before or after the removals.
@@ -336,7 +290,7 @@ class Exploration:
             token; logit, probability and log_probability, after and before the removals
             (``logit_before`` etc.); most likely after the removals first.
         """
-        return pd.DataFrame(self._of(title).output_rows(self.targets[target][1], top))
+        return self.model(title).outputs(self.targets[target][1], top)
 
     def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
         """The most likely tokens by the logit lens: a node's residual stream through the final
@@ -349,28 +303,22 @@ class Exploration:
             top: number of tokens.
 
         Returns:
-            token, logit, probability; most likely first.
-
-        Raises:
-            ValueError: the model or node does not exist, or the model does not read the column.
+            token, logit, probability, log_probability; most likely first.
         """
-        model = self._of(title)
+        model = self.model(title)
         if not (0 <= level <= model.adapter.n_layers and 0 <= column < model.n_read):
             raise ValueError(
                 f"there is no node at level {level} and column {column}: levels end at "
                 f"{model.adapter.n_layers}, and the model reads columns up to {model.n_read - 1}"
             )
-        return pd.DataFrame(model.lens_rows(level, column, top))
-
-    def output_text(self, title: str, target: int, output: int) -> str:
-        """The text of an output token at a predicted column."""
-        return self._of(title).output_text(output, self.targets[target][1])
+        return model.logit_lens(level, column, top)
 
     @property
-    def _first(self) -> _AblatedModel:
+    def _first(self) -> AblatedModel:
         return next(iter(self._ablated.values()))
 
-    def _of(self, title: str) -> _AblatedModel:
+    def model(self, title: str) -> AblatedModel:
+        """One of the models on the prompt."""
         if title not in self._ablated:
             raise ValueError(f"there is no panel {title!r}, only {list(self._ablated)}")
         return self._ablated[title]
@@ -378,14 +326,15 @@ class Exploration:
 
 @dataclass(frozen=True, eq=False)
 class _PromptRun:
-    """One run of the prompt: logits, and the residual stream of the input and after each layer."""
+    """One run of the prompt, with the residual stream of the input and after each layer."""
 
     graph: AttentionGraph
     logits: Float[Tensor, "pos vocab"]
+    pairs: PromptPairs
     streams: Float[Tensor, "level pos d_model"]
 
 
-class _AblatedModel:
+class AblatedModel:
     """A model on a prompt: results of the whole model (`whole`) and under removals (`now`).
 
     The whole model determines the answers of the quantity that effects change; they stay the same,
@@ -410,10 +359,8 @@ class _AblatedModel:
         assert graph.possible is not None
         self.targets, self.n_read, self.n_columns = graph.targets, graph.n_read, graph.n_columns
         self.positions = [column for column, _ in graph.targets]
-        read_at = [column for _, column in graph.targets]
-        tokens, logits = self.tokens[: self.n_read], self.whole.logits[read_at]
-        self.pairs = quantity.pairs(model, tokens, read_at, logits)
-        answer, wrong = (ids[:, 0].tolist() for ids in (self.pairs.answers, self.pairs.wrong))
+        pairs = self.whole.pairs
+        answer, wrong = (ids[:, 0].tolist() for ids in (pairs.answers, pairs.wrong))
         self.quantity = replace(quantity, answer=answer, wrong=wrong)
         allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
         sizes = graph.n_layers, graph.n_heads, graph.n_read
@@ -437,7 +384,7 @@ class _AblatedModel:
                 run = self._run(self.positions)
                 graph = replace(run.graph, gates=run.graph.gates & ~removed)
                 run = replace(run, graph=graph)
-            self._without_each = LeaveOneOut(self.model, self.pairs, self.quantity.metric)
+            self._without_each = LeaveOneOut(self.model, run.pairs, self.quantity.metric)
         self.heads, self.edges, self.removed, self.now = heads, edges, removed, run
         self._edge_effects: EdgeEffects | None = None
         if int(run.graph.gates.sum()) <= MAX_EFFECTS:
@@ -462,41 +409,35 @@ class _AblatedModel:
         self.now = replace(self.now, graph=self._edge_effects.graph)
         return self._edge_effects.more
 
-    def output_rows(self, read_at: int, top: int) -> list[Row]:
+    def outputs(self, read_at: int, top: int) -> pd.DataFrame:
         """The likely tokens at a column before or after the removals, and both top predictions."""
         before, after = (run.logits[read_at].double() for run in (self.whole, self.now))
         largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
         largest[before.argmax()] = largest[after.argmax()] = 2.0
         tokens = largest.topk(min(top, len(largest))).indices
         tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
-        old = self._rows(before, tokens, read_at)
-        return [
-            {**row, **{f"{name}_before": value for name, value in was.items() if name != "token"}}
-            for row, was in zip(self._rows(after, tokens, read_at), old, strict=True)
-        ]
+        return self._table(tokens, read_at, {"": after, "_before": before})
 
     @autograd(False)
-    def lens_rows(self, level: int, column: int, top: int) -> list[Row]:
+    def logit_lens(self, level: int, column: int, top: int) -> pd.DataFrame:
         """The most likely tokens by the logit lens at a node of the residual stream."""
         logits = self.adapter.logits(self.now.streams[level, None])[0, column].cpu().double()
-        return self._rows(logits, logits.topk(min(top, len(logits))).indices, column)
+        return self._table(logits.topk(min(top, len(logits))).indices, column, {"": logits})
 
     def output_text(self, output: int, read_at: int) -> str:
         """The text of an output token that is read at a column."""
         return output_text(self.model, output, self.tokens[: read_at + 1])
 
-    def _rows(
-        self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"], read_at: int
-    ) -> list[Row]:
-        logs = logits.log_softmax(dim=-1)
-        values = {"logit": logits, "probability": logs.exp(), "log_probability": logs}
-        return [
-            {
-                "token": self.output_text(token, read_at),
-                **{name: of_token[token].item() for name, of_token in values.items()},
-            }
-            for token in tokens.tolist()
-        ]
+    def _table(
+        self, tokens: Int[Tensor, " token"], read_at: int, by_suffix: Mapping[str, Tensor]
+    ) -> pd.DataFrame:
+        table = pd.DataFrame({"token": [self.output_text(n, read_at) for n in tokens.tolist()]})
+        for suffix, logits in by_suffix.items():
+            logs = logits.log_softmax(dim=-1)
+            table[f"logit{suffix}"] = logits[tokens].tolist()
+            table[f"probability{suffix}"] = logs.exp()[tokens].tolist()
+            table[f"log_probability{suffix}"] = logs[tokens].tolist()
+        return table
 
     def _run(self, positions: Sequence[int] | None) -> _PromptRun:
         streams: dict[str, Tensor] = {}
@@ -507,20 +448,11 @@ class _AblatedModel:
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, partial(keep, point)) for point in points]
         with attached(self.adapter, hooks):
-            graph = trace_attention(
-                self.model,
-                self.tokens,
-                attribution=True,
-                positions=positions,
-                labels=self.labels,
-                metric=self.quantity.metric,
-                answer=self.quantity.answer,
-                wrong=self.quantity.wrong,
+            graph, logits, pairs = traced(
+                self.model, self.tokens, positions, self.labels, self.quantity, attribution=True
             )
         levels = torch.cat([streams[point] for point in points])[:, : graph.n_read]
-        with autograd(False):
-            logits = self.adapter.logits(levels[-1:])[0]
-        return _PromptRun(graph, logits.cpu(), levels)
+        return _PromptRun(graph, logits, pairs, levels)
 
     def _without(
         self, removed: Bool[Tensor, "layer head query key"]

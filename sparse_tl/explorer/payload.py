@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import pandas as pd
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -88,16 +89,12 @@ def _strongest_keys(
     return sorted(weights.topk(MAX_KEYS).indices.tolist())
 
 
-def _rows(tokens: Any) -> list[dict[str, Any]]:
+def _rows(tokens: pd.DataFrame) -> list[dict[Any, Any]]:
     """The rows of a table of tokens."""
-    return [
-        {
-            "text": row["token"],
-            "token": _shown(row["token"]),
-            **{name: _short(value) for name, value in row.items() if name != "token"},
-        }
-        for row in tokens.to_dict("records")
-    ]
+    numbers = tokens.drop(columns="token").map(_short)
+    return numbers.assign(text=tokens["token"], token=tokens["token"].map(_shown)).to_dict(
+        "records"
+    )
 
 
 def _shown(text: str) -> str:
@@ -198,7 +195,7 @@ class ExactEffects:
 
     def _compute_lines(self, title: str) -> None:
         start, left = time.monotonic(), self._seconds[title]
-        more = self._exploration.compute_edge_effects(title, min(1.0, left))
+        more = self._exploration.model(title).compute_edge_effects(min(1.0, left))
         self._seconds[title] = left - (time.monotonic() - start) if more else 0.0
 
     def _compute_heads(self, title: str, layer: int) -> None:
@@ -217,12 +214,12 @@ class ExactEffects:
 
     def _by_target(self, title: str, effects: RemovalEffects) -> list[TargetEffects]:
         """For each part, its effects on every target."""
-        text_of = partial(self._exploration.output_text, title)
+        text_of, targets = self._exploration.model(title).output_text, self._exploration.targets
         arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
         return [
             [
-                (_short(effect), _short(probability), _shown(text_of(target, token)))
-                for target, (effect, probability, token) in enumerate(zip(*part, strict=True))
+                (_short(effect), _short(probability), _shown(text_of(token, read_at)))
+                for (_, read_at), effect, probability, token in zip(targets, *part, strict=True)
             ]
             for part in zip(*(array.tolist() for array in arrays), strict=True)
         ]

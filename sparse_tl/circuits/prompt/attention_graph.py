@@ -8,17 +8,15 @@ stream, and from ``(l, key)`` through every attention edge of layer ``l`` from `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.metrics import UNITS
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EdgeWeight = Literal["attention", "carried", "effect", "first-order"]
 
@@ -144,8 +142,6 @@ class AttentionGraph(Result):
 
     def to_pandas(self, target: int = -1) -> pd.DataFrame:
         """One row per open edge, by decreasing attention, with its effects on a target."""
-        import pandas as pd
-
         edges = self.gates.nonzero().tolist()
         table = pd.DataFrame(edges, columns=["layer", "head", "query", "key"])
         table["attention"] = self.attention[self.gates].tolist()

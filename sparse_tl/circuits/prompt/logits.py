@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,9 +41,6 @@ from sparse_tl.lens import (
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 @dataclass(frozen=True, eq=False)
 class LogitLens(Result):
@@ -72,8 +69,6 @@ class LogitLens(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per layer and position: token, top token, and both probabilities."""
-        import pandas as pd
-
         n_positions = len(self.tokens)
         return pd.DataFrame(
             {
@@ -88,8 +83,6 @@ class LogitLens(Result):
 
     def _summary(self) -> pd.DataFrame:
         """The top tokens by layer, the last layer first, and position."""
-        import pandas as pd
-
         columns = [f"{position} {token!r}" for position, token in enumerate(self.tokens)]
         rows = [[name, *row] for name, row in zip(self.rows, self.top, strict=True)]
         return pd.DataFrame(rows[::-1], columns=["layer", *columns])
@@ -186,8 +179,6 @@ class LogitAttribution(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per component: mean and standard deviation over pairs, in logits."""
-        import pandas as pd
-
         spread = self.values.std(dim=1, correction=0).tolist()
         means = self.values.mean(dim=1).tolist()
         return pd.DataFrame({"component": self.components, "logits": means, "std": spread})

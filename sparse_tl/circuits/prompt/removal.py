@@ -61,15 +61,10 @@ class RemovalEffects:
 
 
 class LeaveOneOut:
-    """Runs of a prompt without one part at a time.
+    """Runs of a prompt without one part at a time; `pairs` has the prompt once per target.
 
-    The whole model runs once per site, when a part of that site is first removed. Hooks and weights
-    of the model must not change between the first and the last call.
-
-    Args:
-        model: dense or sparse model; hooks already on it stay active.
-        pairs: the prompt with its answers, once per target.
-        metric: metric function.
+    The whole model runs once per site, when a part of that site is first removed. Hooks on the
+    model stay active; they and weights must not change between the first and the last call.
     """
 
     def __init__(self, model: HookedModel, pairs: PromptPairs, metric: Metric) -> None:
@@ -90,11 +85,7 @@ class LeaveOneOut:
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
     ) -> RemovalEffects:
-        """The effects of removing each head, then of removing each group of attention edges.
-
-        Raises:
-            ValueError: a user's hook treats the rows of a batch differently.
-        """
+        """The effects of removing each head, then of removing each group of attention edges."""
         n_targets, device = len(self.pairs), self.adapter.device
         changes = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
         predictions = [torch.zeros(0, n_targets, dtype=torch.long, device=device)]
@@ -159,9 +150,7 @@ class EdgeEffects:
     2. Remove one edge at a time, in batches whose size follows from the speed of the last batch.
     3. Set effects that were not computed to NaN.
 
-    Args:
-        graph: attention graph; with estimates, unless all effects will be computed.
-        leave_one_out: runs of its prompt without one edge at a time.
+    The graph needs estimates, unless all effects will be computed.
     """
 
     def __init__(self, graph: AttentionGraph, leave_one_out: LeaveOneOut) -> None:
@@ -181,11 +170,7 @@ class EdgeEffects:
         return replace(self._graph, effect=self._effect.clone())
 
     def advance(self, seconds: float | None) -> None:
-        """Compute the effects of the next edges.
-
-        Args:
-            seconds: approximate time; at least one batch is run. ``None`` computes all effects.
-        """
+        """Compute the effects of as many edges as time allows, but one batch; or all (`None`)."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         size = len(self._to_do) if seconds is None else _FIRST_BATCH
         while self._to_do:

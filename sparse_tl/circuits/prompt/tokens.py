@@ -24,11 +24,7 @@ Answers = Token | Sequence[Token]
 
 
 def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt, checked against the model, on the CPU.
-
-    Raises:
-        ValueError: the model cannot run the prompt.
-    """
+    """The tokens of a prompt, checked against the model, on the CPU."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(
@@ -70,10 +66,7 @@ def text_around(
 def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
     """The text of a model output: that of its token, or its number if outputs are not tokens.
 
-    Args:
-        model: dense or sparse model.
-        output: number of the output.
-        before: tokens before the output, since it may complete a character that they begin.
+    It may complete a character that the tokens before it begin.
     """
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
@@ -82,15 +75,7 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
 
 
 def output_number(model: HookedModel, answer: Token) -> int:
-    """The number of a model output.
-
-    Args:
-        model: dense or sparse model.
-        answer: number of the output, or text of its token, including a leading space.
-
-    Raises:
-        ValueError: the text is not one token, or the model has no such output.
-    """
+    """The number of a model output, from its number or the text of its token."""
     if isinstance(answer, str):
         if model.tokenizer is None:
             raise ValueError(f"the model has no tokenizer: give {answer!r} as a number")
@@ -126,15 +111,7 @@ class Quantity:
     ) -> PromptPairs:
         """The prompt as one pair per target, with its answers; the corrupted prompt is the same.
 
-        Args:
-            model: dense or sparse model.
-            tokens: tokens of the prompt.
-            read_at: column at which each target is predicted.
-            logits: the model's logits there.
-
-        Raises:
-            ValueError: an answer is not one output of the model, or there is not one answer per
-                target.
+        The model's logits are those at `read_at`, the column at which each target is predicted.
         """
         logits = logits.detach().cpu()
         answers = _numbers(model, self.answer, logits.argmax(dim=-1))

@@ -98,7 +98,30 @@ def trace_attention(
             does not know; the number of labels is wrong; a position cannot be predicted; or an
             answer is not one token.
     """
-    tokens = prompt_tokens(model, prompt)
+    tokens, quantity = prompt_tokens(model, prompt), Quantity(metric, answer, wrong)
+    estimated = attribution or seconds > 0
+    graph, _, pairs = traced(model, tokens, positions, labels, quantity, attribution=estimated)
+    few = 0 < max_effects >= int(graph.gates.sum())
+    if few or seconds:
+        effects = EdgeEffects(graph, LeaveOneOut(model, pairs, metric))
+        effects.advance(None if few else seconds)
+        graph = effects.graph
+        attribution = attribution or effects.more
+    return graph if attribution else replace(graph, attribution=None)
+
+
+@in_evaluation_mode
+def traced(
+    model: HookedModel,
+    tokens: Int[Tensor, " pos"],
+    positions: Sequence[int] | None,
+    labels: Sequence[str] | None,
+    quantity: Quantity,
+    *,
+    attribution: bool,
+) -> tuple[AttentionGraph, Float[Tensor, "read vocab"], PromptPairs]:
+    """The graph of `trace_attention`, without exact effects; logits of the columns that are read;
+    and the prompt with its answers."""
     texts = token_texts(model, tokens) if labels is None else labels
     if len(texts) != len(tokens):
         raise ValueError(f"{len(texts)} labels for {len(tokens)} tokens: give one for each")
@@ -106,9 +129,7 @@ def trace_attention(
     targets = _targets(model, tokens, positions, masked)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
-    estimated = attribution or seconds > 0
-    quantity = Quantity(metric, answer, wrong)
-    edges, mlps, logits, pairs = _run(model, tokens[:n_read], targets, quantity, estimated)
+    edges, mlps, logits, pairs = _run(model, tokens[:n_read], targets, quantity, attribution)
     # Every mask token that is run has a prediction, even if it is not a target.
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     known = [i < n_read and i not in masked for i in range(n_columns)]
@@ -132,17 +153,11 @@ def trace_attention(
         targets=tuple(targets),
         causal=causal,
         mlps=None if mlps is None else pad(mlps, (0, more)),
-        metric=metric_name(metric),
+        metric=metric_name(quantity.metric),
         answers=answers,
         wrong=others,
     )
-    few = 0 < max_effects >= int(graph.gates.sum())
-    if few or seconds:
-        effects = EdgeEffects(graph, LeaveOneOut(model, pairs, metric))
-        effects.advance(None if few else seconds)
-        graph = effects.graph
-        attribution = attribution or effects.more
-    return graph if attribution else replace(graph, attribution=None)
+    return graph, logits, pairs
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
@@ -182,8 +197,8 @@ def _targets(
         positions = masked or ([n] if causal else [])
     if not positions:
         raise ValueError(
-            "there is no position to predict: pass positions=, since attention is bidirectional "
-            "and the prompt has no mask token"
+            "there is no position to predict: pass positions=, which a bidirectional model needs "
+            "for a prompt without mask tokens"
         )
     first, last = (1, n) if causal else (0, n - 1)
     targets = []
@@ -204,7 +219,7 @@ def _run(
     targets: Sequence[tuple[int, int]],
     quantity: Quantity,
     attribution: bool,
-) -> tuple[dict[str, Any], Tensor | None, Float[Tensor, "pos vocab"], PromptPairs]:
+) -> tuple[dict[str, Any], Tensor | None, Float[Tensor, "read vocab"], PromptPairs]:
     """One pass, on the CPU: what `AttentionGraph` holds by edge, open MLPs, logits, and answers."""
     kept: dict[str, Tensor] = {}
     nudges: list[Tensor] = []
