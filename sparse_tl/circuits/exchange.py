@@ -280,8 +280,10 @@ class MIBEvaluation(Result):
         """One row per fraction: size, faithfulness and its 95 % interval, for both rankings."""
         table = pd.DataFrame({"fraction": MIB_FRACTIONS})
         for name, of in (("signed", self.signed), ("absolute", self.absolute)):
-            table[f"{name}_size"], table[f"{name}_faithfulness"] = of.sizes, of.effect
-            table[f"{name}_low"], table[f"{name}_high"] = of.interval()
+            low, high = of.interval()
+            columns = {"size": of.sizes, "faithfulness": of.effect, "low": low, "high": high}
+            for column, values in columns.items():
+                table[f"{name}_{column}"] = torch.as_tensor(values).numpy()
         return table
 
     def __repr__(self) -> str:

@@ -113,20 +113,22 @@ class ExactEffects:
 
     Args:
         exploration: models in their current state; after a change, make a new object.
+        weight: what the lines of the diagram show.
+        node: the node of the open card, from `node_payload`; its edges come first.
     """
 
-    def __init__(self, exploration: Exploration) -> None:
-        self._exploration = exploration
+    def __init__(
+        self, exploration: Exploration, weight: EdgeWeight, node: Mapping[str, Any] | None
+    ) -> None:
+        self._exploration, self.weight = exploration, weight
         titles = exploration.titles
         self._heads: list[dict[str, TargetEffects]] = [{} for _ in titles]
-        self._node: dict[str, TargetEffects] | None = None
         layers = [(layer, t) for t in titles for layer in range(exploration.graph(t).n_layers)]
         layers.sort(key=lambda piece: -piece[0])  # the last layers are the fastest
         self._pending_heads = [partial(self._compute_heads, t, layer) for layer, t in layers]
-        self._pending_edges: list[Callable[[], None]] = []
         # Seconds left for the edges of each model's diagram.
         self._seconds = dict.fromkeys(titles, EFFECT_SECONDS)
-        self._draws = False
+        self.look_at(node)
 
     @property
     def more(self) -> bool:
@@ -135,12 +137,9 @@ class ExactEffects:
 
     @property
     def _pending_lines(self) -> list[str]:
-        """The models whose lines are left to compute."""
-        return [title for title, left in self._seconds.items() if left > 0 and self._draws]
-
-    def draw(self, weight: EdgeWeight) -> None:
-        """Compute the effects of the diagram's edges next, if it shows them."""
-        self._draws = weight == "effect"
+        """The models whose lines are left to compute, if the diagram shows effects."""
+        shown = self.weight == "effect"
+        return [title for title, left in self._seconds.items() if left > 0 and shown]
 
     @property
     def payload(self) -> dict[str, Any]:
@@ -148,8 +147,9 @@ class ExactEffects:
         return {"heads": [dict(heads) for heads in self._heads], "node": self._node}
 
     def look_at(self, node: Mapping[str, Any] | None) -> None:
-        """Compute the effects of the edges of another node next, one from `node_payload`."""
-        self._node, self._pending_edges = None, []
+        """Compute the effects of the edges of another node next."""
+        self._node: dict[str, TargetEffects] | None = None
+        self._pending_edges: list[Callable[[], None]] = []
         if node is None:
             return
         title = self._exploration.titles[node["panel"]]

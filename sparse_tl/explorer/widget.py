@@ -249,7 +249,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             raise ValueError(f"there is no target {target}: see exploration.targets")
         self._state = {"target": target, "weight": weight, "threshold": threshold}
         if self._exact is not None:
-            self._exact.draw(weight)
+            self._exact.weight = weight
 
     def select(self, title: str, level: int, column: int) -> None:
         """Open the card of a node: its attention and its logit lens; level 0 is the input."""
@@ -327,9 +327,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         if node is not None:
             title = exploration.titles[node["panel"]]
             node = node_payload(exploration, title, node["level"], node["column"])
-        self._exact = ExactEffects(exploration)
-        self._exact.draw(self._state["weight"])
-        self._exact.look_at(node)
+        self._exact = ExactEffects(exploration, self._state["weight"], node)
         wrong = self._quantity.wrong
         return {
             "_prompt": exploration.prompt,
