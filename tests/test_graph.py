@@ -135,7 +135,7 @@ def test_heads_and_attention_edges_are_ranked_like_circuit_edges() -> None:
     assert best == {"edge": "a0.h1:0->2", "layer": 0, "head": 1, "query": 2, "key": 0, "score": 2}
     assert AttentionGrid(1, 2, 3, causal=False).n_parts == 18
     for wrong in ("a0.h1:2->0", "a0.h2:0->2", (0, 1, 0, 2)):
-        with pytest.raises(ValueError, match="one of the attention edges of .* it has no"):
+        with pytest.raises(ValueError, match="has no .* among its attention edges"):
             grid.index(wrong)
     with pytest.raises(ValueError, match="such as"):
         grid.index("a0.h1")
@@ -165,7 +165,7 @@ def test_graphs_move_between_tools() -> None:
     assert torch.equal(again.values, scores.values)
     assert torch.equal(kept.mask, circuit.mask)
     grouped = _scores(CircuitGraph(2, 4, 2))
-    with pytest.raises(ValueError, match="expected scores of"):
+    with pytest.raises(ValueError, match="the scores are of"):
         to_eap_ig(grouped, circuit, d_model=16)
     content = to_eap_ig(grouped, grouped.top(5), d_model=16)
     assert len(content["edges"]) == CircuitGraph(2, 4, 4).n_edges
@@ -173,9 +173,9 @@ def test_graphs_move_between_tools() -> None:
     assert torch.allclose(again.values, grouped.values, rtol=1e-12, atol=0)
     assert torch.equal(kept.mask, grouped.top(5).mask)
     alone = _scores(CircuitGraph(2, 2, 2, has_mlps=False))
-    with pytest.raises(ValueError, match="expected a model with MLPs"):
+    with pytest.raises(ValueError, match="requires a model with MLPs"):
         to_eap_ig(alone, alone.top(5), d_model=16)
-    with pytest.raises(ValueError, match="lacks .'edges'"):
+    with pytest.raises(KeyError, match="edges"):
         from_eap_ig({"cfg": {}})
 
 

@@ -16,20 +16,21 @@ from sparse_tl.circuits.evaluation import (
     evaluate_heads as evaluate_heads,
     log_sizes as log_sizes,
 )
-from sparse_tl.circuits.exchange.circuit_tracer import to_circuit_tracer as to_circuit_tracer
-from sparse_tl.circuits.exchange.interchange import (
-    from_eap_ig as from_eap_ig,
-    load_mib as load_mib,
-    save_mib as save_mib,
-    to_eap_ig as to_eap_ig,
-)
-from sparse_tl.circuits.exchange.mib import (
+from sparse_tl.circuits.exchange import (
     MIB_FRACTIONS as MIB_FRACTIONS,
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
+    from_eap_ig as from_eap_ig,
+    load_mib as load_mib,
+    save_mib as save_mib,
+    to_circuit_tracer as to_circuit_tracer,
+    to_eap_ig as to_eap_ig,
 )
-from sparse_tl.circuits.heads.head_behaviour import head_behaviour as head_behaviour
-from sparse_tl.circuits.heads.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
+from sparse_tl.circuits.heads import (
+    KINDS as KINDS,
+    HeadBehaviour as HeadBehaviour,
+    head_behaviour as head_behaviour,
+)
 from sparse_tl.circuits.methods.acdc import Acdc as Acdc, acdc as acdc
 from sparse_tl.circuits.methods.activation_patching import (
     ActivationPatching as ActivationPatching,
@@ -61,11 +62,12 @@ from sparse_tl.circuits.methods.search import (
     find_circuit as find_circuit,
 )
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
-from sparse_tl.circuits.prompt.logit_attribution import (
+from sparse_tl.circuits.prompt.logits import (
     LogitAttribution as LogitAttribution,
+    LogitLens as LogitLens,
     attribute_logits as attribute_logits,
+    logit_lens as logit_lens,
 )
-from sparse_tl.circuits.prompt.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
 from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
 from sparse_tl.circuits.scores import (
     Overlap as Overlap,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from sparse_tl.circuits.prompt.trace import (
     predicted_column,
     predicted_columns,
 )
-from sparse_tl.explorer.ablated_model import by_title
+from sparse_tl.explorer.exploration import by_title
 from sparse_tl.lens import HookedModel, adapt, heads_of
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.parts.nodes import Node
@@ -75,18 +75,12 @@ def circuit_diagram(
             not one token.
         TypeError: a label is not text.
     """
-    titled = by_title(models)
-    plans = {
-        title: _plan(model, prompt, position, positions, weight) for title, model in titled.items()
-    }
     options = {"metric": metric, "answer": answer, "wrong": wrong, "labels": labels}
-    graphs = {
-        title: _with_later_masks(
-            titled[title], prompt, trace(titled[title], prompt, positions=columns, **options)
-        )
-        for title, (columns, _, trace) in plans.items()
-    }
-    target = next(target for _, target, _ in plans.values())
+    graphs, target = {}, -1
+    for title, model in by_title(models).items():
+        columns, target, effects = _plan(model, prompt, position, positions, weight)
+        graph = trace_attention(model, prompt, positions=columns, **effects, **options)
+        graphs[title] = _with_later_masks(model, prompt, graph)
     return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
 
 
@@ -96,31 +90,28 @@ def _plan(
     position: int | None,
     positions: Sequence[int] | None,
     weight: EdgeWeight,
-) -> tuple[list[int], int, Callable[..., AttentionGraph]]:
-    """The columns to choose from, the index of the one shown first, and how to trace them."""
-    n_tokens = len(prompt_tokens(model, prompt))
-
+) -> tuple[list[int], int, dict[str, Any]]:
+    """The columns to choose from, the index of the one shown first, and effects to compute."""
     column = partial(predicted_column, model, prompt)
     shown = None if position is None else column(position)
     seconds = EFFECT_SECONDS if weight == "effect" else 0
-    trace: Callable[..., AttentionGraph] = partial(
-        trace_attention, attribution=True, max_effects=MAX_EFFECTS, seconds=seconds
-    )
+    effects = {"attribution": True, "max_effects": MAX_EFFECTS, "seconds": seconds}
     if positions is not None:
         columns = [*map(column, positions)]
     else:
         columns = predicted_columns(model, prompt)
-        columns = sorted({*columns, columns[-1] if shown is None else shown})
+        first = columns[-1] if shown is None else shown
+        columns = sorted({*columns, first})
         adapter = adapt(model)
-        n_scores = len(columns) * adapter.n_layers * adapter.n_heads * n_tokens**2
-        if n_scores > MAX_SCORES:
+        n_edges = adapter.n_layers * adapter.n_heads * len(prompt_tokens(model, prompt)) ** 2
+        if len(columns) * n_edges > MAX_SCORES:
             if weight in ("attention", "carried"):
-                trace = trace_attention
+                effects = {}
             else:
-                columns = [columns[-1] if shown is None else shown]
+                columns = [first]
     if shown is not None and shown not in columns:
-        raise ValueError(f"expected position to be one of {columns}; got {position}")
-    return columns, -1 if shown is None else columns.index(shown), trace
+        raise ValueError(f"position is {position}, which is not one of {columns}")
+    return columns, -1 if shown is None else columns.index(shown), effects
 
 
 def _with_later_masks(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
@@ -167,12 +158,10 @@ def attention_view(
     """
     adapter = adapt(model)
     if layer is not None and heads is not None:
-        raise ValueError(f"expected a layer or heads; got layer={layer} and heads={list(heads)}")
+        raise ValueError("pass a layer or heads, not both")
     if heads is None:
         layers = range(adapter.n_layers) if layer is None else [layer]
         heads = list(product(layers, range(adapter.n_heads)))
-    if not heads:
-        raise ValueError("expected at least one head (layer, head); got none")
     heads = heads_of(adapter, heads)
     # A bidirectional model runs the whole prompt for any position.
     positions = None if adapter.causal else [0]

@@ -1,45 +1,71 @@
 """The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
-1. The widget opens with all of its traits. The front end (`explorer.js`) draws them and requests
-   changes by messages (`requests`), which are answered with the revision of the traits. It requests
-   missing traits again, since a busy front end can miss an update.
-2. A request changes the `Exploration`, whose data returns as traits. If a request fails, the widget
-   shows a message, and nothing else changes. The same holds at the start: if the models or the
-   prompt cannot be shown, the widget shows a message and accepts another prompt.
-3. Exact effects follow in pieces (`effects`), between other requests.
-4. The notebook also gets the figure as self-contained HTML (`saved`).
+1. The widget opens with all of its traits. The page (`explorer.js`) draws them and requests changes
+   by messages ``{"action": ..., "id": ...}``, whose other fields are arguments of a method;
+   ``panel`` is the index of a title. Traits are sent together, with a revision that counts updates.
+   Every request is answered with ``{"done": id}``, the latest revision, and whether effects are
+   left to compute, so a busy page that missed an update notices and requests it again.
+2. A request changes the `Exploration`, whose data (`payload`) returns as traits. If it fails, the
+   widget shows a message, and nothing else changes. The same holds at the start: if the models or
+   the prompt cannot be shown, the widget shows a message and accepts another prompt.
+3. Exact effects follow in pieces, between other requests.
+4. The notebook also gets the figure as self-contained HTML, which the live widget hides.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from inspect import signature
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import anywidget
+import traitlets
+
 from sparse_tl.calls.arguments import NotNegative, checked
 from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
-from sparse_tl.circuits.prompt.quantity import Quantity
 from sparse_tl.circuits.prompt.removal import AttentionEdge
-from sparse_tl.circuits.prompt.tokens import Prompt, Token
-from sparse_tl.explorer.effects import ExactEffects
+from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.explorer.metric_choice import MetricChoice
-from sparse_tl.explorer.payload import figure_payload, node_payload, panels_payload
-from sparse_tl.explorer.requests import read_request
-from sparse_tl.explorer.saved import SavedWidget
+from sparse_tl.explorer.payload import ExactEffects, node_payload, panels_payload
 from sparse_tl.lens import HookedModel
-from sparse_tl.metrics import Metric, log_probability
+from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.circuit_diagram import Threshold
-from sparse_tl.plots.page.rendering import Theme
+from sparse_tl.plots.page.palette import DARK_FILTER
+from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
+
+_PACKAGE = "sparse_tl.explorer"
+_SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
+_METHODS = {
+    "prompt": "show_prompt",
+    "position": "show_position",
+    "head": "toggle_head",
+    "edges": "toggle_attention_edges",
+    "node": "select",
+    "choose": "choose",
+    "metric": "choose_metric",
+    "restore": "restore",
+    "close": "unselect",
+    "read": "clear_message",
+    "effects": "compute_effects",
+    "settle": "update_saved",
+    "send": "send_again",
+}
+"""The method that each request calls; "hello" only needs the answer."""
+_NO_LIVE_VIEW = (  # hides JupyterLab's "model not found"
+    ".jp-OutputArea-child:has([data-saved-explorer]) + "
+    ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
+)
 
 
 @checked
-class CircuitExplorer(SavedWidget):
+class CircuitExplorer(anywidget.AnyWidget):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
     `explore` is an alias. Every click has a method: `toggle_head`, `toggle_attention_edges`,
@@ -68,6 +94,31 @@ class CircuitExplorer(SavedWidget):
         TypeError: `plots.circuit_diagram` has no such argument.
     """
 
+    _esm = (
+        read_assets("interactive_figure.js", *CircuitDiagram.scripts)
+        + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
+        + read_assets(*_SCRIPTS, package=_PACKAGE)
+    )
+    _css = (
+        read_assets(STYLE)
+        + read_assets("explorer.css", package=_PACKAGE)
+        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
+    )
+
+    # Traits tagged as late change after the widget is created.
+    _prompt = traitlets.Unicode().tag(sync=True, late=True)
+    # All columns that can be predicted, including those that are not predicted yet.
+    _positions = traitlets.List().tag(sync=True, late=True)
+    _figure = traitlets.Dict().tag(sync=True, late=True)
+    _panels = traitlets.List().tag(sync=True, late=True)
+    _metric = traitlets.Dict().tag(sync=True, late=True)
+    _effects = traitlets.Dict().tag(sync=True, late=True)
+    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
+    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
+    _revision = traitlets.Int().tag(sync=True, late=True)
+    _theme = traitlets.Unicode().tag(sync=True)
+    _saved_id = traitlets.Unicode().tag(sync=True)
+
     def __init__(
         self,
         models: HookedModel | Mapping[str, HookedModel],
@@ -86,19 +137,24 @@ class CircuitExplorer(SavedWidget):
     ) -> None:
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._models, self._style = models, style
-        self._measured = MetricChoice(Quantity(metric, answer, wrong))
+        self._quantity = Quantity(metric, answer, wrong)
+        offered = log_probability, logit_difference, answer_logit, metric
+        self._offered = {metric_name(each): each for each in offered}
         self._exploration: Exploration | None = None
         self._exact: ExactEffects | None = None
         # The reader's choices, for the saved figure.
         self._state: dict[str, Any] = {"target": 0, "weight": weight, "threshold": threshold}
         self._problem = ""  # why nothing can be shown
+        self._saved: Any = None  # the figure in the notebook
         try:
             shown = self._start(prompt, position=position, positions=positions, labels=labels)
         except ValueError:
             text = prompt if isinstance(prompt, str) else ""
             shown = {"_prompt": text, "_message": {"text": self._problem, "kind": "error"}}
-        # All traits at once: a busy front end can miss an update right after the widget opens.
-        super().__init__(**shown, _theme=theme, _saved_id=f"sparse-tl-{uuid4().hex[:12]}")
+        # All traits at once: a busy page can miss an update right after the widget opens.
+        saved_id = f"sparse-tl-{uuid4().hex[:12]}"
+        super().__init__(**shown, _theme=theme, _saved_id=saved_id, _revision=1)
+        self.on_msg(self._on_request)
 
     @property
     def exploration(self) -> Exploration:
@@ -112,22 +168,15 @@ class CircuitExplorer(SavedWidget):
         return self._exploration
 
     def _start(self, prompt: Prompt, **columns: Any) -> dict[str, Any]:
-        """Start with a prompt; if it cannot be shown, record why, and raise.
-
-        Returns:
-            Values of the traits.
-        """
+        """Start with a prompt, and return the traits; if it cannot be shown, record why."""
         state = self._state
         try:
-            exploration = Exploration(
-                self._models, prompt, **columns, quantity=self._measured.quantity
-            )
+            exploration = Exploration(self._models, prompt, **columns, quantity=self._quantity)
             self._exploration = exploration
             self._state = {**state, "target": exploration.first_target}
             return self._shown(None)
         except BaseException as error:
-            self._exploration, self._state = None, state
-            self._problem = str(error)
+            self._exploration, self._state, self._problem = None, state, str(error)
             raise
 
     # ---- requests ------------------------------------------------------------------------------
@@ -173,9 +222,15 @@ class CircuitExplorer(SavedWidget):
         Raises:
             ValueError: no metric has that name, or the wrong answer is not one token of each model.
         """
-        chosen = self._measured.of(metric, wrong)
-        self.exploration.measure(chosen.quantity)
-        self._measured = chosen
+        if isinstance(metric, str):
+            if metric not in self._offered:
+                raise ValueError(f"{metric!r} is not one of the metrics {list(self._offered)}")
+            metric = self._offered[metric]
+        wrong = None if wrong == "" else wrong
+        quantity = replace(self._quantity, metric=metric, wrong=wrong)
+        self.exploration.measure(quantity)
+        self._quantity = quantity
+        self._offered[metric_name(metric)] = metric
         self._refresh()
 
     def choose(self, *, target: int, weight: EdgeWeight, threshold: Threshold) -> None:
@@ -189,12 +244,11 @@ class CircuitExplorer(SavedWidget):
         Raises:
             ValueError: an argument is out of range.
         """
-        n_targets = len(self.exploration.targets)
-        if not 0 <= target < n_targets:
-            raise ValueError(f"expected a target in 0..{n_targets - 1}; got {target}")
+        if target not in range(len(self.exploration.targets)):
+            raise ValueError(f"there is no target {target}: see exploration.targets")
         self._state = {"target": target, "weight": weight, "threshold": threshold}
         if self._exact is not None:
-            self._exact.draw(weight)
+            self._exact.weight = weight
 
     def select(self, title: str, level: int, column: int) -> None:
         """Open the card of a node: its attention and its logit lens; level 0 is the input."""
@@ -213,8 +267,12 @@ class CircuitExplorer(SavedWidget):
         """Compute the exact effects on the cards: all, or as many as the given seconds allow."""
         if self._exact is not None and self._exact.more:
             if self._exact.advance(math.inf if seconds is None else seconds):
-                self._present(_figure=figure_payload(self._diagram(str)))
+                self._present(_figure=self._figure_data())
             self._present(_effects=self._exact.payload)
+
+    def clear_message(self) -> None:
+        """Close the message."""
+        self._present(_message=None)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -226,6 +284,24 @@ class CircuitExplorer(SavedWidget):
     def save(self, path: str | Path, **options: Any) -> Path:
         """Write `figure()` to a path ending in ``.html``, ``.svg`` or ``.png``."""
         return self.figure().save(path, **options)
+
+    def update_saved(self) -> None:
+        """Update the figure that is saved with the notebook."""
+        if self._saved is not None:
+            self._saved.update(self._saved_bundle(), raw=True)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        # Two outputs, since a front end shows only one format of each.
+        self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
+        display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
+
+    def _saved_bundle(self) -> dict[str, str]:
+        problem = f'<p role="alert">{escape(self._problem)}</p>'
+        content = problem if self._exploration is None else str(self.figure())
+        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_LIVE_VIEW}</style>'
+        return {"text/html": f"{start}\n{content}\n</div>", "text/plain": repr(self)}
 
     def _diagram(self, name: Callable[[str], str]) -> CircuitDiagram:
         """The diagram with the reader's choices; `name` maps titles to panel names."""
@@ -242,51 +318,77 @@ class CircuitExplorer(SavedWidget):
         words = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
         return f"{title} without {' and '.join(words)}" if words else title
 
-    # ---- to and from the front end ---------------------------------------------------------------
+    # ---- to and from the page --------------------------------------------------------------------
 
     def _shown(self, node: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Values of all traits that are shown.
-
-        Args:
-            node: the previous data of the open card, if there is one.
-        """
+        """Values of all traits; `node` is the previous data of the open card, if there is one."""
         exploration = self.exploration
         if node is not None:
             title = exploration.titles[node["panel"]]
             node = node_payload(exploration, title, node["level"], node["column"])
-        self._exact = ExactEffects(exploration)
-        self._exact.draw(self._state["weight"])
-        self._exact.look_at(node)
+        self._exact = ExactEffects(exploration, self._state["weight"], node)
+        wrong = self._quantity.wrong
         return {
             "_prompt": exploration.prompt,
             "_positions": exploration.predicted_columns,
             "_panels": panels_payload(exploration),
-            "_metric": self._measured.payload,
+            "_metric": {
+                "name": metric_name(self._quantity.metric),
+                "wrong": wrong if isinstance(wrong, str) else "",
+                "offered": list(self._offered),
+            },
             "_effects": self._exact.payload,
             "_node": node,
             "_message": None,
-            "_figure": figure_payload(self._diagram(str)),
+            "_figure": self._figure_data(),
         }
 
     def _refresh(self) -> None:
         self._present(**self._shown(self._node))
 
-    def _perform(self, content: Any) -> bool:
+    def _figure_data(self) -> dict[str, str]:
+        """The diagram, with its data as text, since ipywidgets visits every item of a list."""
+        figure = self._diagram(str)
+        return {"svg": figure.svg, "json": figure.json}
+
+    def _on_request(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        more = False
+        try:
+            self._perform(content)
+            more = self._exact is not None and self._exact.more
+        except Exception as error:  # show the reader any failure
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            self._notify(f"{kind}{error}")
+        self.send({"done": content.get("id"), "revision": self._revision, "more": more})
+
+    def _perform(self, content: dict[str, Any]) -> None:
         changed = () if self._exploration is None else self._exploration.refresh()
         if changed:
             self._refresh()
-        titles = () if self._exploration is None else self._exploration.titles
-        method, arguments = read_request(content, titles)
-        if method:
-            getattr(self, method)(**arguments)
+        arguments = {name: value for name, value in content.items() if name not in ("action", "id")}
+        if "panel" in arguments:
+            arguments["title"] = self.exploration.titles[arguments.pop("panel")]
+        if "edges" in arguments:  # JSON has no tuples
+            arguments["edges"] = [tuple(edge) for edge in arguments["edges"]]
+        if content["action"] != "hello":
+            getattr(self, _METHODS[content["action"]])(**arguments)
         if changed:
             names = " and ".join(map(repr, changed))
             self._notify(f"The weights of {names} have changed: all results are new.", "info")
-        return self._exact is not None and self._exact.more
 
-    def _saved_html(self) -> str:
-        problem = f'<p role="alert">{escape(self._problem)}</p>'
-        return problem if self._exploration is None else str(self.figure())
+    def _present(self, **traits: Any) -> None:
+        """Set traits, and send them in one message."""
+        with self.hold_sync():
+            for name, value in traits.items():
+                setattr(self, name, value)
+            self._revision += 1
+
+    def send_again(self) -> None:
+        """Send all traits again, to a page that missed an update."""
+        self.send_state(self.trait_names(late=True))
+
+    def _notify(self, text: str, kind: str = "error") -> None:
+        self._present(_message={"text": text, "kind": kind})
 
     def __repr__(self) -> str:
         if self._exploration is None:

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import MOST, AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.parts.grids import HeadGrid, PartGrid
 from sparse_tl.parts.nodes import CircuitEdge, Destination, Kind, Node
 
@@ -32,13 +32,9 @@ __all__ = ["CircuitEdge", "CircuitGraph", "Destination", "Node"]
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The heads, or the MLP, of one layer: nodes with no edges between them.
+    """The heads, or the MLP (without key-value heads), of one layer: nodes with no edges between.
 
-    Args:
-        rows: rows of the nodes, as sources.
-        columns: columns of their inputs, as destinations.
-        n_kv_heads: number of key-value heads; 0 for an MLP.
-        coupled: whether each node's inputs affect what all of them write, as in `CircuitGraph`.
+    `rows` are those of the nodes as sources, `columns` those of their inputs as destinations.
     """
 
     rows: slice
@@ -51,12 +47,7 @@ class NodeGroup:
         inputs: Bool[np.ndarray, "position column"],
         follows: Bool[np.ndarray, "later earlier"],
     ) -> Bool[np.ndarray, "position row"]:
-        """Which nodes' outputs depend on any of these inputs.
-
-        Args:
-            inputs: inputs at each position.
-            follows: positions whose keys and values a query reads (`PositionedGraph.follows`).
-        """
+        """Which outputs depend on any of these inputs; see `PositionedGraph.follows`."""
         if not self.n_kv_heads:
             return inputs
         n_heads = self.rows.stop - self.rows.start
@@ -67,7 +58,7 @@ class NodeGroup:
     def read_for(
         self, nodes: Bool[np.ndarray, "position row"], follows: Bool[np.ndarray, "later earlier"]
     ) -> Bool[np.ndarray, "position column"]:
-        """Which inputs affect the output of any of these nodes; arguments as in `written_from`."""
+        """Which inputs affect the output of any of these nodes."""
         if not self.n_kv_heads:
             return nodes
         heads = nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
@@ -92,7 +83,7 @@ class CircuitGraph(PartGrid):
             each head affects the others' outputs.
 
     Raises:
-        ValueError: the sizes are inconsistent, or there would be more than a billion edges.
+        ValueError: the sizes are inconsistent.
     """
 
     n_layers: AtLeastOne
@@ -106,14 +97,7 @@ class CircuitGraph(PartGrid):
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"expected heads that share key-value heads evenly; got {self.n_heads} heads and "
-                f"{self.n_kv_heads} key-value heads"
-            )
-        n_inputs = self.n_heads + 2 * self.n_kv_heads + self.has_mlps
-        if self.n_layers**2 * (self.n_heads + self.has_mlps) * n_inputs > 2 * MOST:
-            raise ValueError(
-                f"expected a model of at most {MOST:,} circuit edges; got {self.n_layers} layers "
-                f"of {self.n_heads} heads"
+                f"{self.n_heads} heads cannot share {self.n_kv_heads} key-value heads evenly"
             )
 
     @cached_property
@@ -129,12 +113,11 @@ class CircuitGraph(PartGrid):
     def destinations(self) -> tuple[Destination, ...]:
         """Inputs that read, in topological order: each layer's q, k and v inputs, then its MLP."""
         inputs: list[Destination] = []
-        reader: Kind = "head" if self.n_kv_heads == self.n_heads else "kv_head"
+        kind: Kind = "head" if self.n_kv_heads == self.n_heads else "kv_head"
         for layer in range(self.n_layers):
             inputs += [Destination(Node("head", layer, h), "q") for h in range(self.n_heads)]
             for slot in ("k", "v"):
-                readers = [Node(reader, layer, h) for h in range(self.n_kv_heads)]
-                inputs += [Destination(node, slot) for node in readers]
+                inputs += [Destination(Node(kind, layer, h), slot) for h in range(self.n_kv_heads)]
             inputs += [Destination(Node("mlp", layer))] * self.has_mlps
         return (*inputs, Destination(Node("logits")))
 
@@ -151,12 +134,11 @@ class CircuitGraph(PartGrid):
     @cached_property
     def exists(self) -> Bool[Tensor, "source destination"]:
         """Which pairs are edges."""
-        before = torch.tensor([self._n_before(d.node) for d in self.destinations])
+        before = torch.tensor([self.n_sources_before(d.node) for d in self.destinations])
         return torch.arange(len(self.sources))[:, None] < before
 
     @property
     def n_edges(self) -> int:
-        """The number of circuit edges."""
         return self.n_parts
 
     @cached_property
@@ -173,9 +155,6 @@ class CircuitGraph(PartGrid):
 
     def n_sources_before(self, node: Node) -> int:
         """Number of sources that write before this node reads; they come first."""
-        return self._n_before(node)
-
-    def _n_before(self, node: Node) -> int:
         if node.kind == "input":
             return 0
         if node.kind == "logits":
@@ -184,37 +163,25 @@ class CircuitGraph(PartGrid):
         return before + (self.n_heads if node.kind == "mlp" and not self.parallel else 0)
 
     def source_index(self, node: Node | str) -> int:
-        """The row of a source.
-
-        Raises:
-            ValueError: the graph has no such source.
-        """
+        """The row of a source."""
         if str(node) not in self._rows:
-            raise ValueError(f"expected a source of {self!r}; it has no {node}")
+            raise ValueError(f"{self!r} has no {node} as a source")
         return self._rows[str(node)]
 
     def destination_index(self, destination: Destination | str) -> int:
-        """The column of a destination.
-
-        Raises:
-            ValueError: the graph has no such destination.
-        """
+        """The column of a destination."""
         if str(destination) not in self._columns:
-            raise ValueError(f"expected a destination of {self!r}; it has no {destination}")
+            raise ValueError(f"{self!r} has no {destination} as a destination")
         return self._columns[str(destination)]
 
     def index(self, part: CircuitEdge | str | tuple[int, ...]) -> tuple[int, ...]:
-        """Row and column of an edge.
-
-        Raises:
-            ValueError: the graph has no such edge.
-        """
+        """Row and column of an edge."""
         if isinstance(part, tuple | list):
             return self._checked(part, part)
         edge = CircuitEdge.parse(part) if isinstance(part, str) else part
         index = self.source_index(edge.source), self.destination_index(edge.destination)
         if not self.exists[index]:
-            raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")
+            raise ValueError(f"{edge} is no edge of {self!r}: {edge.source} is too late for it")
         return index
 
     def layer(self, index: Sequence[int]) -> int:
@@ -264,16 +231,15 @@ class CircuitGraph(PartGrid):
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """Names, sources, destinations and slots of the edges at these indices."""
-        sources = np.array([str(node) for node in self.sources], dtype=object)
-        readers = np.array([str(to) for to in self.destinations], dtype=object)
-        nodes = np.array([str(to.node) for to in self.destinations], dtype=object)
-        slots = np.array([to.slot or "" for to in self.destinations], dtype=object)
         rows, columns = places.numpy().T
+        sources = np.array([str(node) for node in self.sources], dtype=object)[rows]
+        named = [(str(to), str(to.node), to.slot or "") for to in self.destinations]
+        readers, nodes, slots = np.array(named, dtype=object)[columns].T
         return {
-            "edge": sources[rows] + "->" + readers[columns],
-            "source": sources[rows],
-            "destination": nodes[columns],
-            "slot": slots[columns],
+            "edge": sources + "->" + readers,
+            "source": sources,
+            "destination": nodes,
+            "slot": slots,
         }
 
     def __repr__(self) -> str:

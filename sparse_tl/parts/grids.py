@@ -46,7 +46,6 @@ class PartGrid(ABC):
         """Table columns of the parts at these indices; the first column holds their names."""
 
     def names(self, places: Int[Tensor, "part axis"]) -> list[str]:
-        """The names of the parts at these indices."""
         return list(next(iter(self.columns(places).values())))
 
     def layer(self, index: Sequence[int]) -> int:
@@ -55,7 +54,6 @@ class PartGrid(ABC):
 
     @cached_property
     def n_parts(self) -> int:
-        """Number of parts."""
         return int(self.exists.sum())
 
     @cached_property
@@ -69,7 +67,7 @@ class PartGrid(ABC):
             0 <= i < n for i, n in zip(index, shape, strict=True)
         )
         if not fits or not self.exists[index]:
-            raise ValueError(f"expected one of the {self.noun} of {self!r}; it has no {part}")
+            raise ValueError(f"{self!r} has no {part} among its {self.noun}")
         return index
 
 
@@ -83,18 +81,15 @@ class HeadGrid(PartGrid):
 
     @cached_property
     def exists(self) -> Bool[Tensor, "layer head"]:
-        """All indices hold a head."""
         return torch.ones(self.n_layers, self.n_heads, dtype=torch.bool)
 
     def index(self, part: Node | str | tuple[int, ...]) -> tuple[int, ...]:
-        """Layer and head of a head."""
         if isinstance(part, tuple):
             return self._checked(part, part)
         node = Node.parse(part) if isinstance(part, str) else part
         return self._checked((node.layer, node.head) if node.kind == "head" else (), part)
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
-        """The heads' names."""
         return {"head": [f"a{layer}.h{head}" for layer, head in places.tolist()]}
 
     def __repr__(self) -> str:
@@ -137,15 +132,11 @@ class AttentionGrid(PartGrid):
 
     @staticmethod
     def parse(name: str) -> tuple[int, int, int, int]:
-        """Layer, head, query and key of an attention edge, from its name.
-
-        Raises:
-            ValueError: the name is invalid.
-        """
+        """Layer, head, query and key of an attention edge, from its name."""
         match = _ATTENTION_EDGE.fullmatch(name)
         if match is None:
             raise ValueError(
-                f'expected an attention edge from key to query such as "a3.h2:5->8"; got {name!r}'
+                f'{name!r} is no attention edge, from key to query, such as "a3.h2:5->8"'
             )
         layer, head, key, query = map(int, match.groups())
         return layer, head, query, key

@@ -43,23 +43,16 @@ class Node(_Named):
 
     @staticmethod
     def parse(name: str) -> Node:
-        """Parse the name of a node.
-
-        Raises:
-            ValueError: the name is invalid.
-        """
+        """Parse the name of a node."""
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ValueError(
-                f'expected a node such as "input", "a3.h2", "a3.kv1" or "m3"; got {name!r:.200}'
-            )
+            raise ValueError(f'{name!r} is no node such as "input", "a3.h2", "a3.kv1" or "m3"')
         if match["plain"]:
             return Node(match["plain"])  # type: ignore[arg-type]
         if match["mlp"]:
             return Node("mlp", int(match["mlp"]))
-        return Node(
-            "head" if match["sort"] == "h" else "kv_head", int(match["layer"]), int(match["head"])
-        )
+        kind: Kind = "head" if match["sort"] == "h" else "kv_head"
+        return Node(kind, int(match["layer"]), int(match["head"]))
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,7 +70,7 @@ class Destination(_Named):
         """Parse the name of a destination."""
         match = _DESTINATION.fullmatch(name)
         if match is None:
-            raise ValueError(f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r:.99}')
+            raise ValueError(f'{name!r} is no destination such as "a3.h2<q>" or "m3"')
         return Destination(Node.parse(match["node"]), match["slot"])  # type: ignore[arg-type]
 
 
@@ -93,12 +86,8 @@ class CircuitEdge(_Named):
 
     @staticmethod
     def parse(name: str) -> CircuitEdge:
-        """Parse the name of an edge.
-
-        Raises:
-            ValueError: the name is invalid.
-        """
+        """Parse the name of an edge."""
         source, arrow, destination = name.partition("->")
         if not arrow:
-            raise ValueError(f'expected an edge such as "a0.h1->a3.h2<q>"; got {name!r:.200}')
+            raise ValueError(f'{name!r} is no edge such as "a0.h1->a3.h2<q>"')
         return CircuitEdge(Node.parse(source), Destination.parse(destination))

@@ -51,13 +51,9 @@ class PositionedGraph(PartGrid):
         return every.tril() if self.of_tokens else every
 
     def position(self, name: str | int) -> int:
-        """The index of a position.
-
-        Raises:
-            ValueError: there is no such position.
-        """
+        """The index of a position."""
         if str(name) not in self.positions:
-            raise ValueError(f"expected one of the positions {self.positions}; got {name!r}")
+            raise ValueError(f"there is no position {name!r}, only {self.positions}")
         return self.positions.index(str(name))
 
     def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -66,10 +62,7 @@ class PositionedGraph(PartGrid):
             return self._checked(part, part)
         edge, at, position = part.partition("@")
         if not at:
-            raise ValueError(
-                f'expected an edge at a position such as "a0.h1->m1@{self.positions[-1]}"; got '
-                f"{part!r}"
-            )
+            raise ValueError(f"{part!r} names no position: add one, such as @{self.positions[-1]}")
         return self.position(position), *self.graph.index(edge)
 
     def layer(self, index: Sequence[int]) -> int:

@@ -89,8 +89,8 @@ def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
     import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
-    import_module("sparse_tl.head_roles.measuring").SAVE_AFTER = 0.0
-    import_module("sparse_tl.head_roles.measuring").ACTIVATIONS_AT_ONCE = 4096
+    import_module("sparse_tl.head_roles.likelihood").SAVE_AFTER = 0.0
+    import_module("sparse_tl.head_roles.likelihood").ACTIVATIONS_AT_ONCE = 4096
 
 
 def _head_gates(folder: Path) -> str:

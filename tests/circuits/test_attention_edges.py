@@ -80,6 +80,6 @@ def test_edges_beyond_a_window_do_not_exist(pairs: PromptPairs) -> None:
     patterns = [cache[f"blocks.{layer}.attn.hook_pattern"][0] for layer in range(3)]
     assert torch.equal(scores.grid.exists, torch.stack(patterns) > 0)
     assert scores.grid.n_parts < 3 * 4 * len(patterns[0][0]) * (len(patterns[0][0]) + 1) / 2
-    with pytest.raises(ValueError, match=r"it has no a0\.h0:0->4"):
+    with pytest.raises(ValueError, match=r"has no a0\.h0:0->4"):
         scores["a0.h0:0->4"]
     assert scores["a1.h0:0->4"] != 0  # layers in between have no window

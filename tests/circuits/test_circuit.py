@@ -29,7 +29,7 @@ def test_a_circuit_is_made_of_its_parts() -> None:
     of_edges = Circuit.of(GRAPH, ["a0.h1->a1.h0<q>", "input->m0"])
     assert torch.equal(of_edges.mask, EMPTY.having("a0.h1->a1.h0<q>", "input->m0").mask)
     assert Circuit.of(GRAPH.heads, [(1, 0), "a0.h1"]).heads == ((0, 1), (1, 0))
-    with pytest.raises(ValueError, match=r"2 layers x 2 heads.*it has no \(9, 9\)"):
+    with pytest.raises(ValueError, match=r"2 layers x 2 heads.*has no \(9, 9\)"):
         Circuit.of(GRAPH.heads, [(9, 9)])
 
 

@@ -23,7 +23,7 @@ from sparse_tl import (
     load_addition_models,
     logit_difference,
 )
-from sparse_tl.circuits.exchange.mib import MIB_FRACTIONS
+from sparse_tl.circuits.exchange import MIB_FRACTIONS
 from sparse_tl.lens import Model, adapt, record
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.positioned_graph import PositionedGraph

@@ -68,14 +68,14 @@ def test_it_tracks_what_the_model_predicts_unless_it_is_told_otherwise() -> None
     assert "'4' after '?'" in repr(found)
     with pytest.raises(ValueError, match="single token; '44' has 2"):
         logit_lens(dense, "36+28=?????", answer="44")
-    with pytest.raises(ValueError, match="expected an answer in 0"):
+    with pytest.raises(ValueError, match="answer -1 is not an output"):
         logit_lens(dense, "36+28=?????", answer=-1)
 
 
 def test_a_model_without_a_tokenizer_has_numbers(build_tiny: Build, tmp_path: Any) -> None:
     found = logit_lens(build_tiny(), torch.tensor([3, 1, 4]))
     assert found.tokens == ["3", "1", "4"]
-    with pytest.raises(ValueError, match="number of the answer"):
+    with pytest.raises(ValueError, match="as a number"):
         logit_lens(build_tiny(), torch.tensor([3, 1, 4]), answer="4")
     again = LogitLens.load(found.save(tmp_path / "lens"))
     assert again._repr_html_() == found._repr_html_()
@@ -147,7 +147,7 @@ def test_a_table_by_component(build_tiny: Build, tmp_path: Any) -> None:
     assert table["component"].tolist() == ["input", *names, "bias"]
     assert table["logits"].sum() == pytest.approx(found.total.mean().item())
     assert found["m1"] == pytest.approx(table.set_index("component").loc["m1", "logits"])
-    with pytest.raises(ValueError, match="'input' to 'bias'; got 'm7'"):
+    with pytest.raises(ValueError, match="no component 'm7'"):
         found["m7"]
     again = LogitAttribution.load(found.save(tmp_path / "attribution"))
     assert repr(again) == repr(found)

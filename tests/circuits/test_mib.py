@@ -186,7 +186,7 @@ def test_heads_of_a_group_have_edges_of_their_own(tmp_path: Path) -> None:
     torch.testing.assert_close(again.values, scores.values, rtol=1e-12, atol=0)
     apart = load_mib(folder)
     assert isinstance(apart, Scores) and apart.grid == PLAIN
-    with pytest.raises(ValueError, match="expected the edges of .*3 layers"):
+    with pytest.raises(ValueError, match="not of .*3 layers"):
         load_mib(folder, CircuitGraph(3, 4, 2))
 
 
@@ -213,10 +213,10 @@ def test_a_file_made_by_hand(tmp_path: Path) -> None:
             load_mib(tmp_path)
     one_of_two = content | {"edges": {"input->a0.h1<k>": {"in_graph": True}}}
     (tmp_path / "importances.json").write_text(json.dumps(one_of_two))
-    with pytest.raises(ValueError, match="the same edges for all heads that share"):
+    with pytest.raises(ValueError, match="do not keep the same edges"):
         load_mib(tmp_path, GROUPED)
     (tmp_path / "importances.json").unlink()
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="there are no"):
         load_mib(tmp_path)
 
 
@@ -252,7 +252,7 @@ def test_nine_circuits(tmp_path: Path, n_kv_heads: int) -> None:
 def test_submissions_that_are_refused_leave_nothing(tmp_path: Path) -> None:
     scores, folder = _random_scores(PLAIN), tmp_path / "ioi_gpt2"
     with pytest.raises(
-        ValueError, match=r"at most 0 edges of query heads, 0.1% of all 110; got 110"
+        ValueError, match=r"110 edges of query heads, of at most 0 .0.1% of all 110"
     ):
         save_mib([Circuit(PLAIN, PLAIN.exists)] * 9, folder, 16)
     assert not list(tmp_path.iterdir())

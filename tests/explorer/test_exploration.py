@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.circuits import patch_exactly, trace_attention
-from sparse_tl.circuits.prompt.quantity import Quantity
+from sparse_tl.circuits.prompt.tokens import Quantity
 from sparse_tl.data import PromptPairs
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer
@@ -280,9 +280,9 @@ def test_positions_that_can_be_chosen(models):
     assert Exploration(models, "36+28=", position=-1).targets == ((6, 5),)
     last = Exploration(models, "36+28=", positions=[-3, -1, 2], position=-1)
     assert (last.targets, last.first_target) == (((4, 3), (6, 5), (2, 1)), 1)
-    with pytest.raises(ValueError, match=r"one of \[2, 4\]; got -1"):
+    with pytest.raises(ValueError, match=r"position is -1.* one of \[2, 4\]"):
         Exploration(models, "36+28=", positions=[2, 4], position=-1)
-    with pytest.raises(ValueError, match=r"one of \[2, 4\]; got 3"):
+    with pytest.raises(ValueError, match=r"position is 3.* one of \[2, 4\]"):
         Exploration(models, "36+28=", positions=[2, 4], position=3)
 
 
@@ -326,7 +326,7 @@ def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):
     assert exploration.graph("m").input_tokens == ("x", "y", "z", "?")
     best = model(tokens[None])[0, 2].argmax().item()
     assert exploration.outputs("m")["token"][0] == str(best) and exploration.prompt == ""
-    with pytest.raises(ValueError, match="no tokenizer; got the text '1'"):
+    with pytest.raises(ValueError, match="no tokenizer for the text '1'"):
         exploration.show_prompt("1")
 
 

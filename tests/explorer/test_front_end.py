@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
+from sparse_tl.explorer import CircuitExplorer, exploration, explore
 from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
@@ -169,7 +169,7 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
 
 
 def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
-    monkeypatch.setattr(ablated_model, "MAX_EFFECTS", 10)
+    monkeypatch.setattr(exploration, "MAX_EFFECTS", 10)
     explorer = explore(models, PROMPT, positions=[9])
     stop_clock(page)
     show(page, tmp_path, explorer)

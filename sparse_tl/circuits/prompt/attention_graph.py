@@ -8,17 +8,15 @@ stream, and from ``(l, key)`` through every attention edge of layer ``l`` from `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.metrics import UNITS
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EdgeWeight = Literal["attention", "carried", "effect", "first-order"]
 
@@ -40,8 +38,8 @@ class AttentionGraph(Result):
             not linear, its sign can be wrong.
         effect: for each target, the exact change of the metric when one edge is removed; negative:
             the edge helps. ``None`` if not computed; NaN at edges that were not removed.
-        carried: share of the query's residual stream that each edge writes, 0 to 1; see
-            `circuits.carried`. ``None`` if not traced.
+        carried: share of the query's residual stream that each edge writes, 0 to 1; ``None`` if not
+            traced.
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
         possible: pairs that the model's masks allow among the columns that it reads; ``None`` for
@@ -52,6 +50,7 @@ class AttentionGraph(Result):
     """
 
     made_by: ClassVar[str] = "trace_attention(...)"
+    finite: ClassVar[bool] = False
 
     attention: Float[Tensor, "layer head query key"]
     gates: Bool[Tensor, "layer head query key"]
@@ -67,25 +66,6 @@ class AttentionGraph(Result):
     metric: str = "answer_logit"
     answers: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        pos = self.attention.shape[-1]
-        lengths = {"input_tokens": len(self.input_tokens), "output_tokens": len(self.output_tokens)}
-        for name, length in lengths.items():
-            if length != pos:
-                raise ValueError(
-                    f"expected {pos} {name}, one per column of `attention`; got {length}"
-                )
-        for name, texts in (("answers", self.answers), ("wrong", self.wrong)):
-            if texts and len(texts) != len(self.targets):
-                raise ValueError(
-                    f"expected {len(self.targets)} {name}, one per target; got {len(texts)}"
-                )
-        for column, read_at in self.targets:
-            if not (0 <= column < pos and 0 <= read_at < pos):
-                raise ValueError(
-                    f"expected target columns in 0..{pos - 1}; got ({column}, read at {read_at})"
-                )
 
     @property
     def unit(self) -> str:
@@ -149,31 +129,19 @@ class AttentionGraph(Result):
             target: index into `targets`, for effects.
 
         Raises:
-            ValueError: the kind is unknown, or was not computed.
+            ValueError: the kind was not computed.
         """
         if kind == "attention":
             return self.attention
-        if kind not in get_args(EdgeWeight):
-            raise ValueError(f"expected a kind of {get_args(EdgeWeight)}; got {kind!r}")
-        if kind == "carried":
-            if self.carried is None:
-                raise ValueError(
-                    "expected a graph from trace_attention, with what edges carry; got one without"
-                )
-            return self.carried
-        scores = self.effect if kind == "effect" else self.attribution
-        if scores is None:
+        scores = {"carried": self.carried, "effect": self.effect, "first-order": self.attribution}
+        weights = scores[kind]
+        if weights is None:
             option = "max_effects=..." if kind == "effect" else "attribution=True"
-            raise ValueError(
-                f"expected a graph with {kind} scores; got one without: trace the model with "
-                f"{option}"
-            )
-        return scores[target]
+            raise ValueError(f"the graph has no {kind} scores: trace the model with {option}")
+        return weights if kind == "carried" else weights[target]
 
     def to_pandas(self, target: int = -1) -> pd.DataFrame:
         """One row per open edge, by decreasing attention, with its effects on a target."""
-        import pandas as pd
-
         edges = self.gates.nonzero().tolist()
         table = pd.DataFrame(edges, columns=["layer", "head", "query", "key"])
         table["attention"] = self.attention[self.gates].tolist()

@@ -15,8 +15,10 @@ predicts. Below 0, the part helps.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
 from sparse_tl.lens import Adapter, HookedModel, adapt
@@ -36,6 +39,8 @@ AttentionEdge = tuple[int, int, int, int]
 
 MOST_NUMBERS = 2**24
 """Maximum number of activations of a layer in a pass."""
+_FIRST_BATCH = 8
+"""Edges in the first pass of `EdgeEffects`, if time is limited."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +61,10 @@ class RemovalEffects:
 
 
 class LeaveOneOut:
-    """Runs of a prompt without one part at a time.
+    """Runs of a prompt without one part at a time; `pairs` has the prompt once per target.
 
-    The whole model runs once per site, when a part of that site is first removed. Hooks and weights
-    of the model must not change between the first and the last call.
-
-    Args:
-        model: dense or sparse model; hooks already on it stay active.
-        pairs: the prompt with its answers, once per target.
-        metric: metric function.
+    The whole model runs once per site, when a part of that site is first removed. Hooks on the
+    model stay active; they and weights must not change between the first and the last call.
     """
 
     def __init__(self, model: HookedModel, pairs: PromptPairs, metric: Metric) -> None:
@@ -85,11 +85,7 @@ class LeaveOneOut:
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
     ) -> RemovalEffects:
-        """The effects of removing each head, then of removing each group of attention edges.
-
-        Raises:
-            ValueError: a user's hook treats the rows of a batch differently.
-        """
+        """The effects of removing each head, then of removing each group of attention edges."""
         n_targets, device = len(self.pairs), self.adapter.device
         changes = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
         predictions = [torch.zeros(0, n_targets, dtype=torch.long, device=device)]
@@ -97,9 +93,8 @@ class LeaveOneOut:
             run = self._runs[kind]
             for start in range(0, len(parts), self._most_rows):
                 whole = self._whole(kind)
-                gates = _leave_one_out(
-                    self.adapter, run.site, parts[start : start + self._most_rows]
-                )
+                some = parts[start : start + self._most_rows]
+                gates = _leave_one_out(self.adapter, run.site, some)
                 logits = run.logits(gates)[:, self._columns]
                 _check_rows(logits[-1].double(), whole)
                 scores = torch.stack([self._scores(row.double()) for row in logits])
@@ -141,7 +136,60 @@ def _check_rows(row: Tensor, whole: Tensor) -> None:
     difference = float((row - whole).abs().max())
     if difference > 0.02 * (1 + float(whole.abs().max())):
         raise ValueError(
-            f"expected every row of a batch to run as the prompt does alone; got logits that "
-            f"differ by {difference:.3g}. Remove your own hooks from this model, or make them "
-            "treat all rows alike."
+            f"rows of a batch do not run as the prompt does alone: logits differ by "
+            f"{difference:.3g}. Remove your own hooks from this model, or make them treat all "
+            "rows alike."
         )
+
+
+class EdgeEffects:
+    """Exact effects of a graph's open attention edges, strongest first, within a given time.
+
+    1. Order the edges by their first-order estimates, relative to the largest estimate of each
+       target.
+    2. Remove one edge at a time, in batches whose size follows from the speed of the last batch.
+    3. Set effects that were not computed to NaN.
+
+    The graph needs estimates, unless all effects will be computed.
+    """
+
+    def __init__(self, graph: AttentionGraph, leave_one_out: LeaveOneOut) -> None:
+        self._graph, self._leave_one_out = graph, leave_one_out
+        self._to_do = _strongest_first(graph)
+        self._effect = torch.zeros(len(graph.targets), *graph.gates.shape, dtype=torch.float64)
+        self._effect[:, graph.gates] = torch.nan  # closed edges have no effect
+
+    @property
+    def more(self) -> bool:
+        """Whether effects remain to be computed."""
+        return bool(self._to_do)
+
+    @property
+    def graph(self) -> AttentionGraph:
+        """The graph with the effects computed so far."""
+        return replace(self._graph, effect=self._effect.clone())
+
+    def advance(self, seconds: float | None) -> None:
+        """Compute the effects of as many edges as time allows, but one batch; or all (`None`)."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        size = len(self._to_do) if seconds is None else _FIRST_BATCH
+        while self._to_do:
+            start = time.monotonic()
+            batch, self._to_do = self._to_do[:size], self._to_do[size:]
+            removed = self._leave_one_out.effects(groups=[[edge] for edge in batch])
+            self._effect[:, *torch.tensor(batch).T] = removed.effects
+            now = time.monotonic()
+            if now >= end:
+                return
+            fitting = size * (end - now) / max(now - start, 1e-9)
+            size = int(max(1, min(2 * size, fitting)))
+
+
+def _strongest_first(graph: AttentionGraph) -> list[AttentionEdge]:
+    edges = graph.gates.nonzero()
+    if graph.attribution is not None:
+        sizes = graph.attribution.abs()
+        largest = sizes.flatten(start_dim=1).amax(dim=1).clamp(min=1e-30)
+        strength = (sizes / largest[:, None, None, None, None]).amax(dim=0)[graph.gates]
+        edges = edges[strength.argsort(descending=True, stable=True)]
+    return [(layer, head, query, key) for layer, head, query, key in edges.tolist()]

@@ -1,42 +1,42 @@
-"""Prompts as tokens of a model, and the texts of its tokens and outputs."""
+"""Prompts as tokens of a model, the texts of its tokens and outputs, and what is measured there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.data import prompts
+from sparse_tl.data import PromptPairs, prompts
 from sparse_tl.data.prompts import Encoder, check_known, prepends_bos, prompt_start, single_token
 from sparse_tl.lens import HookedModel, adapt, check_tokens
+from sparse_tl.metrics import Metric, log_probability
 
 Prompt = str | Int[Tensor, " pos"]
 """Text or tokens."""
 Token = str | int
 """Text or number of a token."""
+Answers = Token | Sequence[Token]
+"""One token for all targets, or one token per target."""
 
 
 def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt, checked against the model, on the CPU.
-
-    Raises:
-        ValueError: the model cannot run the prompt.
-    """
+    """The tokens of a prompt, checked against the model, on the CPU."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(
-                f"expected the tokens of the prompt, since the model has no tokenizer; got the "
-                f"text {prompt!r}; texts of the columns can be given as labels="
+                f"the model has no tokenizer for the text {prompt!r}: pass tokens, and the texts "
+                "of the columns as labels="
             )
         if not prompt:
-            raise ValueError("expected a prompt; got an empty text")
+            raise ValueError("the prompt is empty")
         check_known(model.tokenizer, prompt)
         start = prompt_start(model.tokenizer, prepends_bos(model))
         tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
     else:
         tokens = prompt
-    if tokens.ndim != 1 or len(tokens) == 0:
-        raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
     check_tokens(adapt(model), tokens)
     return tokens.cpu()
 
@@ -65,10 +65,7 @@ def text_around(
 def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
     """The text of a model output: that of its token, or its number if outputs are not tokens.
 
-    Args:
-        model: dense or sparse model.
-        output: number of the output.
-        before: tokens before the output, since it may complete a character that they begin.
+    It may complete a character that the tokens before it begin.
     """
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
@@ -77,24 +74,64 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
 
 
 def output_number(model: HookedModel, answer: Token) -> int:
-    """The number of a model output.
-
-    Args:
-        model: dense or sparse model.
-        answer: number of the output, or text of its token, including a leading space.
-
-    Raises:
-        ValueError: the text is not one token, or the model has no such output.
-    """
+    """The number of a model output, from its number or the text of its token."""
     if isinstance(answer, str):
         if model.tokenizer is None:
-            raise ValueError(
-                f"expected the number of the answer, since the model has no tokenizer; got "
-                f"{answer!r}"
-            )
+            raise ValueError(f"the model has no tokenizer: give {answer!r} as a number")
         check_known(model.tokenizer, answer)
         answer = single_token(Encoder(model.tokenizer), answer)
     n_outputs = adapt(model).d_vocab_out
     if not 0 <= answer < n_outputs:
-        raise ValueError(f"expected an answer in 0..{n_outputs - 1}; got {answer}")
+        raise ValueError(f"answer {answer} is not an output of the model, 0..{n_outputs - 1}")
     return answer
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A metric, whose changes are the effects of parts, with the answers that it is computed for.
+
+    Args:
+        metric: metric function.
+        answer: the right answers; by default, the model's predictions.
+        wrong: the wrong answers; by default, and where one equals the answer, the most likely token
+            other than the answer.
+    """
+
+    metric: Metric = log_probability
+    answer: Answers | None = None
+    wrong: Answers | None = None
+
+    def pairs(
+        self,
+        model: HookedModel,
+        tokens: Int[Tensor, " pos"],
+        read_at: Sequence[int],
+        logits: Float[Tensor, "target vocab"],
+    ) -> PromptPairs:
+        """The prompt as one pair per target, with its answers; the corrupted prompt is the same.
+
+        The model's logits are those at `read_at`, the column at which each target is predicted.
+        """
+        logits = logits.detach().cpu()
+        answers = _numbers(model, self.answer, logits.argmax(dim=-1))
+        runners_up = logits.scatter(-1, answers[:, None], -torch.inf).argmax(dim=-1)
+        wrong = _numbers(model, self.wrong, runners_up)
+        wrong = torch.where(wrong == answers, runners_up, wrong)
+        prompts = tokens.expand(len(answers), -1)
+        positions = torch.tensor(list(read_at))
+        return PromptPairs(prompts, prompts, answers[:, None], wrong[:, None], positions)
+
+
+def _numbers(
+    model: HookedModel, given: Answers | None, default: Int[Tensor, " target"]
+) -> Int[Tensor, " target"]:
+    if given is None:
+        return default
+    tokens = [given] * len(default) if isinstance(given, Token) else given
+    if len(tokens) != len(default):
+        raise ValueError(f"{len(tokens)} answers for {len(default)} positions: give one for each")
+    return torch.tensor([output_number(model, token) for token in tokens])
+
+
+LOG_PROBABILITY = Quantity()
+"""The log-probability of the model's prediction."""

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparse_tl.calls.arguments import Count, NotNegative, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
-from sparse_tl.circuits.prompt.carried import carried, carried_points
-from sparse_tl.circuits.prompt.edge_effects import EdgeEffects
-from sparse_tl.circuits.prompt.quantity import Answers, Quantity
-from sparse_tl.circuits.prompt.removal import LeaveOneOut
-from sparse_tl.circuits.prompt.tokens import Prompt, output_text, prompt_tokens, token_texts
+from sparse_tl.circuits.prompt.removal import EdgeEffects, LeaveOneOut
+from sparse_tl.circuits.prompt.tokens import (
+    Answers,
+    Prompt,
+    Quantity,
+    output_text,
+    prompt_tokens,
+    token_texts,
+)
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
+    Adapter,
     AttentionMask,
     Hook,
     HookedModel,
@@ -91,49 +98,66 @@ def trace_attention(
             does not know; the number of labels is wrong; a position cannot be predicted; or an
             answer is not one token.
     """
-    tokens = prompt_tokens(model, prompt)
-    texts = token_texts(model, tokens) if labels is None else labels
-    if len(texts) != len(tokens):
-        raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(texts)}")
-    causal, masked = adapt(model).causal, _masked(model, tokens)
-    targets = _targets(model, tokens, positions, masked)
-    n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
-    n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
-    # Every mask token that is run has a prediction, even if it is not a target.
-    read_at = {column: column for column in masked if column < n_read} | dict(targets)
-    read = tokens[:n_read]
-    quantity = Quantity(metric, answer, wrong)
-    run = _run(model, read, targets, quantity, attribution or seconds > 0)
-    attention, shares, possible, gates, mlps, logits, pairs, estimates = run
-    predicted = {column: int(logits[at].argmax()) for column, at in read_at.items()}
-    known = [i < n_read and i not in masked for i in range(n_columns)]
-    inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
-    outputs = [
-        output_text(model, predicted[i], tokens[:i]) if i in predicted else inputs[i]
-        for i in range(n_columns)
-    ]
-    graph = AttentionGraph(
-        attention=_widen(attention, n_columns),
-        gates=_widen(gates, n_columns),
-        input_tokens=tuple(inputs),
-        output_tokens=tuple(outputs),
-        targets=tuple(targets),
-        attribution=None if estimates is None else _widen(estimates, n_columns),
-        carried=_widen(shares, n_columns),
-        causal=causal,
-        mlps=None if mlps is None else _pad(mlps, n_columns),
-        possible=_widen(possible, n_columns),
-        metric=metric_name(metric),
-        answers=_texts(model, pairs.answers[:, 0], tokens, targets),
-        wrong=_texts(model, pairs.wrong[:, 0], tokens, targets),
-    )
-    few = 0 < max_effects >= int(gates.sum())
+    tokens, quantity = prompt_tokens(model, prompt), Quantity(metric, answer, wrong)
+    estimated = attribution or seconds > 0
+    graph, _, pairs = traced(model, tokens, positions, labels, quantity, attribution=estimated)
+    few = 0 < max_effects >= int(graph.gates.sum())
     if few or seconds:
         effects = EdgeEffects(graph, LeaveOneOut(model, pairs, metric))
         effects.advance(None if few else seconds)
         graph = effects.graph
         attribution = attribution or effects.more
     return graph if attribution else replace(graph, attribution=None)
+
+
+@in_evaluation_mode
+def traced(
+    model: HookedModel,
+    tokens: Int[Tensor, " pos"],
+    positions: Sequence[int] | None,
+    labels: Sequence[str] | None,
+    quantity: Quantity,
+    *,
+    attribution: bool,
+) -> tuple[AttentionGraph, Float[Tensor, "read vocab"], PromptPairs]:
+    """The graph of `trace_attention`, without exact effects; logits of the columns that are read;
+    and the prompt with its answers."""
+    texts = token_texts(model, tokens) if labels is None else labels
+    if len(texts) != len(tokens):
+        raise ValueError(f"{len(texts)} labels for {len(tokens)} tokens: give one for each")
+    causal, masked = adapt(model).causal, _masked(model, tokens)
+    targets = _targets(model, tokens, positions, masked)
+    n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
+    n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
+    edges, mlps, logits, pairs = _run(model, tokens[:n_read], targets, quantity, attribution)
+    # Every mask token that is run has a prediction, even if it is not a target.
+    read_at = {column: column for column in masked if column < n_read} | dict(targets)
+    known = [i < n_read and i not in masked for i in range(n_columns)]
+    inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
+    outputs = list(inputs)
+    for column, at in read_at.items():
+        outputs[column] = output_text(model, int(logits[at].argmax()), tokens[:column])
+    answers, others = (
+        tuple(
+            output_text(model, o, tokens[:column])
+            for (column, _), o in zip(targets, ids, strict=True)
+        )
+        for ids in (pairs.answers[:, 0].tolist(), pairs.wrong[:, 0].tolist())
+    )
+    # Columns that the model does not read have no edges.
+    more = n_columns - n_read
+    graph = AttentionGraph(
+        **{name: pad(values, (0, more, 0, more)) for name, values in edges.items()},
+        input_tokens=tuple(inputs),
+        output_tokens=tuple(outputs),
+        targets=tuple(targets),
+        causal=causal,
+        mlps=None if mlps is None else pad(mlps, (0, more)),
+        metric=metric_name(quantity.metric),
+        answers=answers,
+        wrong=others,
+    )
+    return graph, logits, pairs
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
@@ -154,17 +178,6 @@ def predicted_column(model: HookedModel, prompt: Prompt, position: int) -> int:
     return position if position >= 0 else position + predicted_columns(model, prompt)[-1] + 1
 
 
-def _texts(
-    model: HookedModel,
-    outputs: Int[Tensor, " target"],
-    tokens: Int[Tensor, " pos"],
-    targets: Sequence[tuple[int, int]],
-) -> tuple[str, ...]:
-    """The text of an output at each target."""
-    pairs = zip(outputs.tolist(), targets, strict=True)
-    return tuple(output_text(model, output, tokens[:column]) for output, (column, _) in pairs)
-
-
 def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
     """The columns that hold the tokenizer's mask token."""
     mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
@@ -181,24 +194,23 @@ def _targets(
     n, causal = len(tokens), adapt(model).causal
     read_in_place = masked if causal else range(n)
     if positions is None:
-        positions = masked
-        if not positions and not causal:
-            raise ValueError(
-                "expected positions= to read, since attention is bidirectional and the prompt has "
-                "no mask token; got none"
-            )
-        positions = positions or [n]
+        positions = masked or ([n] if causal else [])
+    if not positions:
+        raise ValueError(
+            "there is no position to predict: pass positions=, which a bidirectional model needs "
+            "for a prompt without mask tokens"
+        )
     first, last = (1, n) if causal else (0, n - 1)
-    columns = [predicted_column(model, tokens, position) for position in positions]
-    for position, column in zip(positions, columns, strict=True):
-        if column not in read_in_place and not (causal and 1 <= column <= n):
+    targets = []
+    for position in positions:
+        column = predicted_column(model, tokens, position)
+        in_place = column in read_in_place
+        if not in_place and not (causal and 1 <= column <= n):
             raise ValueError(
-                f"expected positions in {first}..{last}, the columns that can be predicted; got "
-                f"{position}"
+                f"position {position} cannot be predicted: choose positions in {first}..{last}"
             )
-    if not columns:
-        raise ValueError("expected at least one position to predict; got none")
-    return [(column, column if column in read_in_place else column - 1) for column in columns]
+        targets.append((column, column if in_place else column - 1))
+    return targets
 
 
 def _run(
@@ -207,9 +219,8 @@ def _run(
     targets: Sequence[tuple[int, int]],
     quantity: Quantity,
     attribution: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, PromptPairs, Tensor | None]:
-    """One pass: attention, what it carries, possible edges, open edges and MLPs, logits, the prompt
-    with its answers, and first-order estimates, on the CPU."""
+) -> tuple[dict[str, Any], Tensor | None, Float[Tensor, "read vocab"], PromptPairs]:
+    """One pass, on the CPU: what `AttentionGraph` holds by edge, open MLPs, logits, and answers."""
     kept: dict[str, Tensor] = {}
     nudges: list[Tensor] = []
     masks: dict[int, AttentionMask] = {}
@@ -225,31 +236,41 @@ def _run(
 
     adapter = adapt(model)
     layers = range(adapter.n_layers)
-    points = dict.fromkeys(point for layer in layers for point in carried_points(adapter, layer))
+    points = dict.fromkeys(point for layer in layers for point in _carried_points(adapter, layer))
     hooks: list[Hook] = [(name, Order.LAST, partial(keep, name)) for name in points]
     patterns = adapter.layer_points("attn.hook_pattern")
     if attribution:
         hooks += [(name, Order.LAST, nudge) for name in patterns]
     hooks += mask_hooks(adapter, masks)
-    batch = tokens[None].to(adapter.device)
+    batch, gates, mlps = tokens[None].to(adapter.device), None, None
     with attached(adapter, hooks), autograd(attribution):
-        logits, gates, mlps = _forward(model, batch)
+        if isinstance(model, SparseTransformer):
+            logits, counts = model.run_with_counts(batch, keep_gates=True)
+            assert counts.gates is not None
+            gates = counts.gates[:, 0].cpu()
+            mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0].cpu()
+        else:
+            logits = model(batch)
+    logits = logits[0]
     check_numbers(adapter, logits)
     attention = torch.cat([kept[name] for name in patterns])
-    shares = torch.stack([carried(adapter, layer, kept) for layer in layers]).cpu()
     allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in layers])
     possible = allowed[:, None].expand_as(attention)
+    edges = {
+        "attention": attention.cpu(),
+        "carried": torch.stack([_carried(adapter, layer, kept) for layer in layers]).cpu(),
+        "possible": possible,
+        "gates": possible if gates is None else gates,  # in a dense model, all are open
+    }
     read_at = [column for _, column in targets]
     with autograd(attribution):
-        read, estimates = logits[read_at], None
+        read = logits[read_at]
         pairs = quantity.pairs(model, tokens, read_at, read)
         if attribution:
             read = read.to(torch.promote_types(read.dtype, torch.float32))
             outputs = measure(quantity.metric, read, pairs.to(read.device))
-            estimates = (-attention * _gradients(outputs, nudges)).cpu()
-    logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
-    gates = possible if gates is None else gates.cpu()  # in a dense model, all are open
-    return attention.cpu(), shares, possible, gates, mlps, logits, pairs, estimates
+            edges["attribution"] = (-attention * _gradients(outputs, nudges)).cpu()
+    return edges, mlps, logits.detach().cpu(), pairs
 
 
 def _gradients(
@@ -265,20 +286,37 @@ def _gradients(
     return torch.cat(by_output)
 
 
-def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logits ``[pos, vocab]``, open gates ``[layer, head, query, key]`` and ``[layer, pos]``."""
-    if not isinstance(model, SparseTransformer):
-        return model(batch)[0], None, None
-    logits, counts = model.run_with_counts(batch, keep_gates=True)
-    assert counts.gates is not None
-    mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0]
-    return logits[0], counts.gates[:, 0], mlps
+def _carried_points(adapter: Adapter, layer: int) -> list[str]:
+    """The hook points of a layer whose activations `_carried` needs."""
+    attention = [f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v", "hook_z")]
+    return [f"blocks.{layer}.hook_resid_pre", *attention, adapter.heads_point(layer)]
 
 
-def _widen(edges: Tensor, n_columns: int) -> Tensor:
-    """Add columns that the model does not read, without edges."""
-    return _pad(_pad(edges, n_columns).mT, n_columns).mT
+@autograd(False)
+def _carried(
+    adapter: Adapter, layer: int, kept: Mapping[str, Tensor]
+) -> Float[Tensor, "head query key"]:
+    """How much each attention edge of a layer carries: what it writes, as a share of the stream.
 
+        carried[q, k] = |w_qk| / (|x_q| + sum over heads and keys of |w_qk|),
+            w_qk = A_qk p_qk v_k W_O
 
-def _pad(columns: Tensor, n_columns: int) -> Tensor:
-    return torch.nn.functional.pad(columns, (0, n_columns - columns.shape[-1]))
+    with the gate A, the attention p, and the residual stream x that enters the layer. The share, 0
+    to 1, differs from attention most at *sinks*: tokens such as the first one, to which heads
+    attend when they have nothing to move. There p is large and v_k W_O small.
+
+    Reference: Kobayashi et al., arXiv 2004.10102, who compare these norms with attention. The
+    division is an addition of this package, to make layers comparable.
+    """
+    parts = (kept[point][0] for point in _carried_points(adapter, layer))
+    stream, pattern, v, z, written = (part.to(adapter.gate_dtype) for part in parts)
+    weight = adapter.W_O(layer).to(v)
+    # |v W_O| from products of the rows of W_O: [key, head, d_model] does not fit for long prompts.
+    products = weight @ weight.mT
+    v = v.repeat_interleave(adapter.n_heads // v.shape[1], dim=1)
+    sizes = torch.einsum("khd,hde,khe->hk", v, products, v).clamp(min=0).sqrt()
+    # Some models normalise what attention writes, with a scale for each query.
+    scale = written.flatten(1).norm(dim=1) / z.flatten(1).norm(dim=1).clamp(min=1e-30)
+    writes = pattern * sizes[:, None, :] * scale[:, None]
+    whole = stream.norm(dim=-1) + writes.sum(dim=(0, 2))
+    return writes / whole.clamp(min=1e-30)[:, None]

@@ -1,20 +1,11 @@
-"""Direct logit attribution: how much each component writes towards the answer.
-
-    attribution[component] = norm_share(what it writes) . (W_U[answer] - W_U[wrong])
-
-at the position that is read. With the scale of the final norm held fixed, the logits (before a soft
-cap) are linear in the final residual stream, so input, heads, MLPs and biases add up to the logit
-difference. What a component does through later components does not count.
-
-Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
-"""
+"""What the residual stream says about the logits: the logit lens, and direct logit attribution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -22,8 +13,17 @@ from torch import Tensor
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairBatches, read_mask
+from sparse_tl.circuits.prompt.tokens import (
+    Prompt,
+    Token,
+    output_number,
+    output_text,
+    prompt_tokens,
+    token_texts,
+)
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
+from sparse_tl.data.prompts import Encoder, check_known, continued
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
@@ -40,8 +40,108 @@ from sparse_tl.lens import (
 from sparse_tl.parallel.progress import tracked
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
+
+@dataclass(frozen=True, eq=False)
+class LogitLens(Result):
+    """Predictions of one prompt by layer and position, from `logit_lens`.
+
+    Each row is a residual stream; the last row, after the last layer, is the model's prediction.
+
+    Args:
+        tokens: text of each position.
+        answer: text of the token whose probability is tracked.
+        probability: probability of the answer as the next token.
+        top: text of the most likely next token.
+        top_probability: probability of that token.
+    """
+
+    tokens: Sequence[str]
+    answer: str
+    probability: Float[Tensor, "row pos"]
+    top: Sequence[Sequence[str]]
+    top_probability: Float[Tensor, "row pos"]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The name of each row: the layer that reads the residual stream, or "final"."""
+        return (*map(str, range(len(self.top) - 1)), "final")
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per layer and position: token, top token, and both probabilities."""
+        n_positions = len(self.tokens)
+        return pd.DataFrame(
+            {
+                "layer": [row for row in self.rows for _ in self.tokens],
+                "position": list(range(n_positions)) * len(self.rows),
+                "token": list(self.tokens) * len(self.rows),
+                "top": [text for row in self.top for text in row],
+                "top_probability": self.top_probability.flatten().tolist(),
+                "probability": self.probability.flatten().tolist(),
+            }
+        )
+
+    def _summary(self) -> pd.DataFrame:
+        """The top tokens by layer, the last layer first, and position."""
+        columns = [f"{position} {token!r}" for position, token in enumerate(self.tokens)]
+        rows = [[name, *row] for name, row in zip(self.rows, self.top, strict=True)]
+        return pd.DataFrame(rows[::-1], columns=["layer", *columns])
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{p:.2g}" for p in self.probability[:, -1].tolist())
+        return f"LogitLens({self.answer!r} after {self.tokens[-1]!r}, by layer: {shown})"
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = None) -> LogitLens:
+    """What the model would predict if it ended before a layer, at each layer and position.
+
+        logits[layer, pos] = unembed(norm(residual stream that enters the layer))
+
+    with the model's final norm and unembedding; after the last layer, these are the model's logits.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        prompt: text or tokens.
+        answer: token to track, as text or number; by default the model's prediction after the
+            prompt. If prompt and answer are both texts, they are tokenised as one, so that a space
+            at the end of the prompt can become part of the answer's token.
+
+    Raises:
+        ValueError: the model cannot run the prompt, or the answer is not exactly one token after
+            the prompt.
+
+    Reference: nostalgebraist, "interpreting GPT: the logit lens", 2020.
+    """
+    adapter, tokens = adapt(model), prompt_tokens(model, prompt)
+    if isinstance(answer, str) and isinstance(prompt, str):
+        encode = Encoder(model.tokenizer)
+        check_known(model.tokenizer, answer)
+        start = tokens[: len(tokens) - len(encode(prompt))]
+        before, answer = continued(encode, prompt, answer)
+        tokens = torch.cat([start, tokens.new_tensor(before)])
+    names = adapter.layer_points("hook_resid_pre")
+    kept, final = record(adapter, tokens[None].to(adapter.device), names)
+    streams = [*(kept[name] for name in names), final]
+    logits = adapter.logits(final)[0, -1]
+    check_numbers(adapter, logits)
+    tracked = int(logits.argmax()) if answer is None else output_number(model, answer)
+    probability, top, top_probability = [], [], []
+    prefixes = [tokens[: position + 1] for position in range(len(tokens))]
+    for stream in streams:  # one at a time: a vocabulary can have 250,000 tokens
+        probabilities = adapter.logits(stream)[0].float().softmax(dim=-1)
+        probability.append(probabilities[:, tracked].cpu())
+        top_probability.append(probabilities.max(dim=-1).values.cpu())
+        best = zip(probabilities.argmax(dim=-1).tolist(), prefixes, strict=True)
+        top.append([output_text(model, token, prefix) for token, prefix in best])
+    return LogitLens(
+        token_texts(model, tokens),
+        output_text(model, tracked, tokens),
+        torch.stack(probability),
+        top,
+        torch.stack(top_probability),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +173,11 @@ class LogitAttribution(Result):
             ValueError: the model lacks the component.
         """
         if component not in self.components:
-            raise ValueError(
-                f"expected one of {self.components[0]!r} to {self.components[-1]!r}; got "
-                f"{component!r}"
-            )
+            raise ValueError(f"the model has no component {component!r}")
         return self.values[self.components.index(component)].mean().item()
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per component: mean and standard deviation over pairs, in logits."""
-        import pandas as pd
-
         spread = self.values.std(dim=1, correction=0).tolist()
         means = self.values.mean(dim=1).tolist()
         return pd.DataFrame({"component": self.components, "logits": means, "std": spread})
@@ -107,7 +202,14 @@ class LogitAttribution(Result):
 def attribute_logits(
     model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
 ) -> LogitAttribution:
-    """Direct logit attribution of the logit difference, answers minus wrong, on clean prompts.
+    """Direct logit attribution: how much each component writes towards the answer.
+
+        attribution[component] = norm_share(what it writes) . (W_U[answer] - W_U[wrong])
+
+    on the clean prompts, at the position that is read. With the scale of the final norm held fixed,
+    the logits (before a soft cap) are linear in the final residual stream, so input, heads, MLPs
+    and biases add up to the logit difference. What a component does through later components does
+    not count.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -117,6 +219,8 @@ def attribute_logits(
 
     Raises:
         ValueError: the model is not the sum of its components, or cannot run the prompts.
+
+    Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
@@ -142,13 +246,10 @@ def attribute_logits(
             step()
     values = torch.cat(by_batch, dim=1)
     row_of = {name: row for row, name in enumerate([*sources, *biases, "bias"])}
-    last_head = f".h{graph.n_heads - 1}"
-    components = []
-    for name in sources:
-        components.append(name)
-        if name.endswith(last_head):
-            components.append(f"{name.removesuffix(last_head)}.b")
-    components.append("bias")
+    components = [*sources, "bias"]
+    for bias in biases:  # each after the last head of its layer
+        last_head = bias.replace(".b", f".h{graph.n_heads - 1}")
+        components.insert(components.index(last_head) + 1, bias)
     values = values[[row_of[name] for name in components]]
     return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
 
@@ -164,9 +265,9 @@ def _check_sum(
     after = [module for end in ends if end is not None for module in end.modules()]
     if error > tolerance(residual.dtype) * float(residual.abs().max()) or any(map(hooked, after)):
         raise ValueError(
-            f"expected components that add up to the logit difference; a hook on {adapter.name!r} "
-            f"adds something else (up to {error:.3g} in the residual stream), or can edit the "
-            "final normalisation or the unembedding. Remove it first."
+            f"components do not add up to the logit difference: a hook on {adapter.name!r} adds "
+            f"something else (up to {error:.3g} in the residual stream), or can edit the final "
+            "normalisation or the unembedding. Remove it first."
         )
 
 
@@ -178,11 +279,7 @@ def towards_answers(
 ) -> tuple[Float[Tensor, "part pair"], Float[Tensor, " pair"]]:
     """The logit difference that each part of the residual stream adds, and that of the biases.
 
-    Args:
-        adapter: adapter of the model.
-        batch: the pairs.
-        parts: parts of the residual stream where it is read.
-        residual: the whole residual stream there, which sets the scale of the final norm.
+    The whole residual stream sets the scale of the final norm.
     """
     weight, bias = adapter.unembedding()
     norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))

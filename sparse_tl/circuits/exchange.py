@@ -1,0 +1,464 @@
+"""Scores and circuits in the formats of other tools: EAP-IG, MIB's track, circuit-tracer's viewer.
+
+In the graph JSON of EAP-IG, which submissions to MIB also have, every query head has its own edges
+into k and v. An edge into a key-value head is written as one edge for each head of its group, all
+kept or none, each with an equal share of the score. Reading joins them again.
+
+The graph JSON that circuit-tracer's viewer and Neuronpedia read describes features of transcoders;
+here each node is a component. The input is an "embedding", the logits are a "logit", and heads and
+MLPs are "cross layer transcoder" features, whose ``clerp``, the text that the viewer shows, is the
+component's name. Because the viewer's layers are numbers, the heads and the MLP of a layer share a
+row. Columns are positions. Checked in the viewer of circuit-tracer 0.5.0, which shows no example
+texts for components, and reads supernodes from its URL, not from the file.
+
+Reference: github.com/hannamw/EAP-IG; Mueller et al., arXiv 2504.13151 (MIB), and
+``evaluate_area_under_curve`` in github.com/hannamw/MIB-circuit-track; ``circuit_tracer/frontend``
+of github.com/safety-research/circuit-tracer, schema version 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.effect import Evaluation
+from sparse_tl.circuits.evaluation import evaluate
+from sparse_tl.circuits.paths import PositionedNode, path_graph
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import HookedModel
+from sparse_tl.metrics import Metric
+from sparse_tl.parts.graph import CircuitGraph, Destination
+from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.results import Result
+from sparse_tl.storage.files import (
+    atomic_folder,
+    check_replaceable,
+    read_json,
+    recover_folder,
+    write_json,
+)
+
+MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""Maximum shares of all circuit edges that MIB's circuits keep."""
+_IMPORTANCES = "importances.json"
+_CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
+
+
+# ---- EAP-IG --------------------------------------------------------------------------------------
+
+
+@checked
+def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str, Any]:
+    """Scores and circuit as the JSON of EAP-IG's ``Graph.to_json``; scores keep their sign.
+
+    Args:
+        scores: scores of every edge.
+        circuit: edges that are kept.
+        d_model: residual stream width of the model, required by EAP-IG's loader.
+
+    Raises:
+        ValueError: the model has no MLPs, which the format requires, or the scores are of other
+            edges than the circuit.
+    """
+    if scores.grid != circuit.graph:
+        raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {circuit.graph!r}")
+    return _content(circuit, scores.mean(), d_model)
+
+
+@checked
+def from_eap_ig(
+    content: Mapping[str, Any], graph: CircuitGraph | None = None
+) -> tuple[Scores, Circuit]:
+    """Scores and circuit from the JSON of EAP-IG's ``Graph.to_json``.
+
+    Args:
+        content: the JSON.
+        graph: the model's graph; required for grouped-query attention, which the JSON omits.
+
+    Raises:
+        KeyError: a key is missing.
+        ValueError: an edge does not exist, the sizes are not those of `graph`, or heads that share
+            a key-value head keep different edges.
+    """
+    cfg, edges = content["cfg"], content["edges"]
+    ungrouped = CircuitGraph(
+        cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
+    )
+    graph = ungrouped if graph is None else graph
+    if _ungrouped(graph) != ungrouped:
+        raise ValueError(f"these are the edges of {ungrouped!r}, not of {graph!r}")
+    numbers = {name: number for number, name in enumerate(ungrouped.names(ungrouped.places))}
+    for name in edges.keys() - numbers.keys():
+        ungrouped.index(name)  # raises, and says why
+    rows, columns = ungrouped.places[[numbers[name] for name in edges]].T
+    scores = torch.zeros(ungrouped.exists.shape, dtype=torch.float64)
+    values = [edge.get("score", 0.0) for edge in edges.values()]
+    scores[rows, columns] = torch.tensor(values, dtype=torch.float64)
+    mask = torch.zeros_like(ungrouped.exists)
+    mask[rows, columns] = torch.tensor([edge["in_graph"] for edge in edges.values()]).bool()
+    column_of, _ = _columns(graph, ungrouped)
+    grouped = torch.zeros(graph.exists.shape, dtype=torch.float64).index_add(1, column_of, scores)
+    grouped_mask = torch.zeros(graph.exists.shape).index_add(1, column_of, mask.float()) > 0
+    if not torch.equal(grouped_mask[:, column_of], mask):
+        raise ValueError("the heads that share a key-value head do not keep the same edges")
+    return Scores(graph, grouped, "imported"), Circuit(graph, grouped_mask)
+
+
+def _content(
+    circuit: Circuit, values: Float[Tensor, "source destination"] | None, d_model: int
+) -> dict[str, Any]:
+    """The JSON of a circuit, with the score of every edge if values are given."""
+    graph = circuit.graph
+    if not graph.has_mlps:
+        raise ValueError(f"the format requires a model with MLPs; {graph!r} has none")
+    ungrouped = _ungrouped(graph)
+    column_of, share = _columns(graph, ungrouped)
+    rows, columns = (circuit.mask.any(dim=axis).nonzero()[:, 0].tolist() for axis in (1, 0))
+    in_graph = {graph.sources[row] for row in rows}
+    for column in columns:
+        in_graph.update(graph.readers_of(graph.destinations[column]))
+    kept = circuit.mask.cpu()[:, column_of][ungrouped.exists].tolist()
+    named = zip(ungrouped.names(ungrouped.places), kept, strict=True)
+    edges: dict[str, dict[str, Any]] = {name: {"in_graph": is_kept} for name, is_kept in named}
+    if values is not None:
+        shared = (values.cpu().double()[:, column_of] * share)[ungrouped.exists].tolist()
+        for edge, value in zip(edges.values(), shared, strict=True):
+            edge["score"] = value
+    cfg = {
+        "n_layers": graph.n_layers,
+        "n_heads": graph.n_heads,
+        "parallel_attn_mlp": graph.parallel,
+        "d_model": d_model,
+    }
+    nodes = {str(node): {"in_graph": node in in_graph} for node in graph.nodes}
+    return {"cfg": cfg, "nodes": nodes, "edges": edges}
+
+
+def _ungrouped(graph: CircuitGraph) -> CircuitGraph:
+    """The graph in which every query head has its own edges into k and v."""
+    return replace(graph, n_kv_heads=graph.n_heads, coupled=False)
+
+
+def _columns(
+    graph: CircuitGraph, ungrouped: CircuitGraph
+) -> tuple[Int[Tensor, " column"], Float[Tensor, " column"]]:
+    """For each column of `ungrouped`, the column of `graph`, and the share of its score."""
+    column_at = {
+        Destination(reader, to.slot): column
+        for column, to in enumerate(graph.destinations)
+        for reader in graph.readers_of(to)
+    }
+    column_of = torch.tensor([column_at[to] for to in ungrouped.destinations])
+    return column_of, 1 / column_of.bincount()[column_of]
+
+
+# ---- MIB -----------------------------------------------------------------------------------------
+
+
+@checked
+def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtLeastOne) -> Path:
+    """Write a folder of a submission to MIB's circuit localization track, and return its path.
+
+    Scores become ``importances.json``, from which MIB takes circuits of its sizes. Circuits become
+    one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
+    counts them. Edges on no path from the input to the logits are left out: they have no effect
+    under corrupted patches, with which MIB evaluates. The sign is the opposite of that of `Scores`:
+    a positive importance helps.
+
+    Args:
+        found: scores of circuit edges, or nine circuits, smallest first.
+        folder: folder named by task and model, such as ``submission/ioi_gpt2``; the leaderboard
+            skips other names. It is written completely or not at all.
+        d_model: residual stream width of the model.
+
+    Raises:
+        ValueError: the model has no MLPs, there are not nine circuits, one is too large, or the
+            folder holds other files.
+
+    Reference: arXiv 2504.13151 and github.com/hannamw/MIB-circuit-track.
+    """
+    folder = Path(folder)
+    if isinstance(found, Scores):
+        names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
+    else:
+        names, values = _CIRCUITS, None
+        circuits = [circuit.connected(patch="corrupted") for circuit in found]
+        if len(circuits) != len(names):
+            raise ValueError(
+                f"MIB takes {len(names)} circuits, smallest first, not {len(circuits)}"
+            )
+        for circuit, fraction in zip(circuits, MIB_FRACTIONS, strict=False):
+            ungrouped = _ungrouped(circuit.graph)
+            column_of, _ = _columns(circuit.graph, ungrouped)
+            size = int(circuit.mask.cpu()[:, column_of].count_nonzero())
+            most = int(fraction * ungrouped.n_edges)
+            if size > most:
+                raise ValueError(
+                    f"a circuit is too large: {size:,} edges of query heads, of at most {most:,} "
+                    f"({fraction:.1%} of all {ungrouped.n_edges:,})"
+                )
+    check_replaceable(folder, *names)
+    with atomic_folder(folder) as temporary:
+        for name, circuit in zip(names, circuits, strict=True):
+            write_json(temporary / name, _content(circuit, values, d_model), indent=None)
+    return folder
+
+
+@checked
+def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | list[Circuit]:
+    """Scores or circuits from a folder of a submission to MIB, with the sign of `Scores`.
+
+    Args:
+        folder: folder as written by `save_mib`. Only JSON is read, since ``.pt`` files are pickles.
+        graph: the model's graph, required for grouped-query attention.
+
+    Returns:
+        Scores if there is one file, else the circuits, smallest first.
+
+    Raises:
+        ValueError: the folder holds no JSON, or as in `from_eap_ig`.
+    """
+    recover_folder(folder)
+    paths = sorted(Path(folder).glob("*.json"))
+    if not paths:
+        raise ValueError(f"there are no importances or circuits as JSON in {folder}")
+    loaded = []
+    for path in paths:
+        try:
+            loaded.append(from_eap_ig(read_json(path), graph))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as an EAP-IG graph: {error}") from error
+    if len(loaded) > 1:
+        return sorted((circuit for _, circuit in loaded), key=len)
+    scores, _ = loaded[0]
+    return replace(scores, values=-scores.values)
+
+
+@dataclass(frozen=True, eq=False)
+class MIBEvaluation(Result):
+    """Evaluations of circuits of MIB's sizes, by two rankings of the same scores.
+
+    With the faithfulness f(k) (`Evaluation.effect`) of the circuit that keeps a fraction k of the
+    edges, integrated from 0.001 to 1 by trapezoids between `MIB_FRACTIONS`:
+
+    - ``CPR = integral f(k) dk``, with edges ranked by how much they help; larger is better.
+    - ``CMD = integral |1 - f(k)| dk``, with edges ranked by absolute score; 0 is best.
+
+    ``sizes`` do not count edges without effect (`Circuit.connected`); k does. Under zero and mean
+    patches, MIB's code also drops edges without a path from the input. Such edges have an effect
+    there, and are kept here.
+
+    Args:
+        signed: evaluation of the circuits whose edges help most.
+        absolute: evaluation of the circuits whose edges have the largest absolute scores.
+    """
+
+    signed: Evaluation
+    absolute: Evaluation
+
+    @property
+    def cpr(self) -> float:
+        """MIB's circuit performance ratio; above 0.999 only if some circuit outdoes the model."""
+        return _area(self.signed.effect)
+
+    @property
+    def cmd(self) -> float:
+        """MIB's circuit-model distance."""
+        return _area((1 - self.absolute.effect).abs())
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per fraction: size, faithfulness and its 95 % interval, for both rankings."""
+        table = pd.DataFrame({"fraction": MIB_FRACTIONS})
+        for name, of in (("signed", self.signed), ("absolute", self.absolute)):
+            low, high = of.interval()
+            columns = {"size": of.sizes, "faithfulness": of.effect, "low": low, "high": high}
+            for column, values in columns.items():
+                table[f"{name}_{column}"] = torch.as_tensor(values).numpy()
+        return table
+
+    def __repr__(self) -> str:
+        return f"MIBEvaluation(CPR {self.cpr:.3f}, CMD {self.cmd:.3f})"
+
+
+@checked
+def evaluate_mib(
+    model: HookedModel, pairs: PromptPairs, metric: Metric, scores: Scores, **options: Any
+) -> MIBEvaluation:
+    """CPR and CMD of scores of circuit edges.
+
+    With grouped-query attention, MIB counts one edge into k and one into v per query head, while
+    this package counts one per key-value head, so a fraction is of fewer edges.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs, ideally not the ones that were scored.
+        metric: metric function with one value per pair; MIB's is `logit_difference`.
+        scores: scores of the circuit edges.
+        **options: further arguments of `evaluate`.
+
+    Raises:
+        ValueError: the scores are not of circuit edges, or as in `evaluate`.
+    """
+    n_edges = scores.top(0).graph.n_edges
+    patch = options.get("patch", "corrupted")
+    evaluations: list[Evaluation] = []
+    for signed in (True, False):
+        top = [scores.top(int(share * n_edges), signed=signed) for share in MIB_FRACTIONS]
+        circuits = [circuit.connected(patch=patch) for circuit in top]
+        evaluations.append(evaluate(model, pairs, metric, circuits, **options))
+    return MIBEvaluation(*evaluations)
+
+
+def _area(heights: torch.Tensor) -> float:
+    return torch.trapezoid(heights, torch.tensor(MIB_FRACTIONS, dtype=heights.dtype)).item()
+
+
+# ---- circuit-tracer -----------------------------------------------------------------------------
+
+
+@checked
+def to_circuit_tracer(
+    circuit: Circuit,
+    scores: Scores | None = None,
+    *,
+    slug: str = "circuit",
+    prompt_tokens: Sequence[str] | None = None,
+    state: str | Path | Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A circuit as JSON for circuit-tracer's viewer.
+
+    Write it with ``json.dump`` to ``{slug}.json`` in a folder, add its metadata there with
+    ``circuit_tracer.frontend.utils.add_graph_metadata(graph["metadata"], folder)``, and open the
+    folder with ``circuit_tracer.frontend.local_server.serve(folder)``.
+
+    The weight of a link is minus its score, so that a positive weight helps, as in circuit-tracer;
+    without scores it is 1. Weights of links between the same nodes (q, k and v) are summed. The
+    keys and values that a head reads at a position are a separate node; the weight of its link to
+    the head is the total ``|score|`` that it reads, without a sign. The influence of a node is
+    cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
+    least as much. The logits have no probability; their text ends in ``(p=?)``. A circuit without
+    positions is placed at the second token, because the viewer draws nothing if all nodes are at
+    the first. ``<`` in labels becomes a quotation mark, since tooltips are read as HTML; token
+    texts stay unchanged.
+
+    Args:
+        circuit: circuit of circuit edges, with or without positions.
+        scores: scores of its edges.
+        slug: name of the graph.
+        prompt_tokens: text of each position; its name by default.
+        state: saved state of a component diagram, for its pins, supernodes and labels.
+
+    Raises:
+        ValueError: the circuit is not of circuit edges, the scores are of other edges, or the
+            number of tokens differs.
+    """
+    grid = circuit.grid
+    if not isinstance(grid, (CircuitGraph, PositionedGraph)):
+        raise ValueError(f"the circuit is one of {grid.noun}, not of circuit edges")
+    if scores is not None and scores.grid != grid:
+        raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {grid!r}")
+    positioned = isinstance(grid, PositionedGraph)
+    graph, positions = (grid.graph, grid.positions) if positioned else (grid, ("all",))
+    tokens = list(positions if prompt_tokens is None else prompt_tokens)
+    if len(tokens) != len(positions):
+        raise ValueError(f"{len(tokens)} prompt_tokens for {len(positions)} positions")
+    content = read_json(state) if isinstance(state, str | Path) else state or {}
+    paths = path_graph(circuit, scores)
+    # The viewer draws nothing if all nodes are at the first token.
+    start = int(not any(node.position for node in paths.nodes))
+    labels, groups = content.get("labels", {}), content.get("groups", {})
+    nodes = [_node(node, graph, start, labels.get(str(node))) for node in paths.nodes]
+    id_of = {
+        str(node): as_json["node_id"] for node, as_json in zip(paths.nodes, nodes, strict=True)
+    }
+    influences = [0.0] * len(nodes)
+    for link, influence in zip(paths.links, paths.influence, strict=True):
+        influences[link.source] += influence
+        if link.reader in paths.ends[1]:
+            influences[link.reader] += influence
+    total = sum(influences) or 1.0
+    for node, influence in zip(nodes, influences, strict=True):
+        # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
+        node["influence"] = min(1.0, sum(x for x in influences if x >= influence) / total)
+    weights = dict[tuple[str, str], float]()
+    for link in paths.links:
+        key = nodes[link.source]["node_id"], nodes[link.reader]["node_id"]
+        weight = link.weight
+        if link.edge >= 0 and paths.scores is not None:
+            weight = -paths.scores[link.edge]
+        weights[key] = weights.get(key, 0.0) + weight
+    return {
+        "metadata": {
+            "slug": slug,
+            "scan": "sparse_tl",
+            "transcoder_list": [],
+            "prompt_tokens": [""] * start + tokens,
+            "prompt": "".join(tokens),
+            "node_threshold": 1.0,
+            "schema_version": 1,
+        },
+        "qParams": {
+            "pinnedIds": [id_of[pin] for pin in content.get("pins", ()) if pin in id_of],
+            "supernodes": [
+                [name, *(id_of[member] for member in members if member in id_of)]
+                for name, members in groups.items()
+            ],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
+        "nodes": nodes,
+        "links": [
+            {"source": source, "target": target, "weight": weight}
+            for (source, target), weight in weights.items()
+        ],
+    }
+
+
+def _node(
+    node: PositionedNode, graph: CircuitGraph, start: int, label: str | None
+) -> dict[str, Any]:
+    """A node as JSON, but for its influence; the first position is at the column `start`."""
+    kinds = {"input": "embedding", "logits": "logit"}
+    layers = {"input": "E", "logits": str(graph.n_layers + 1)}
+    layer = layers.get(node.kind, str(node.component.layer))
+    # Within a layer: heads, then their keys and values, then the MLP.
+    number = node.component.head + graph.n_heads * node.keys
+    if node.kind == "mlp":
+        number = 2 * graph.n_heads
+    position = start + (node.position or 0)
+    # The viewer reads its tooltips as HTML.
+    text = label or str(node).replace("<kv>", " keys and values")
+    text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
+    if node.kind == "logits":
+        # The viewer expects a token in quotes and a probability; a metric may read several logits.
+        text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
+    feature = number
+    if node.kind not in kinds:
+        # Layer and number as one (Cantor's pairing): the viewer shows ``L3/7`` for a3.h7.
+        diagonal = int(layer) + number
+        feature = diagonal * (diagonal + 1) // 2 + number
+    return {
+        "node_id": f"{layer}_{number}_{position}",
+        "feature": feature,
+        "layer": layer,
+        "ctx_idx": position,
+        "feature_type": kinds.get(node.kind, "cross layer transcoder"),
+        "token_prob": 0.0,
+        "is_target_logit": node.kind == "logits",
+        "run_idx": 0,
+        "reverse_ctx_idx": 0,
+        "jsNodeId": f"{'L' if node.kind == 'logits' else layer}_{number}-{position}",
+        "clerp": text,
+        "activation": None,
+    }

@@ -1,1 +1,0 @@
-"""Scores and circuits in the formats of other tools."""

@@ -1,0 +1,450 @@
+"""What each head does: where it attends, and what it copies.
+
+1. Run prompts of random tokens that are repeated once, ``x_1 ... x_n x_1 ... x_n``, after the text
+   that the model's prompts start with.
+2. Average the attention from the second copy, without its first token, to four places: the token
+   before, the same token in the first copy, the one after that, and the first token of the prompt.
+   The places are distinct, so the four scores of a head sum to at most 1.
+3. *Copying* measures whether attending to a token raises its own logit more than the logits of the
+   others. With ``l_j = W_U^T norm(W_O v_j)``, the logits (before the bias) that a head would add if
+   it attended to ``x_j`` alone, and j in the first copy,
+
+       copying = mean over j and t != j of sign(l_j[x_j] - l_j[x_t])
+
+   1: always; 0: as often as not; -1: never. Positive factors, such as the scale of the norm, have
+   no influence.
+4. On prompt pairs, also measure which heads move the answer, and which steer these heads. With the
+   attention A from the last position, the values v, and the unembedding d of the answers minus that
+   of the wrong answers,
+
+       mover       = sum over j, x_j an answer, of A_j norm_share(W_O v_j) . d / logit difference
+       suppression = the same over j, x_j a wrong answer
+       inhibition  = (z_clean - z_corrupted) . d a / d z,   z at the last position
+
+   where ``a`` is the movers' attention to answers minus that to wrong answers, averaged over heads
+   with weights proportional to positive mover scores. Scores are means over pairs; mover and
+   suppression scores are divided by the mean logit difference.
+
+Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
+arXiv 2209.11895 (prefix matching); Wang et al., arXiv 2211.00593 (name movers, S-inhibition);
+McDougall et al., arXiv 2310.04625 (copy suppression). The copying scores of the first two use
+weights alone, or logits over the vocabulary; this one uses the values in a run, and the logits of
+the prompt's tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, NamedTuple
+
+import pandas as pd
+import torch
+from annotated_types import Ge, Le
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.scopes import autograd
+from sparse_tl.circuits.prompt.logits import towards_answers
+from sparse_tl.data import PromptPairs
+from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    Norm,
+    adapt,
+    check_numbers,
+    check_pairs,
+    check_tokens,
+    in_evaluation_mode,
+    record,
+    tolerance,
+)
+from sparse_tl.parallel.progress import tracked
+from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.results import Result
+
+
+class Kind(NamedTuple):
+    """Heads whose score by a behaviour is at least a threshold, or at most a negative one."""
+
+    by: str
+    least: float
+    label: str
+
+
+KINDS: dict[str, Kind] = {
+    "mover": Kind("mover", 0.1, "mov"),
+    "negative mover": Kind("mover", -0.1, "neg"),
+    "suppression": Kind("suppression", 0.1, "sup"),
+    "inhibition": Kind("inhibition", 0.05, "inh"),
+    "previous token": Kind("previous token", 0.4, "prev"),
+    "duplicate token": Kind("duplicate token", 0.4, "dup"),
+    "induction": Kind("induction", 0.4, "ind"),
+    "sink": Kind("sink", 0.4, ""),
+    "copying": Kind("copying", 0.5, "+"),
+    "negative copying": Kind("copying", -0.5, "\N{MINUS SIGN}"),
+}
+"""All kinds of heads, by name."""
+_ON_TASK = ("mover", "negative mover", "suppression", "inhibition")
+_BY_ATTENTION = ("previous token", "duplicate token", "induction", "sink")
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class HeadBehaviour(Result):
+    """The scores of every head for each behaviour, from `head_behaviour`.
+
+    Args:
+        scores: scores by behaviour: "previous token", "duplicate token", "induction" and "sink",
+            shares of attention; "copying", -1..1; and with prompt pairs, "mover" and "suppression",
+            shares of the logit difference, and "inhibition", a share of the movers' attention.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    made_by: ClassVar[str] = "head_behaviour(...)"
+
+    scores: Mapping[str, Float[Tensor, "layer head"]]
+    prompt_start: str | None = None
+
+    def __getitem__(self, behaviour: str) -> Float[Tensor, "layer head"]:
+        """The scores of one behaviour.
+
+        Raises:
+            ValueError: the behaviour was not measured.
+        """
+        if behaviour not in self.scores:
+            raise ValueError(f"{behaviour!r} was not measured, only {list(self.scores)}")
+        return self.scores[behaviour]
+
+    @property
+    def grid(self) -> HeadGrid:
+        """The heads of the model."""
+        return HeadGrid(*next(iter(self.scores.values())).shape)
+
+    def top(self, behaviour: str, size: AtLeastOne = 5) -> list[tuple[int, int]]:
+        """The heads (layer, head) with the highest scores of a behaviour, highest first.
+
+        Raises:
+            ValueError: the behaviour was not measured.
+        """
+        scores = self[behaviour]
+        order = scores.flatten().argsort(descending=True, stable=True)[:size]
+        return [divmod(place, scores.shape[1]) for place in order.tolist()]
+
+    @property
+    def heads(self) -> dict[str, list[tuple[int, int]]]:
+        """The heads (layer, head) of each kind in `KINDS`, highest scores first.
+
+        A head may be of several kinds, or of none.
+        """
+        by_kind = {}
+        for name, score in self._multiples.items():
+            heads = map(tuple, (score >= 1).nonzero().tolist())
+            by_kind[name] = sorted(heads, key=lambda head: -score[head].item())
+        return by_kind
+
+    @property
+    def main(self) -> dict[str, str]:
+        """The main kind of each head that has one, by name of the head.
+
+        Kinds of behaviour on the task come first, then kinds of attention, then copying. Among
+        several, the main one is the kind whose threshold the score exceeds by the largest factor.
+        """
+        main = dict[str, str]()
+        for group in (_ON_TASK, _BY_ATTENTION, ("copying", "negative copying")):
+            scores = {name: score for name, score in self._multiples.items() if name in group}
+            if scores:
+                best = torch.stack([*scores.values()]).max(dim=0)
+                for layer, head in (best.values >= 1).nonzero().tolist():
+                    main.setdefault(f"a{layer}.h{head}", list(scores)[best.indices[layer, head]])
+        return main
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Short labels of heads, such as "ind+"; sinks that do not copy have none.
+
+        Plus: the head copies what it attends to. Minus: it lowers the logit of what it attends to.
+        """
+        main = self.main
+        labels = {head: KINDS[kind].label for head, kind in main.items()}
+        for name in ("copying", "negative copying"):
+            for layer, head in self.heads.get(name, []):
+                node = f"a{layer}.h{head}"
+                if main[node] in _BY_ATTENTION:
+                    labels[node] += KINDS[name].label
+        return {node: label for node, label in labels.items() if label}
+
+    @property
+    def _multiples(self) -> dict[str, Float[Tensor, "layer head"]]:
+        """Scores as multiples of thresholds: at least 1 for heads of a kind."""
+        kinds = {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
+        return {name: self.scores[kind.by] / kind.least for name, kind in kinds.items()}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per head: its main kind, if any, and its scores."""
+        heads, main = self.grid.columns(self.grid.places), self.main
+        kinds = [main.get(head, "") for head in heads["head"]]
+        scores = {name: values.flatten().tolist() for name, values in self.scores.items()}
+        return pd.DataFrame({**heads, "kind": kinds, **scores})
+
+    def _summary(self) -> pd.DataFrame:
+        """The five heads with the highest scores for every behaviour."""
+        return pd.DataFrame(
+            {
+                name: [f"a{layer}.h{head} {self[name][layer, head]:.2f}" for layer, head in best]
+                for name in self.scores
+                for best in [self.top(name, 5)]
+            }
+        )
+
+    def __repr__(self) -> str:
+        grid = self.grid
+        listed = ", ".join(f"{name} {best}" for name, best in self._summary().iloc[0].items())
+        return f"HeadBehaviour({grid.n_layers} layers x {grid.n_heads} heads; {listed})"
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def head_behaviour(
+    model: HookedModel,
+    pairs: PromptPairs | None = None,
+    *,
+    n: AtLeastOne = 16,
+    length: Annotated[int, Ge(3), Le(100_000)] = 32,
+    seed: Seed = 0,
+    batch_size: AtLeastOne = 8,
+    progress: bool = True,
+) -> HeadBehaviour:
+    """Scores of every head: what it attends to, what it copies and, on a task, what it moves.
+
+    On repeated random tokens: the share of attention to the previous token, to the same token in
+    the first copy (duplicate token), to the token after that one (induction) and to the first token
+    (sink); and copying, -1 to 1. On prompt pairs:
+
+    - *mover*: share of the logit difference that the head adds by attending to the answers, as the
+      name movers of IOI do. Below 0, the head lowers the answer's logit.
+    - *suppression*: the same by attending to the wrong answers.
+    - *inhibition*: how much of the movers' attention to the answers, minus that to the wrong
+      answers, would be lost, to first order, if the head's output at the last position came from
+      the corrupted prompt. High for the S-inhibition heads of IOI.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs that contain their answers and wrong answers, such as those of IOI.
+        n: number of prompts of random tokens.
+        length: number of random tokens, all different, that each prompt repeats.
+        seed: random seed for the tokens.
+        batch_size: prompts per forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the model is not the sum of its components, is not causal, predicts something
+            other than tokens, or has heads that do not write averages of values; its context or
+            its vocabulary is too small; no prompt contains its answer, or the model does not prefer
+            the answers.
+    """
+    adapter = adapt(model)
+    adapter.graph  # noqa: B018 - checks that the model is the sum of its parts
+    if adapter.d_vocab_out != adapter.d_vocab:
+        raise ValueError(
+            f"{adapter.name!r} does not predict the tokens that it reads, so it cannot copy them"
+        )
+    tokens, prompt_start = _repeated_tokens(model, n, length, seed)
+    check_tokens(adapter, tokens)
+    batches = tokens.split(batch_size)
+    n_of_pairs = 0 if pairs is None else -(-len(pairs) // batch_size)
+    with tracked("scoring heads", len(batches) + n_of_pairs, progress) as step:
+        by_batch = list[dict[str, Tensor]]()
+        for batch in batches:
+            by_batch.append(_on_random_tokens(adapter, batch.to(adapter.device), length))
+            step()
+        scores = {
+            name: torch.cat([batch[name] for batch in by_batch]).mean(dim=0) for name in by_batch[0]
+        }
+        if pairs is not None:
+            scores |= _task_behaviour(adapter, pairs, batch_size, step)
+    return HeadBehaviour(scores, prompt_start)
+
+
+def _repeated_tokens(
+    model: HookedModel, n: int, length: int, seed: int
+) -> tuple[Int[Tensor, "prompt pos"], str]:
+    """Prompts of random tokens that are repeated once, and the text that all prompts start with."""
+    start, prompt_start = start_of_prompts(model)
+    vocabulary, rng = ordinary_tokens(model), random.Random(seed)
+    if len(vocabulary) < length:
+        raise ValueError(
+            f"the vocabulary has only {len(vocabulary)} tokens: choose a length below {length}"
+        )
+    drawn = [rng.sample(vocabulary, length) for _ in range(n)]
+    return torch.tensor([[*start, *row, *row] for row in drawn]), prompt_start
+
+
+def _on_random_tokens(
+    adapter: Adapter, tokens: Int[Tensor, "prompt pos"], length: int
+) -> dict[str, Float[Tensor, "prompt layer head"]]:
+    """The scores of each prompt, on the CPU."""
+    queries = torch.arange(1 - length, 0) + tokens.shape[1]
+    keys_of = {
+        "previous token": queries - 1,
+        "duplicate token": queries - length,
+        "induction": queries - length + 1,
+        "sink": torch.zeros_like(queries),
+    }
+    first = slice(tokens.shape[1] - 2 * length, tokens.shape[1] - length)
+    by_layer: dict[str, list[Tensor]] = {name: [] for name in [*keys_of, "copying"]}
+    kept, final = record(adapter, tokens, _value_points(adapter))
+    check_numbers(adapter, final)
+    for layer, pattern, values in _heads_values(adapter, kept):
+        for name, keys in keys_of.items():
+            by_layer[name].append(pattern[:, :, queries, keys].double().mean(dim=-1))
+        copying = _copying(adapter, layer, values[:, first], tokens[:, first], final[:, first])
+        by_layer["copying"].append(copying)
+    return {name: torch.stack(layers, dim=1).cpu() for name, layers in by_layer.items()}
+
+
+def _copying(
+    adapter: Adapter,
+    layer: int,
+    values: Float[Tensor, "prompt pos head d_head"],
+    tokens: Int[Tensor, "prompt pos"],
+    final: Float[Tensor, "prompt pos d_model"],
+) -> Float[Tensor, "prompt head"]:
+    """The copying score, over the tokens of the prompt."""
+    written = adapter.heads_written(layer, values.double())
+    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    weight, _ = adapter.unembedding()
+    unembedded = weight.T[tokens].double()
+    logits = torch.einsum("hpjd,ptd->phjt", norm.share(written, final.double()), unembedded)
+    own = logits.diagonal(dim1=-2, dim2=-1)[..., None]
+    return (own - logits).sign().sum(dim=(-2, -1)) / (logits.shape[-1] * (logits.shape[-1] - 1))
+
+
+def _task_behaviour(
+    adapter: Adapter, pairs: PromptPairs, batch_size: int, step: Callable[[], None]
+) -> dict[str, Float[Tensor, "layer head"]]:
+    """The scores of each behaviour on prompt pairs, on the CPU; `step` is called per batch."""
+    check_pairs(adapter, pairs)
+    if not _answer_positions(pairs)[0].any():
+        raise ValueError("which heads move the answer cannot be seen: no clean prompt contains it")
+    batches = [batch.to(adapter.device) for batch in pairs.split(batch_size)]
+    moved, difference = map(
+        torch.cat, zip(*(_moved(adapter, batch) for batch in batches), strict=True)
+    )
+    total = difference.mean()
+    if not total > 0:
+        raise ValueError(
+            f"the model does not prefer the answers: the mean logit difference, of which scores "
+            f"are shares, is {total.item():.4g}. measure_skill says whether a model does a task."
+        )
+    mover, suppression = moved.mean(dim=0) / total
+    weights = mover.clamp(min=0)
+    weights = weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+    lost = list[Tensor]()
+    for batch in batches:
+        lost.append(_lost(adapter, batch, weights))
+        step()
+    inhibition = torch.cat(lost).mean(dim=0)
+    return {"mover": mover, "suppression": suppression, "inhibition": inhibition}
+
+
+def _value_points(adapter: Adapter) -> list[str]:
+    """The hook points whose activations `_heads_values` needs."""
+    points = ("pattern", "v", "z")
+    return [name for at in points for name in adapter.layer_points(f"attn.hook_{at}")]
+
+
+def _heads_values(
+    adapter: Adapter, kept: Mapping[str, Tensor]
+) -> Iterator[
+    tuple[int, Float[Tensor, "row head query key"], Float[Tensor, "row key head d_head"]]
+]:
+    """Each layer, its attention pattern, and the values of each head.
+
+    `kept` has the activations at ``hook_pattern``, ``hook_v`` and ``hook_z``. Checks that heads
+    write averages of values, weighted by the pattern.
+    """
+    for layer in range(adapter.n_layers):
+        pattern, values, z = (
+            kept[f"blocks.{layer}.attn.hook_{at}"] for at in ("pattern", "v", "z")
+        )
+        values = values.repeat_interleave(adapter.n_heads // values.shape[2], dim=2)
+        error = (torch.einsum("bhqk,bkhd->bqhd", pattern.to(values), values) - z).abs().max()
+        if not error <= tolerance(values.dtype) * values.abs().max():
+            raise ValueError(
+                f"what heads of layer {layer} of {adapter.name!r} write cannot be split by the "
+                "tokens that they attend to: it is no average of values, weighted by attention "
+                f"(off by {error:.3g})"
+            )
+        yield layer, pattern, values
+
+
+def _moved(
+    adapter: Adapter, batch: PromptPairs
+) -> tuple[Float[Tensor, "pair two layer head"], Float[Tensor, " pair"]]:
+    """Logits that heads add by attending to right and to wrong answers; the logit difference."""
+    at_heads = [adapter.heads_point(layer) for layer in range(adapter.n_layers)]
+    kept, final = record(adapter, batch.clean, [*_value_points(adapter), *at_heads])
+    check_numbers(adapter, final)
+    rows, ends = torch.arange(len(batch), device=final.device), batch.positions
+    final, moved = final[rows, ends].double(), list[Tensor]()
+    for layer, pattern, values in _heads_values(adapter, kept):
+        z, written = (
+            kept[name][rows, ends].double()
+            for name in (f"blocks.{layer}.attn.hook_z", adapter.heads_point(layer))
+        )
+        # If a norm follows attention, what heads write is z divided by a scale.
+        factor = (written * z).sum(dim=(1, 2)) / z.square().sum(dim=(1, 2)).clamp(min=1e-30)
+        attention = pattern[rows, :, ends].double()
+        parts = [
+            torch.einsum("pk,phk,pkhd,p->phd", mask.double(), attention, values.double(), factor)
+            for mask in _answer_positions(batch)
+        ]
+        shares = adapter.heads_written(layer, torch.stack(parts, dim=1))
+        added, _ = towards_answers(adapter, batch, shares.permute(0, 2, 1, 3).flatten(0, 1), final)
+        moved.append(added.unflatten(0, (-1, 2)))
+    of_stream, of_biases = towards_answers(adapter, batch, final[None], final)
+    return torch.stack(moved).permute(3, 2, 0, 1).cpu(), (of_stream[0] + of_biases).cpu()
+
+
+def _lost(
+    adapter: Adapter, batch: PromptPairs, weights: Float[Tensor, "layer head"]
+) -> Float[Tensor, "pair layer head"]:
+    """What `_preference` would lose by patching each head at the last position, to first order."""
+    outputs, patterns = (adapter.layer_points(f"attn.hook_{at}") for at in ("z", "pattern"))
+    corrupted, _ = record(adapter, batch.corrupted, outputs)
+    clean, _ = record(adapter, batch.clean, [*outputs, *patterns], differentiable=True)
+    with autograd(True):
+        preferred = _preference(batch, [clean[name] for name in patterns], weights)
+        z = [clean[name] for name in outputs]
+        gradients = torch.autograd.grad(preferred, z, allow_unused=True, materialize_grads=True)
+    rows = torch.arange(len(batch), device=preferred.device)
+    lost = [
+        ((clean[name].detach() - corrupted[name]) * gradient)[rows, batch.positions]
+        for name, gradient in zip(outputs, gradients, strict=True)
+    ]
+    return torch.stack(lost, dim=1).double().sum(dim=-1).cpu()
+
+
+def _preference(
+    batch: PromptPairs, patterns: list[Tensor], weights: Float[Tensor, "layer head"]
+) -> Float[Tensor, ""]:
+    """The movers' attention to answers minus that to wrong answers, summed over pairs."""
+    rows = torch.arange(len(batch), device=patterns[0].device)
+    answers, wrong = _answer_positions(batch)
+    attention = torch.stack([pattern[rows, :, batch.positions] for pattern in patterns])
+    sign = answers.to(attention) - wrong.to(attention)
+    return torch.einsum("lphk,pk,lh->", attention, sign, weights.to(attention))
+
+
+def _answer_positions(
+    batch: PromptPairs,
+) -> tuple[Bool[Tensor, "pair pos"], Bool[Tensor, "pair pos"]]:
+    """The positions of answers in the clean prompts, and those of wrong answers."""
+    answers = batch.clean[:, :, None] == batch.answers[:, None]
+    wrong = batch.clean[:, :, None] == batch.wrong[:, None]
+    return answers.any(dim=-1), wrong.any(dim=-1)

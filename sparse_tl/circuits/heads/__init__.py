@@ -1,1 +1,0 @@
-"""What each head does, from its attention and its output."""
