@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,7 +16,6 @@ from torch import Tensor
 from sparse_tl.calls.arguments import AtLeastOne, Count, checked
 from sparse_tl.calls.devices import SizeByDevice, check_device
 from sparse_tl.calls.wording import shown
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
@@ -55,15 +53,6 @@ class Rows:
     def digest(self) -> str:
         """A short hash of the rows."""
         return digest(self._tensors())
-
-    def check_on_ranks(self) -> None:
-        """Check that all ranks have the same rows, of which each then takes its share.
-
-        Raises:
-            ValueError: a rank has different rows; raised on every rank, with that rank's number.
-        """
-        if ranks.count() > 1:
-            ranks.check_alike({"rows": self.digest()})
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -185,12 +174,6 @@ class TokenBatch(Rows):
             )
         order = labelled.logical_not().int().argsort(stable=True)
         return self.select(order[rank::n_ranks])
-
-    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
-        """The old name of `shard`."""
-        message = "TokenBatch.dealt is now TokenBatch.shard; the old name will be removed in 0.3"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.shard(rank, n_ranks)
 
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """Drop columns that cannot affect the loss.

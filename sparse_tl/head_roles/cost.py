@@ -12,7 +12,7 @@ from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.head_roles.measuring import target_log_probabilities
 from sparse_tl.head_roles.roles import ROLES
 from sparse_tl.lens import HookedModel, adapt
-from sparse_tl.parallel.progress import clock
+from sparse_tl.progress import clock
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.head_roles.likelihood import label_losses
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode, weights_digest
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 from sparse_tl.resuming import Resumable, resumed
 from sparse_tl.storage.files import digest
 

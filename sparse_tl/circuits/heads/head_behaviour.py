@@ -52,7 +52,7 @@ from sparse_tl.lens import (
     in_evaluation_mode,
     record,
 )
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 
 
 @checked

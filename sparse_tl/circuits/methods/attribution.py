@@ -51,10 +51,10 @@ from sparse_tl.lens import (
     mask_hooks,
 )
 from sparse_tl.metrics import Metric
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import AttentionGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.progress import tracked
 
 EdgePatch = Literal["zero", "corrupted"]
 MOST_BYTES = 2e9

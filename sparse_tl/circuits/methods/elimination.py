@@ -44,8 +44,8 @@ from sparse_tl.circuits.scores import Scores
 from sparse_tl.circuits.search_identity import search_identity
 from sparse_tl.data import PromptPairs
 from sparse_tl.metrics import Metric, explained_effect, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.progress import tracked
 from sparse_tl.resuming import Resumable, resumed
 
 MARGIN = 0.05

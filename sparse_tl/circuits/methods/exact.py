@@ -15,9 +15,9 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_changed, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitEdge, Node
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.progress import tracked
 
 if TYPE_CHECKING:
     import pandas as pd

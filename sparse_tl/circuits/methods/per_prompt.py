@@ -34,7 +34,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch
 from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
