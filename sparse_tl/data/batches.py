@@ -159,14 +159,12 @@ class TokenBatch(Rows):
         """The rows of one of several ranks: every n-th row, after sorting rows with a label first.
 
         Raises:
-            ValueError: there are fewer rows with a label than ranks, or no such rank.
+            ValueError: there are fewer rows with a label than ranks.
         """
         if n_ranks == 1:
             return self
         labelled = self.loss_mask.any(dim=1)
         n_labelled = int(labelled.sum())
-        if rank >= n_ranks:
-            raise ValueError(f"expected a rank in 0..{n_ranks - 1}; got {rank}")
         if n_labelled < n_ranks:
             raise ValueError(
                 f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "
