@@ -35,8 +35,7 @@ from sparse_tl import (
 )
 from sparse_tl.data import TokenBatch
 from sparse_tl.lens import Model, adapt
-from sparse_tl.training.beginnings import Starts
-from sparse_tl.training.sampling import sampled
+from sparse_tl.training.own_text import Starts, sampled
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
 SMOLLM2 = "SmolLM2-135M"

@@ -39,13 +39,10 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import add_lora, load_model, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.config import Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.loop import Run
-from sparse_tl.training.masters import MasterWeights
+from sparse_tl.training.loop import MasterWeights, Run, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.predictions import DensePredictions
-from sparse_tl.training.reference import reference_of
+from sparse_tl.training.reference import DensePredictions, reference_of
 
 RANK, EVALUATIONS, WINDOWS, STEPS, VISITS = 16, 40, 64, 2000, 8
 Taken = dict[str, list[float]]

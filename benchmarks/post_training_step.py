@@ -37,9 +37,10 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, add_lora, merged_lora, read_parameters
 from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
-from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
+from sparse_tl.training.loop import Objective, choose_trained
+from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.pretrain import PlainLoss
 from sparse_tl.training.reference import reference_of
 
 VARIANTS = ("plain", "gated", "paired", "lora")

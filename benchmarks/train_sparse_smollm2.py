@@ -31,8 +31,7 @@ from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
 from sparse_tl.training.constraint import parse_target
-from sparse_tl.training.post_train import EVALUATIONS
-from sparse_tl.training.validation import Validation
+from sparse_tl.training.post_train import EVALUATIONS, Validation
 
 
 def main() -> None:
@@ -130,7 +129,7 @@ def steps_within(
 ) -> int:
     """How many steps a run can have, its evaluations included; `sparse` is trained a little."""
     target = parse_target(options["target_loss"], options["target_edges"], "")
-    rows = Validation(sparse, options["validation"], {}, target, None, options["precision"])
+    rows = Validation(sparse, options["validation"], {}, target, None, options["precision"], None)
 
     def took(work: Any) -> float:
         started = time.monotonic()

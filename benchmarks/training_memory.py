@@ -23,7 +23,7 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, checkpointed_activations, load_model, read_parameters
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.masters import MasterWeights
+from sparse_tl.training.loop import MasterWeights
 from sparse_tl.training.memory import TrainingMemory, training_memory
 from sparse_tl.training.objectives import SparsityObjective
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.drawing import draw
 from sparse_tl.calls.wording import shown
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -80,14 +79,12 @@ class Result:
 
     @checked
     def save(self, folder: str | Path) -> Path:
-        """Write a folder of safetensors and JSON, completely or not at all; only on the first rank.
+        """Write a folder of safetensors and JSON, completely or not at all.
 
         Raises:
             ValueError: the folder holds something else, which would be deleted.
         """
         folder, kind = Path(folder), type(self)
-        if not ranks.is_first():
-            return folder
         check_replaceable(folder, RESULT_FILE, _TENSORS_FILE)
         if (folder / RESULT_FILE).exists():
             _content(folder, kind)

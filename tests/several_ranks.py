@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, TokenBatch
@@ -48,7 +49,10 @@ def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 300) -> list[An
 
 
 def _rank(number: int, n: int, store: Path, job: Callable[[int], Any], end: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    os.environ |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    PartialState._reset_state()  # that of the process that forked
     torch.set_num_threads(1)  # the threads of the process that forked are not here
     dist.init_process_group(
         "gloo",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparse_tl.parallel import progress
-from sparse_tl.parallel.progress import tracked
+from sparse_tl import progress
+from sparse_tl.progress import tracked
 
 
 def test_a_log_has_a_line_a_minute(

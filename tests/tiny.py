@@ -304,7 +304,7 @@ def keep_last_weights(patch: Any) -> None:
     """Post-training ends with its last weights, whatever they are worth."""
     from dataclasses import replace
 
-    from sparse_tl.training.validation import Validation
+    from sparse_tl.training.post_train import Validation
 
     selection = Validation.selection
 

@@ -62,8 +62,8 @@ from sparse_tl.lens import (
     record,
     tolerance,
 )
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 

@@ -18,7 +18,7 @@ from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.gates.run import clean_outputs
 from sparse_tl.lens import HookedModel, Order, adapt, check_pairs
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""

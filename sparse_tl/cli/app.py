@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,16 +114,15 @@ def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], 
 
 def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any]) -> Any:
     """Run a job's function, and return its result."""
-    from sparse_tl.parallel import ranks  # slow import: not needed for help and usage errors
-
-    if ranks.count() > 1 and job.command != "post-train":
-        raise ValueError(
-            f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
-            "head gates also run on several ranks."
-        )
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if n_processes > 1 and job.command != "post-train":
+        raise ValueError(f"only post-train runs on several processes; got {n_processes}")
     keep_freed_memory()
     outcome = function(out, **dict(job), **how)
-    ranks.leave()
+    if n_processes > 1:
+        from sparse_tl.lens import processes  # slow import
+
+        processes().destroy_process_group()
     return outcome
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from sparse_tl.calls.arguments import AtLeastOne, Count, checked
 from sparse_tl.calls.devices import SizeByDevice, check_device
 from sparse_tl.calls.wording import shown
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
@@ -54,15 +53,6 @@ class Rows:
     def digest(self) -> str:
         """A short hash of the rows."""
         return digest(self._tensors())
-
-    def check_on_ranks(self) -> None:
-        """Check that all ranks have the same rows, of which each then takes its share.
-
-        Raises:
-            ValueError: a rank has different rows; raised on every rank, with that rank's number.
-        """
-        if ranks.count() > 1:
-            ranks.check_alike({"rows": self.digest()})
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -169,14 +159,12 @@ class TokenBatch(Rows):
         """The rows of one of several ranks: every n-th row, after sorting rows with a label first.
 
         Raises:
-            ValueError: there are fewer rows with a label than ranks, or no such rank.
+            ValueError: there are fewer rows with a label than ranks.
         """
         if n_ranks == 1:
             return self
         labelled = self.loss_mask.any(dim=1)
         n_labelled = int(labelled.sum())
-        if rank >= n_ranks:
-            raise ValueError(f"expected a rank in 0..{n_ranks - 1}; got {rank}")
         if n_labelled < n_ranks:
             raise ValueError(
                 f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "

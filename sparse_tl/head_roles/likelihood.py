@@ -30,9 +30,8 @@ from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.parallel import ranks
-from sparse_tl.parallel.progress import tracked
-from sparse_tl.training.objectives import Objective
+from sparse_tl.progress import tracked
+from sparse_tl.training.loop import Objective
 
 LOGITS_AT_ONCE = 2**24
 """Maximum number of logits at a time: 64 MB in float32."""
@@ -181,7 +180,7 @@ class Likelihood(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        losses = ranks.mean(self.gated(batch), dim=1)
+        losses = self.gated(batch).mean(dim=1)
         # No term depends on two seeds, so the sum has the gradient of each seed.
         objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
@@ -212,10 +211,9 @@ class Contrast(Likelihood):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        to_forget = self.forget.batch(self.updates).shard(ranks.rank(), ranks.count())
+        to_forget = self.forget.batch(self.updates)
         retained, forgotten = (
-            -ranks.mean(self.gated(rows.to(batch.tokens.device)), dim=1)
-            for rows in (batch, to_forget)
+            -self.gated(rows.to(batch.tokens.device)).mean(dim=1) for rows in (batch, to_forget)
         )
         margin = (forgotten - retained.detach()).clamp(min=-LARGEST_MARGIN)
         objective = -retained + margin - self.lambda_ * self.gated.mean_theta()

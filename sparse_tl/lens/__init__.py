@@ -26,7 +26,13 @@ from sparse_tl.lens.core.attaching import (
     gate_hooks as gate_hooks,
     hooks_besides as hooks_besides,
 )
-from sparse_tl.lens.core.devices import checked_device as checked_device
+from sparse_tl.lens.core.devices import (
+    checked_device as checked_device,
+    has_sharded_weights as has_sharded_weights,
+    is_sharded as is_sharded,
+    processes as processes,
+    whole as whole,
+)
 from sparse_tl.lens.core.expressions import (
     EVERYTHING as EVERYTHING,
     Block as Block,

@@ -9,10 +9,10 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.lens.checks.admission import check_mlps, check_scores
+from sparse_tl.lens.core.devices import has_sharded_weights, processes, shard
 from sparse_tl.lens.core.points import Model
 from sparse_tl.lens.loading.plain import check_raw
 from sparse_tl.lens.models.bridge import BridgeAdapter
-from sparse_tl.parallel import ranks, shards
 
 
 @checked
@@ -47,13 +47,13 @@ def shard_model(
             "expected a TransformerBridge, to shard the modules inside over ranks; got a "
             f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
         )
-    if ranks.count() == 1:
+    if processes().num_processes == 1:
         raise ValueError(
             "expected several ranks to shard a model over; there is one process. Start them with "
             "`accelerate launch --num_processes N`, `torchrun` or `notebook_launcher`"
         )
     adapter = BridgeAdapter(model)
-    if shards.has_sharded_weights(model):
+    if has_sharded_weights(model):
         raise ValueError(f"expected a whole model; {adapter.name!r} is sharded already")
     if getattr(adapter.core, "_sparse_tl_wrapped", False):
         raise ValueError("expected a model without gates; shard it first, and then put gates on it")
@@ -65,6 +65,6 @@ def shard_model(
     check_scores(adapter)
     if adapter.has_mlps:
         check_mlps(adapter)
-    shards.shard(adapter.core, model.blocks, precision)
+    shard(adapter.core, model.blocks, precision)
     adapter.sync_config()
     return model

@@ -22,8 +22,7 @@ from sparse_tl.models.registry import (
     installed_file,
     published,
 )
-from sparse_tl.parallel import ranks
-from sparse_tl.parallel.progress import say
+from sparse_tl.progress import say
 from sparse_tl.storage.files import atomic_folder, read_json, write_json
 
 Kind = TypeVar("Kind")
@@ -88,7 +87,7 @@ def _of_file(name: str, file: Path, options: dict[str, Any]) -> Model:
     folder = cached_file(name).parent / "converted"
     made = {package: version(package) for package in ("sparse_tl", "transformers")}
     made["sha256"] = published(name).sha256
-    if ranks.count() == 1 and not _was_made(folder, made):
+    if not _was_made(folder, made):
         with suppress(OSError), atomic_folder(folder) as temporary:  # if there is space for it
             save_model(load_model(file, device="cpu"), temporary)
             write_json(temporary / _MADE, made)

@@ -21,7 +21,6 @@ from sparse_tl import __version__
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, checked_device, load_model, save_model
 from sparse_tl.models.recipes import Recipe
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import (
     atomic_folder,
     check_writable,
@@ -149,11 +148,6 @@ def build_cached(
     if complete and _made_by(folder) == made_by:
         _remove_checkpoints(folder)
         return folder
-    if ranks.count() > 1:
-        raise ValueError(
-            f"expected the {recipe.name} models of seed {seed} to be built before several ranks "
-            "load them. First call the same function once in a single process"
-        )
     check_writable(folder.parent)
     # Cluster jobs share the user's cache folder: one builds, the others wait.
     lock = FileLock(folder.with_suffix(".lock"))

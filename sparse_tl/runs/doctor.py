@@ -22,7 +22,6 @@ from sparse_tl.gates.sparse.loading import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
 from sparse_tl.models import build_addition_model, load_named_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import check_writable
 from sparse_tl.training.memory import training_memory
 
@@ -49,15 +48,7 @@ def run_doctor(
             `save_model`, or a loaded model.
         device: device to load it on; by default a GPU if there is one.
         window: tokens per prompt for which to estimate the memory of post-training.
-
-    Raises:
-        ValueError: there are several ranks.
     """
-    if ranks.count() > 1:
-        raise ValueError(
-            f"expected one process, to check this machine and a model; got {ranks.count()} ranks. "
-            "Run the doctor without a launcher"
-        )
     with torch.random.fork_rng(devices=[]):
         checks = [*_versions(), *_devices(), _run("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))

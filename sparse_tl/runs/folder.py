@@ -15,7 +15,6 @@ import pandas as pd
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.parallel import ranks
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
 from sparse_tl.storage.files import check_writable, locked, read_json, write_json
@@ -39,7 +38,7 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
     """The result that an earlier call saved in a folder; otherwise a new one, saved there."""
-    if ranks.on_first(folder.exists):
+    if folder.exists():
         return kind.load(folder)
     result = measured()
     result.save(folder)
@@ -124,25 +123,30 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    With several ranks, only the first reads and writes, and passes on what it reads.
 
     Args:
         path: the folder; created if absent.
         settings: everything that determines the results; a folder with other settings is refused.
+        reads_only: neither lock nor write the folder, which another process of this job does.
         restart: first move all that an earlier run's folder holds into a folder ``earlier-1``,
             ``earlier-2``, ... in it; nothing is deleted.
 
     Raises:
         ValueError: the folder is read-only, in use by another process, or holds another run or
-            other files; or settings differ between ranks.
+            other files.
     """
 
     def __init__(
-        self, path: str | Path, settings: dict[str, Any], *, restart: bool = False
+        self,
+        path: str | Path,
+        settings: dict[str, Any],
+        *,
+        restart: bool = False,
+        reads_only: bool = False,
     ) -> None:
         self.path = Path(path)
-        ranks.check_alike({"out": str(path), **settings})
-        earlier = ranks.on_first(lambda: self._open(restart))
+        self._reads_only = reads_only
+        earlier = None if reads_only else self._open(restart)
         empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}}
         self._record = earlier or empty
         recorded = self._record["settings"]
@@ -163,7 +167,7 @@ class RunFolder:
 
     def finished(self, name: str) -> bool:
         """Whether a stage's result exists."""
-        return ranks.on_first((self.path / name).exists)
+        return (self.path / name).exists()
 
     def pin(self, name: str, value: Any) -> None:
         """Record an input that is known only once it is loaded.
@@ -243,5 +247,5 @@ class RunFolder:
             ) from error
 
     def _write(self) -> None:
-        if ranks.is_first():
+        if not self._reads_only:
             write_json(self.path / RUN_FILE, self._record)

@@ -28,8 +28,8 @@ from sparse_tl.head_roles import (
     fit_head_gates,
 )
 from sparse_tl.lens import HookedModel, read_parameters
-from sparse_tl.parallel.progress import say
 from sparse_tl.plots import ablation_grid, gate_trajectories
+from sparse_tl.progress import say
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder, save_figure, saved

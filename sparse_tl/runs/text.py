@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,11 +21,11 @@ from sparse_tl.lens import (
     check_raw,
     checkpointed_activations,
     load_model,
+    processes,
     shard_model,
     takes_lora,
 )
 from sparse_tl.models import load_named_model
-from sparse_tl.parallel import ranks
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.runs.jobs import PostTrainingJob, option_name, takes
 from sparse_tl.runs.texts import OWN, TASKS_BY_NAME, GroupReader, group_name, warn_of_repeats
@@ -52,7 +51,7 @@ def run_post_training(
     Every text and task is a group with its own loss constraint, and groups share the batch evenly.
     Text that the model generates makes further groups of `short_rows`, which share one such part.
     Some held-out rows of each group select the weights; results are reported on the others. Several
-    ranks share the rows of every step; see `sparse_tl.parallel.ranks`.
+    processes, as of `accelerate launch`, share the rows of every step; the first one writes.
 
     Args:
         out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
@@ -73,7 +72,11 @@ def run_post_training(
             raise ValueError(f"--device: a sharded model is placed by --shard, not on {device}")
         device = "cpu"  # to load the model before sharding, and to reload it
     load = partial(load_named_model, job.model, load_model, device=device, dtype=job.dtype)
-    folder = RunFolder(out, job.settings(text=[*job.texts], target=str(target)), restart=restart)
+    ranks = processes()
+    progress = progress and ranks.is_main_process
+    identity = job.settings(text=[*job.texts], target=str(target))
+    with ranks.main_process_first():
+        folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
     if not folder.finished("metrics.json"):
         model, trained = load(), job.trained
         check_raw(model)
@@ -143,22 +146,18 @@ def run_post_training(
             "sparse": asdict(first.sparse),
             "texts": {name: asdict(both) for name, both in reported.items()},
         }
-
-        def write() -> None:
+        sparse.save_pretrained(folder / "sparse")
+        if ranks.is_main_process:
             write_csv(folder / "history.csv", outcome.history)
             write_csv(folder / "texts.csv", outcome.to_pandas().rename_axis("text").reset_index())
             if skills is not None:
-                sparse.save_pretrained(folder / "sparse")
                 write_csv(folder / "skills.csv", skills.table)
             write_json(folder / "metrics.json", measured)
-
-        if job.shard:
-            sparse.save_pretrained(folder / "sparse")
-        ranks.on_first(write)
-    # Also one that a job killed at its end left.
-    ranks.on_first(lambda: shutil.rmtree(folder / "checkpoint", ignore_errors=True))
+        ranks.wait_for_everyone()
+    if ranks.is_main_process:  # also what a job killed at its end left
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
-    if job.prompt is not None and ranks.is_first():
+    if job.prompt is not None and ranks.is_main_process:
         models = {"Dense": load(), "Sparse": sparse}
         diagram = circuit_diagram(models, job.prompt, weight="carried")
         save_figure(diagram, folder.path, "circuit_diagram")
@@ -176,7 +175,7 @@ def _check(job: PostTrainingJob) -> None:
 
     Raises:
         ValueError: a task is unknown, two texts have one name, or there are fewer windows than
-            groups or ranks.
+            groups.
     """
     if unknown := [name for name in job.task if name not in TASKS_BY_NAME]:
         raise ValueError(f"--task: {unknown} are none of {list(TASKS_BY_NAME)}")
@@ -187,11 +186,4 @@ def _check(job: PostTrainingJob) -> None:
         raise ValueError(
             f"--batch-size: each step needs a window of every text and task, {job.n_groups} with "
             f"the model's own short text as one; got {job.batch_size}"
-        )
-    micro_batch = math.ceil(job.batch_size / job.accumulate)
-    smallest = job.batch_size % micro_batch or micro_batch
-    if smallest < ranks.count():
-        raise ValueError(
-            f"every micro-batch needs a window for each of {ranks.count()} ranks; the smallest has "
-            f"{smallest}. Use a larger --batch-size, a smaller --accumulate, or fewer ranks"
         )

@@ -24,12 +24,12 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, evaluation_mode
 from sparse_tl.metrics import check_wrong, chooses_right, is_right
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.tasks.battery import BATTERY
 from sparse_tl.tasks.words import Pairs, Task
 from sparse_tl.training.distillation import losses_and_divergences
-from sparse_tl.training.predictions import DensePredictions
+from sparse_tl.training.reference import DensePredictions
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,6 +1,5 @@
 """Model training: loss constraint, training loop, checkpoints, validation."""
 
-from sparse_tl.training.config import Selection as Selection, TrainingConfig as TrainingConfig
 from sparse_tl.training.constraint import (
     LossConstraint as LossConstraint,
     TargetEdges as TargetEdges,
@@ -10,7 +9,12 @@ from sparse_tl.training.evaluation import (
     HeldOut as HeldOut,
     evaluate_held_out as evaluate_held_out,
 )
-from sparse_tl.training.loop import NonFiniteLossError as NonFiniteLossError, train as train
+from sparse_tl.training.loop import (
+    NonFiniteLossError as NonFiniteLossError,
+    Selection as Selection,
+    TrainingConfig as TrainingConfig,
+    train as train,
+)
 from sparse_tl.training.outcome import (
     DenseAndSparse as DenseAndSparse,
     PostTraining as PostTraining,

@@ -1,29 +1,22 @@
 """Training checkpoints: a folder with ``state.json`` and ``tensors.safetensors``.
 
-If weights are sharded, each rank writes its shards of them and of their optimizer state to its own
-file: ``tensors-1.safetensors`` and so on. The first file also holds everything else. Concatenated
-along their rows, the shards are the full tensors, so any number of ranks can resume.
+The first rank writes whole tensors, also of sharded weights, so any number of ranks can resume.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_tl import __version__
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import HookedModel, read_parameters, weights_digest
-from sparse_tl.parallel import ranks, shards
+from sparse_tl.lens import HookedModel, processes, read_parameters, weights_digest, whole
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -32,10 +25,10 @@ from sparse_tl.storage.files import (
     write_json,
     write_tensors,
 )
+from sparse_tl.training.ranks import spread
 
-FORMAT = 7
-_STATE = "state.json"
-_VERSIONS = ("torch", "transformers", "transformer-lens")
+FORMAT = 8
+_STATE, _TENSORS = "state.json", "tensors.safetensors"
 _SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
@@ -47,8 +40,7 @@ class TrainingState:
         step: number of completed steps.
         history: one dictionary per logged step.
         best: metrics of the best evaluation so far, including its step; empty before the first.
-        best_weights: trained weights at that evaluation, on the CPU: this rank's shards of sharded
-            weights, and, on the first rank, all other weights.
+        best_weights: on the first rank, the trained weights at that evaluation, on the CPU.
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
@@ -99,39 +91,27 @@ def save_checkpoint(
 ) -> None:
     """Write the complete state; the earlier checkpoint remains until the new one is complete.
 
-    All ranks must call this.
+    All ranks must call this; the first one writes.
     """
-    tensors = {f"weights/{name}": parameter for name, parameter in trained.items()}
+    ranks = processes()
+    tensors = {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
     for name, parameter in trained.items():
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"optimizer/{key}/{name}"] = value
-    sharded = any(map(shards.is_sharded, trained.values()))
-    first = ranks.is_first()
-    written = {k: shards.local(v) for k, v in tensors.items() if first or shards.is_sharded(v)}
-    written |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
+        found = {"weights": parameter}
+        found |= {f"optimizer/{key}": value for key, value in optimizer.state[parameter].items()}
+        for kind, value in found.items():
+            gathered = whole(value)
+            if ranks.is_main_process:
+                tensors[f"{kind}/{name}"] = gathered
+    if not ranks.is_main_process:
+        return
     plain = {name: getattr(state, name) for name in _PLAIN}
     carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
-    if first:
-        written |= {f"objective/{name}": tensor for name, tensor in carried.items()}
     plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
-    content = {
-        "format": FORMAT,
-        "identity": identity,
-        "ranks": ranks.count(),
-        "files": ranks.count() if sharded else 1,
-        "state": plain,
-    }
-
-    def write() -> None:
-        if first:
-            write_json(temporary / _STATE, content)
-        if first or sharded:
-            write_tensors(temporary / _tensors_file(ranks.rank()), written)
-
-    with ExitStack() as stack:
-        temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
-        ranks.on_each(write)
-        ranks.on_first(stack.close)
+    tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
+    content = {"format": FORMAT, "identity": identity, "ranks": ranks.num_processes, "state": plain}
+    with atomic_folder(folder) as temporary:
+        write_json(temporary / _STATE, content)
+        write_tensors(temporary / _TENSORS, tensors)
 
 
 def load_checkpoint(
@@ -149,41 +129,37 @@ def load_checkpoint(
         ValueError: the folder holds something else or is damaged, or the checkpoint belongs to
             another run or other data.
     """
-    ranks.on_first(lambda: check_replaceable(folder, _STATE, "tensors*.safetensors"))
+    ranks = processes()
+    with ranks.main_process_first():
+        check_replaceable(folder, _STATE, _TENSORS)
     if not (folder / _STATE).exists():
         return TrainingState()
     content = read_json(folder / _STATE)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
-    try:
-        _check_identity(folder, content["identity"], identity)
-        groups = ranks.on_each(partial(_read, folder, content["files"], trained))
-        state = _restored(content["state"])
-        weights = {name: groups["weights"][name] for name in trained}
-        best = groups["best"]  # empty before the first evaluation
-        state.best_weights = {
-            name: best[name]
-            for name, parameter in trained.items()
-            if best and (ranks.is_first() or shards.is_sharded(parameter))
-        }
-        if state.stream and isinstance(stream, ResumableStream):
-            stream.load_state(state.stream)
-    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"expected a complete checkpoint in {folder}; {error!r}") from error
+    if content.get("format") != FORMAT:
+        raise ValueError(f"the checkpoint in {folder} is from another version of this package")
+    _check_identity(folder, content["identity"], identity)
+    groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in read_tensors(folder / _TENSORS).items():
+        kind, _, name = key.rpartition("/")
+        groups[kind][name] = tensor
+    state = TrainingState(**content["state"])
+    state.objective.update(groups["objective"])
+    if ranks.is_main_process:
+        state.best_weights = groups["best"]
+    if state.stream and isinstance(stream, ResumableStream):
+        stream.load_state(state.stream)
     _check_stream(folder, state, stream)
-    before = content["ranks"]
-    if before != ranks.count() and ranks.is_first():
+    if content["ranks"] != ranks.num_processes and ranks.is_main_process:
         warnings.warn(
-            f"the checkpoint in {folder} was made on {before} ranks, and the run resumes on "
-            f"{ranks.count()}: the gates draw different noise than they would have on {before}",
+            f"the checkpoint in {folder} was made on {content['ranks']} ranks, and the run resumes "
+            f"on {ranks.num_processes}: the gates draw other noise from here on",
             stacklevel=2,
         )
-    state.objective.update(groups["objective"])
-    moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
+    moments = {kind.removeprefix("optimizer/"): of for kind, of in groups.items() if "/" in kind}
     names = {id(parameter): name for name, parameter in trained.items()}
     restored = [
         {
-            key: shards.from_local(of[name], like) if of[name].ndim else of[name]
+            key: spread(of[name], like) if of[name].ndim else of[name]
             for key, of in moments.items()
             if (name := names[id(like)]) in of
         }
@@ -193,57 +169,8 @@ def load_checkpoint(
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(restored))})
     with autograd(False):
         for name, parameter in trained.items():
-            shards.local(parameter).copy_(weights[name])
+            parameter.copy_(spread(groups["weights"][name], parameter))
     return state
-
-
-def _tensors_file(rank: int) -> str:
-    return f"tensors-{rank}.safetensors" if rank else "tensors.safetensors"
-
-
-def _read(
-    folder: Path, n_files: int, trained: dict[str, nn.Parameter]
-) -> defaultdict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint by kind and name; this rank's shards of sharded weights."""
-    groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    own_file = n_files == ranks.count() and any(map(shards.is_sharded, trained.values()))
-    numbers = {0, ranks.rank()} if own_file else range(n_files)
-    first, *others = [read_tensors(folder / _tensors_file(number)) for number in numbers]
-    for key, tensor in first.items():
-        kind, _, name = key.rpartition("/")
-        if others and key in others[0]:
-            tensor = others[0][key] if own_file else torch.cat([tensor, *(t[key] for t in others)])
-        if not own_file and name in trained and tensor.ndim:
-            tensor = shards.local_rows(tensor, trained[name]).clone()
-        groups[kind][name] = tensor
-    _check_tensors(groups, trained)
-    return groups
-
-
-def _check_tensors(groups: dict[str, dict[str, Tensor]], trained: dict[str, nn.Parameter]) -> None:
-    """Refuse tensors that are not finite, or whose shape or dtype is not that of their weight."""
-    for kind in groups.keys() - {"objective"}:
-        for name, tensor in groups[kind].items():
-            like = shards.local(trained[name])
-            fits = (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
-            if not (fits or kind == "optimizer/step") or not tensor.isfinite().all():
-                raise TypeError(f"{kind}/{name} is not a finite {like.dtype} {tuple(like.shape)}")
-
-
-def check_ranks(identity: dict[str, Any]) -> None:
-    """Check that all ranks run the same thing, or raise a ValueError that says what differs."""
-    facts = {name: repr(value) for name, value in _flat(identity["settings"]).items()}
-    facts |= {f"version of {name}": version(name) for name in _VERSIONS}
-    facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
-    ranks.check_alike(facts)
-
-
-def _restored(plain: dict[str, Any]) -> TrainingState:
-    """The state without its tensors, once its entries are known and of the right type."""
-    kinds = {name: type(getattr(TrainingState(), name)) for name in _PLAIN}
-    if wrong := [name for name, value in plain.items() if type(value) is not kinds[name]]:
-        raise TypeError(f"{wrong[:3]} have the wrong type")
-    return TrainingState(**plain)
 
 
 def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -10,10 +10,9 @@ logarithm of lambda by the relative excess of the gap, extrapolated from validat
 where the *change* is that between the last two evaluations. Edges go on closing for several
 evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
 *lead* is `GAP_LEAD` evaluations for a divergence, and 0 for a loss, whose noise it would multiply.
-The *gap*
-is the increase in loss over the dense model or, for a divergence target, the divergence from it.
-The *loss budget* is the largest gap that the target allows, and the *limit* starts above it and
-falls to it during the run. Then
+The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
+from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts above
+it and falls to it during the run. Then
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
@@ -33,8 +32,8 @@ both at `LEAD` evaluations from now, edges by extrapolation from the last two ev
 farther the line falls, the faster lambda has to follow it; where it is flat, such a gain makes it
 oscillate.
 
-Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
-of GECO, Rezende and Viola, arXiv 1810.00597.
+Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, without its moving average; the logarithm is
+that of GECO, Rezende and Viola, arXiv 1810.00597.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
-
-from sparse_tl.calls.scopes import autograd
+from torch import Tensor
 
 Measured = Literal["loss", "increase", "divergence"]
 
@@ -96,39 +93,28 @@ class TargetLoss:
         if isinstance(target, TargetLoss):
             return target
         text = str(target).strip()
-        of: Measured = "loss"
-        if text.startswith("+"):
-            of = "increase"
-        elif text.startswith("kl+"):
-            of, text = "divergence", text.removeprefix("kl")
-        try:
-            nats = float(text)
-        except ValueError:
-            nats = math.nan
-        if not math.isfinite(nats) or nats <= 0:
+        signs: dict[str, Measured] = {"kl+": "divergence", "+": "increase", "": "loss"}
+        sign = next(sign for sign in signs if text.startswith(sign))
+        nats = _above_zero(text.removeprefix(sign.removesuffix("+")))
+        if nats is None:
             raise ValueError(
-                "expected a target loss in nats above 0, such as 0.01, an increase over the dense "
-                'model, such as "+0.05", or a divergence from it, such as "kl+0.05"; got '
-                f"{target!r}"
+                f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
+                'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
             )
-        return TargetLoss(nats, of)
+        return TargetLoss(nats, signs[sign])
 
     def budget(self, dense_loss: float) -> float:
         """The largest gap to the dense model, in nats, that the target allows."""
         return self.nats - dense_loss if self.of == "loss" else self.nats
 
     def __str__(self) -> str:
-        return f"{_WRITTEN[self.of]}{self.nats:.15g}"
+        sign = {"loss": "", "increase": "+", "divergence": "kl+"}[self.of]
+        return f"{sign}{self.nats:.15g}"
 
     @property
     def in_words(self) -> str:
         """The target in words."""
-        if self.of == "divergence":
-            return f"divergence of {self.nats:g} nats"
-        return f"{self} nats"
-
-
-_WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+"}
+        return f"divergence of {self.nats:g} nats" if self.of == "divergence" else f"{self} nats"
 
 
 @dataclass(frozen=True)
@@ -154,14 +140,11 @@ class TargetEdges:
             ValueError: the target is not a finite number above 0.
         """
         text = str(target).strip()
-        try:
-            amount = float(text.removesuffix("x"))
-        except ValueError:
-            amount = math.nan
-        if not math.isfinite(amount) or amount <= 0:
+        amount = _above_zero(text.removesuffix("x"))
+        if amount is None:
             raise ValueError(
-                "expected target edges per token above 0, such as 300, or how many times fewer "
-                f'than the dense model has, such as "100x"; got {target!r}'
+                f"{target!r} is not a number of target edges: give edges per token, such as 300, "
+                'or how many times fewer than in the dense model, "100x"'
             )
         return TargetEdges(amount, text.endswith("x"))
 
@@ -194,11 +177,17 @@ def parse_target(
     if target_edges is None:
         return TargetLoss.parse(default if target_loss is None else target_loss)
     if target_loss is not None:
-        raise ValueError(
-            "expected a target loss or target edges, since each determines the other; got "
-            f"{target_loss!r} and {target_edges!r}"
-        )
+        raise ValueError("give a target loss or target edges: each determines the other")
     return TargetEdges.parse(target_edges)
+
+
+def _above_zero(text: str) -> float | None:
+    """The finite number above 0 that is written, if it is one."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 class LossConstraint:
@@ -225,25 +214,16 @@ class LossConstraint:
         evaluated_every: int = 1,
         bounds: tuple[float, float] = BOUNDS,
     ) -> None:
-        from cooper.optim import nuPI, nuPIInitType
-
         # In float64, which JSON stores exactly, so that a resumed run starts from the same value.
-        log_lambda = torch.full((n_groups,), math.log(start), dtype=torch.float64)
-        self._log_lambda = nn.Parameter(log_lambda)
+        self._log_lambda = torch.full((n_groups,), math.log(start), dtype=torch.float64)
+        self._last_error = torch.zeros_like(self._log_lambda)
+        self._integral, self._proportional = integral / evaluated_every, proportional
         self._bounds = [math.log(bound) for bound in bounds]
-        self._controller = nuPI(
-            [self._log_lambda],
-            lr=1.0,
-            Kp=torch.tensor(proportional, dtype=torch.float64),
-            Ki=torch.tensor(integral / evaluated_every, dtype=torch.float64),
-            init_type=nuPIInitType.ZEROS,
-            maximize=True,
-        )
 
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
         """The lambda of every group."""
-        return self._log_lambda.detach().exp()
+        return self._log_lambda.exp()
 
     def update(self, excess: Float[Tensor, " group"]) -> None:
         """Move lambda by one step.
@@ -251,19 +231,18 @@ class LossConstraint:
         Args:
             excess: of every group's extrapolated gap over its limit, relative to the limit.
         """
-        self._log_lambda.grad = excess.clamp(-1, 1).to(self._log_lambda)
-        self._controller.step()
-        with autograd(False):
-            self._log_lambda.clamp_(*self._bounds)
+        error = excess.clamp(-1, 1).to(self._log_lambda)
+        both = self._integral + self._proportional
+        change = error * both - self._last_error * self._proportional
+        self._log_lambda = (self._log_lambda + change).clamp(*self._bounds)
+        self._last_error = error
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step."""
-        carried = self._controller.state.get(self._log_lambda, {})
-        error = carried.get("xi", torch.zeros_like(self._log_lambda))
-        return {"log_lambda": self._log_lambda.tolist(), "last_error": error.tolist()}
+        carried = {"log_lambda": self._log_lambda, "last_error": self._last_error}
+        return {name: values.tolist() for name, values in carried.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
-        self._log_lambda.data.copy_(torch.tensor(state["log_lambda"], dtype=torch.float64))
-        error = torch.tensor(state["last_error"], dtype=torch.float64)
-        self._controller.state[self._log_lambda]["xi"] = error
+        self._log_lambda = torch.tensor(state["log_lambda"], dtype=torch.float64)
+        self._last_error = torch.tensor(state["last_error"], dtype=torch.float64)

@@ -18,11 +18,9 @@ from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
-from sparse_tl.parallel import ranks, shards
 from sparse_tl.results import Result
 from sparse_tl.training.distillation import losses_and_divergences
-from sparse_tl.training.predictions import DensePredictions
-from sparse_tl.training.reference import Reference, under_gates
+from sparse_tl.training.reference import DensePredictions, Reference, under_gates
 
 LOGITS_PER_PASS = SizeByDevice(cpu=2**26, elsewhere=2**28)
 """Maximum number of logits in one forward pass, of which there are a few copies: 256 MiB each in
@@ -120,8 +118,7 @@ def evaluate_held_out(
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
-    Gates are deterministic. Several ranks divide the rows among themselves; all return the same
-    result, over all rows.
+    Gates are deterministic.
 
     Args:
         model: a dense model or a SparseTransformer.
@@ -135,34 +132,27 @@ def evaluate_held_out(
             predictions for rows that are evaluated again.
 
     Raises:
-        ValueError: a token or label is not in the model's vocabulary, the rows are longer than its
-            context, or the ranks have different rows.
+        ValueError: a token or label is not in the model's vocabulary, or the rows are longer than
+            its context.
     """
     adapter = adapt(model)
-    examples.check_on_ranks()
     check_rows(adapter, examples)
     most = LOGITS_PER_PASS.on(adapter.device)
     fitting = most // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part
-        for piece in examples.split(
-            batch_size or max(1, min(256, fitting, ranks.largest_share(len(examples))))
-        )
+        for piece in examples.split(batch_size or max(1, min(256, fitting)))
         for part in piece.to(adapter.device).by_length()
     ]
     if dense is not None and not isinstance(dense, DensePredictions):
         dense = DensePredictions(dense)
     results = []
-    share = list(ranks.share(pieces))
     # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
     with (
         under_gates(model) as wrapped,
         wrapped.opened() if wrapped is not model else nullcontext(),
     ):
-        # All ranks have to run the same number of passes of a sharded model.
-        sharded = shards.has_sharded_weights(wrapped)
-        n_extra = ranks.largest_share(len(pieces)) - len(share) if sharded else 0
-        for batch in share + pieces[:n_extra]:
+        for batch in pieces:
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(
                     batch.tokens,
@@ -182,7 +172,6 @@ def evaluate_held_out(
             values = losses.double(), of_labels, divergences.double(), right, of_rows
             edges = {name: x.cpu() for name, x in vars(counted).items() if x is not None}
             results.append((*(x.cpu() for x in values), AttentionEdgeCounts(**edges)))
-    results = ranks.in_order(results[: len(share)])
     *by_label, counts = zip(*results, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
     losses, of, divergences, right, of_rows = map(torch.cat, by_label)

@@ -5,8 +5,7 @@ backpropagate, clip, step the optimizer, update the objective. Random generators
 so a resumed run draws the same numbers as an uninterrupted one.
 
 Several ranks take each step together: each has its own rows of the step's batch, and gradients are
-averaged. The first rank keeps the best weights and writes checkpoints; every rank does so for its
-shards of sharded weights.
+averaged. The first rank keeps the best weights, writes checkpoints and shows progress.
 """
 
 from __future__ import annotations
@@ -14,34 +13,55 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from sparse_tl.calls.arguments import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seed,
+    checked,
+)
 from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import in_use, merged_lora, read_parameters
-from sparse_tl.parallel import ranks, shards
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.lens import (
+    HookedModel,
+    adapt,
+    has_sharded_weights,
+    in_use,
+    is_sharded,
+    lora_parameters,
+    merged_lora,
+    processes,
+    read_parameters,
+    whole,
+)
+from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage.files import locked
+from sparse_tl.training import ranks
 from sparse_tl.training.checkpoints import (
     TrainingState,
-    check_ranks,
     load_checkpoint,
     run_identity,
     save_checkpoint,
 )
-from sparse_tl.training.config import Precision, Selection, TrainingConfig, in_precision
-from sparse_tl.training.masters import MasterWeights
-from sparse_tl.training.objectives import Objective
-from sparse_tl.training.stopping import interrupt_noted, on_any_rank
 
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
@@ -49,9 +69,112 @@ BETWEEN_RANKS = 2_654_435_761
 """Distance between the seeds of two ranks: about 2^32 over the golden ratio, since CPU generators
 take seeds modulo 2^32. No two ranks then share a seed within a million steps."""
 
+Metrics = dict[str, float]
+Precision = Literal["float32", "bf16"]
+
 
 class NonFiniteLossError(ValueError):
     """The loss or its gradient became NaN or infinite; the last checkpoint remains valid."""
+
+
+@checked
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Settings of the optimizer and the training loop.
+
+    Args:
+        steps: number of optimizer steps.
+        learning_rate: peak learning rate.
+        warmup: number of linear warm-up steps.
+        decay: final share of the steps, over which the rate decays.
+        schedule: shape of the decay: cosine or linear.
+        final_rate: final learning rate, as a share of the peak.
+        betas: betas of AdamW.
+        weight_decay: weight decay of AdamW.
+        clip: maximum gradient norm; None for no clipping.
+        accumulate: micro-batches per step.
+        precision: "bf16" runs the forward pass under autocast.
+        seed: random seed for gate noise.
+        evaluate_every: steps between validation evaluations.
+        checkpoint_every: steps between checkpoints.
+        patience: evaluations without improvement before training stops; None never stops early.
+    """
+
+    steps: AtLeastOne
+    learning_rate: Positive
+    warmup: Count = 50
+    decay: Fraction = 0.5
+    schedule: Literal["cosine", "linear"] = "cosine"
+    final_rate: Fraction = 0.02
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: NotNegative = 0.0
+    clip: Positive | None = 1.0
+    accumulate: AtLeastOne = 1
+    precision: Precision = "float32"
+    seed: Seed = 0
+    evaluate_every: AtLeastOne = 50
+    checkpoint_every: AtLeastOne = 100
+    patience: Count | None = None
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step: warm-up, plateau, decay."""
+        scale = min(1.0, (step + 1) / max(1, self.warmup))
+        start = self.steps * (1 - self.decay)
+        if step > start:
+            decayed = (step - start) / (self.steps - start)
+            left = 1 - decayed
+            if self.schedule == "cosine":
+                left = 0.5 * (1 + math.cos(math.pi * decayed))
+            scale *= self.final_rate + (1 - self.final_rate) * left
+        return self.learning_rate * scale
+
+
+@dataclass
+class Selection:
+    """Model selection: which evaluation is best, and when training may stop early.
+
+    Args:
+        evaluate: returns the current model's validation metrics.
+        better: whether the first metrics beat the second.
+        finished: whether training can stop early, given the best metrics.
+    """
+
+    evaluate: Callable[[], Metrics]
+    better: Callable[[Metrics, Metrics], bool]
+    finished: Callable[[Metrics], bool] = lambda metrics: False
+
+
+class Objective:
+    """A loss with state: measured on every micro-batch, updated once per step.
+
+    All ranks return the same values. An objective may measure only its rank's rows
+    (`ranks.own_parts`), and then joins means over rows or labels by `ranks.mean`.
+    """
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Prepare for a step, given its whole batch, before its micro-batches are measured."""
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """The value to minimise, and the measurements to log.
+
+        Args:
+            batch: examples.
+            generator: source of all randomness.
+            fraction_done: share of the run that is done, from 0 to 1.
+        """
+        raise NotImplementedError
+
+    def update(self, measured: dict[str, float]) -> None:
+        """Update the state, once per step, from the step's measurements."""
+
+    def state(self) -> dict[str, Any]:
+        """The state that is carried from step to step: plain values and tensors."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from the state in a checkpoint."""
 
 
 def train(
@@ -94,26 +217,29 @@ def train(
     optimizer = _optimizer(masters.by_name, trained, config)
     as_stored = json.loads(json.dumps(asdict(config)))  # to compare with the checkpoint's copy
     identity = run_identity(model, {**settings, "trained": dict(trained), "config": as_stored})
-    check_ranks(identity)
-    state, folder = TrainingState(), None
+    ranks.check_alike({**identity["settings"], "weights": identity["weights"]})
+    state, folder, is_first = TrainingState(), None, processes().is_main_process
     with ExitStack() as stack:  # holds the lock until the run ends
         if checkpoint is not None:
             folder = Path(checkpoint)
-            ranks.on_first(lambda: stack.enter_context(locked(Path(checkpoint))))
+            if is_first:
+                stack.enter_context(locked(folder))
             state = load_checkpoint(folder, masters.by_name, optimizer, identity, stream)
             masters.write()
         if state.step > 0:
             objective.load_state(state.objective)
-        ranks.check_alike({"step of the checkpoint": state.step})
+        half = torch.bfloat16 if config.precision == "bf16" else None
+        apart = has_sharded_weights(model)  # adapters stay apart from sharded weights
+        merging = nullcontext(lambda: None) if apart else merged_lora(model, half)
         with (
             in_use(model),
             autograd(True),  # notebooks often switch gradients off
             _only_trained(model, weights),
-            _merged(model, config.precision) as merge,
+            merging as merge,
             masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
-            tracked(title, config.steps, progress, done=state.step) as show,
+            tracked(title, config.steps, progress and is_first, done=state.step) as show,
         ):
             run = Run(objective, stream, selection, config, masters, optimizer, state, merge)
             if state.step == 0:
@@ -125,7 +251,8 @@ def train(
                 if state.step % config.evaluate_every == 0 or state.step == config.steps:
                     run.evaluate()
                 due = state.step % config.checkpoint_every == 0 or state.step == config.steps
-                late, stop = on_any_rank(time.monotonic() - saved > SAVE_AFTER, interrupted())
+                facts = ranks.gathered((time.monotonic() - saved > SAVE_AFTER, interrupted()))
+                late, stop = map(any, zip(*facts, strict=True))  # on any rank
                 if folder is not None and (due or late or stop):
                     state.objective = objective.state()
                     state.last_batch = run.batch.digest()
@@ -162,11 +289,12 @@ class Run:
         rate = config.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
-        seed = config.seed * 1_000_003 + step + ranks.rank() * BETWEEN_RANKS
+        launched = processes()
+        seed = config.seed * 1_000_003 + step + launched.process_index * BETWEEN_RANKS
         generator = torch.Generator(self.device).manual_seed(seed)
         self.batch = batch = self.stream.batch(step)
-        if ranks.count() > 1:
-            ranks.check_alike({f"batch of step {step}": batch.digest()})
+        if launched.num_processes > 1:
+            ranks.check_alike({f"the batch of step {step}": batch.digest()})
         if step == 0:
             self.state.first_batch = batch.digest()
         pieces = batch.split(math.ceil(len(batch) / config.accumulate))
@@ -176,18 +304,18 @@ class Run:
         for piece in pieces:
             share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
             with in_precision(config.precision, self.device):
-                rows = piece.shard(ranks.rank(), ranks.count()).to(self.device)
-                loss, logged = self.objective.measure(rows, generator, step / config.steps)
+                done = step / config.steps
+                loss, logged = self.objective.measure(piece.to(self.device), generator, done)
             (loss * share).backward()
             self.masters.take_gradients()
             for name, value in logged.items():
                 measured[name] = measured.get(name, 0.0) + share * value
-        shards.average_gradients(self.trained.values())
+        ranks.average_gradients(self.trained.values())
         clip = math.inf if config.clip is None else config.clip
-        norm = shards.clip_gradients(self.trained.values(), clip)
+        norm = ranks.clip_gradients(self.trained.values(), clip)
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
-                f"expected a finite loss and gradient; at step {step} the measurements were "
+                f"the loss or gradient is not finite: at step {step} the measurements were "
                 f"{measured} and the gradient's norm {norm}. The last checkpoint holds weights "
                 "from before this step; a smaller learning rate usually helps."
             )
@@ -211,11 +339,10 @@ class Run:
         metrics = {"step": self.state.step, **measured}
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
-            self.state.best_weights = {
-                name: shards.local(parameter).detach().to("cpu", copy=True)
-                for name, parameter in self.trained.items()
-                if ranks.is_first() or shards.is_sharded(parameter)
-            }
+            for name, parameter in self.trained.items():
+                weight = whole(parameter)  # all ranks take part
+                if processes().is_main_process:
+                    self.state.best_weights[name] = weight.detach().to("cpu", copy=True)
         if not self.state.history:
             self.state.history.append(self._now())
         named = {f"validation_{name}": value for name, value in measured.items()}
@@ -223,9 +350,8 @@ class Run:
 
     @autograd(False)
     def restore_best(self) -> None:
-        for name, best in self.state.best_weights.items():
-            shards.local(self.trained[name]).copy_(best)
-        shards.copy_first(self.trained.values())
+        for name, parameter in self.trained.items():
+            parameter.copy_(ranks.spread(self.state.best_weights.get(name), parameter))
         self.masters.write()
 
     def finished(self) -> bool:
@@ -263,18 +389,8 @@ def _optimizer(
     ]
     how = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     # The fused update takes a weight for one piece of memory, which views of joint weights are not.
-    fused = all(w.is_contiguous() and not shards.is_sharded(w) for w in weights.values())
+    fused = all(w.is_contiguous() and not is_sharded(w) for w in weights.values())
     return torch.optim.AdamW(groups, fused=fused, **how)
-
-
-@scope
-def _merged(model: nn.Module, precision: Precision) -> Iterator[Callable[[], None]]:
-    """Compute with merged adapters within the block; sharded ones stay apart from weights."""
-    if shards.has_sharded_weights(model):
-        yield lambda: None
-        return
-    with merged_lora(model, torch.bfloat16 if precision == "bf16" else None) as merge:
-        yield merge
 
 
 @scope
@@ -298,3 +414,156 @@ def _repeatable() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
         settings.fill_uninitialized_memory = fill
+
+
+def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
+    """Run the block's forward passes in this precision: under autocast for "bf16"."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
+    """Resolve names and patterns to parameter names, each with the rate of its first match.
+
+    If a model has low-rank adapters, only these and its gates can be trained.
+
+    Args:
+        model: model that owns the parameters.
+        rates: learning-rate multiples by ``"gates"`` (of attention edges and MLPs), ``"lora"``
+            (adapters), ``"qk"`` (in latent attention, including the weights that keys share with
+            values), ``"all"``, or a pattern of parameter names.
+
+    Raises:
+        ValueError: a name or pattern matches no parameter.
+    """
+    names = {id(parameter): name for name, parameter in read_parameters(model).items()}
+    gates = [name for name in names.values() if name.startswith(("gates.", "mlp_gates."))]
+    lora = [names[id(p)] for p in lora_parameters(model)]
+    if lora:
+        names = {key: name for key, name in names.items() if name in {*gates, *lora}}
+    chosen: dict[str, float] = {}
+    for wanted, rate in rates.items():
+        if wanted == "gates":
+            matches = gates
+        elif wanted == "lora":
+            matches = lora
+        elif wanted in ("qk", "all"):
+            matches = [names[id(p)] for p in adapt(model).parameters(wanted) if id(p) in names]
+            matches += gates if wanted == "all" else []
+        else:
+            matches = [name for name in names.values() if fnmatchcase(name, wanted)]
+        if not matches:
+            raise ValueError(
+                f"{wanted!r} is none of 'gates', 'lora', 'qk' and 'all', and matches no parameter "
+                f"name: {list(names.values())[:8]}..."
+            )
+        for name in matches:
+            chosen.setdefault(name, rate)
+    return chosen
+
+
+class MasterWeights:
+    """The parameters that the optimizer trains: float32 copies of bfloat16 weights, and all others.
+
+    A step changes a weight by a few parts in ten thousand, and late in a run by far less. A
+    bfloat16 number has eight significant bits, so most steps would change nothing. The optimizer
+    therefore moves the master weights, by gradients that are also accumulated in float32, and the
+    model computes with their rounded values. In float16, small gradients would vanish before they
+    reached any copy.
+
+    Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
+    """
+
+    def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        if torch.float16 in {weight.dtype for weight in weights.values()}:
+            raise ValueError(
+                "small gradients vanish in float16: load the model in float32 or bfloat16, or "
+                "train low-rank adapters (add_lora), which are float32"
+            )
+        self.by_name = {
+            name: nn.Parameter(weight.detach().float()) if is_half(weight) else weight
+            for name, weight in weights.items()
+        }
+        """Master weights by name."""
+        self._copied = [
+            (weight, self.by_name[name]) for name, weight in weights.items() if is_half(weight)
+        ]
+
+    @scope
+    def taking_gradients(self) -> Iterator[None]:
+        """Move each gradient to its master as soon as it exists, so that few are held twice."""
+        for weight, _ in self._copied:
+            weight.grad = None  # from an earlier backward pass by the user
+        handles = [
+            weight.register_post_accumulate_grad_hook(lambda _, pair=(weight, master): _move(*pair))
+            for weight, master in self._copied
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take_gradients(self) -> None:
+        """Take the gradients that no hook moved: those of sharded weights."""
+        for weight, master in self._copied:
+            _move(weight, master)
+
+    @autograd(False)
+    def write(self) -> None:
+        """Write the rounded master weights into the model."""
+        for weight, master in self._copied:
+            weight.copy_(master)
+
+
+def is_half(weight: nn.Parameter) -> bool:
+    """Whether a weight is in bfloat16, and so trained through a copy."""
+    return weight.dtype == torch.bfloat16
+
+
+@autograd(False)
+def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
+    if weight.grad is None:
+        return
+    gradient = weight.grad.float()
+    master.grad = gradient if master.grad is None else master.grad + gradient
+    weight.grad = None
+
+
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+"""Signals that ask a process to stop; SIGHUP does not exist on every platform."""
+
+
+@scope
+def interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
+
+    The same holds for signals that a cluster or a closing terminal sends before killing a process.
+    """
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted.is_set
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.set()
+        # A second signal stops a lone process at once. With several ranks, one Ctrl-C sends each
+        # of them two, the terminal's and the launcher's; the launcher kills them if they take too
+        # long.
+        if processes().num_processes == 1:
+            restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
+    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield noted.is_set
+    finally:
+        restore()

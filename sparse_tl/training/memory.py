@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,8 @@ from sparse_tl.lens import (
     checkpointed_activations,
     read_parameters,
 )
-from sparse_tl.parallel import ranks
-from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.masters import is_half
+from sparse_tl.training.loop import choose_trained, is_half
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.reference import needs_copy, under_gates
 
@@ -150,51 +147,22 @@ def training_memory(
 
 
 @scope
-def out_of_memory_explained(
-    sparse: SparseTransformer,
-    stream: TokenStream,
-    trained: Iterable[str],
-    precision: str = "float32",
-) -> Iterator[None]:
-    """Explain an out-of-memory error in the block: what uses the memory, and how to use less.
-
-    Args:
-        sparse: trained model.
-        stream: its training batches.
-        trained: names of the trained parameters.
-        precision: precision of the run.
-
-    Raises:
-        MemoryError: the device or the machine ran out of memory inside the block, in a step or in
-            an evaluation.
-    """
+def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
+    """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        cause = reason(error)  # also frees the step's memory, for the estimate
-        if isinstance(error, MemoryError):  # raised by an evaluation, not by a training step
-            raise MemoryError(
-                f"post-training ran out of memory on {adapt(sparse).device} while measuring the "
-                f"validation rows, up to 256 at once. Shorter or fewer rows need less. ({cause})"
-            ) from error
         rows, window = stream.batch(0).tokens.shape
-        pieces = getattr(stream, "accumulate", 1)
-        at_once = math.ceil(rows / pieces / ranks.count())
-        needed = f"`sparse-tl doctor --window {window}` estimates the memory that one row needs"
-        # With several ranks, there is no estimate: the others would not take part in its passes.
-        with suppress(RuntimeError, MemoryError):  # out of memory again
-            if ranks.count() == 1:
-                memory = training_memory(sparse, window, trained, precision)
-                needed = f"By an estimate for one row of {window} tokens, {memory}"
         raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with {at_once} rows of "
-            f"{window} tokens at once ({rows} a step, {pieces} micro-batches, {ranks.count()} "
-            f"ranks). {needed}. To use less, take more micro-batches (the stream's accumulate, "
-            "--accumulate), checkpointed_activations (--checkpoint-activations), shorter windows, "
-            "bf16 (--precision), more ranks (shard_model, --shard), or low-rank adapters in place "
-            f"of the weights (add_lora, --trained lora). ({cause})"
+            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
+            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
+            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
+            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
+            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
+            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
+            f"shorter validation rows. ({reason(error)})"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Objectives of a training step: the plain loss, or the size under the loss constraint."""
+"""The objective of post-training: the smallest size under the loss constraint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import one_hot
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.passes import Counted, using
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
-from sparse_tl.lens import HookedModel, adapt, check_rows
-from sparse_tl.parallel import ranks, shards
+from sparse_tl.lens import adapt, check_rows, has_sharded_weights, processes
+from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
     AHEAD,
     ARRIVAL,
@@ -25,8 +25,8 @@ from sparse_tl.training.constraint import (
     LossConstraint,
 )
 from sparse_tl.training.distillation import distilled, distilled_from
-from sparse_tl.training.predictions import DensePredictions
-from sparse_tl.training.reference import Reference
+from sparse_tl.training.loop import Objective
+from sparse_tl.training.reference import KEPT, DensePredictions, Reference
 
 NOISE = 0.25
 """Initial scale of the gates' noise. At 1, sampled gates diverge from the dense SmolLM2-135M 18
@@ -44,63 +44,6 @@ TINY = 1e-6
 """Edges per token that count as none; their logarithm is finite."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which 63 percent of a head's cost is charged."""
-
-
-class Objective:
-    """A loss with state: measured on every micro-batch, updated once per step.
-
-    Each rank gets its own rows of a micro-batch, and all ranks return the same values: means over
-    rows or labels are taken over the rows of all ranks, by `ranks.mean`.
-    """
-
-    def begin(self, batch: TokenBatch) -> None:
-        """Prepare for a step, given its whole batch, before its micro-batches are measured."""
-
-    def measure(
-        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
-    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        """The value to minimise, and the measurements to log.
-
-        Args:
-            batch: examples.
-            generator: source of all randomness.
-            fraction_done: share of the run that is done, from 0 to 1.
-        """
-        raise NotImplementedError
-
-    def update(self, measured: dict[str, float]) -> None:
-        """Update the state, once per step, from the step's measurements."""
-
-    def state(self) -> dict[str, Any]:
-        """The state that is carried from step to step: plain values and tensors."""
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state in a checkpoint."""
-
-
-class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
-
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
-
-    def measure(
-        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
-    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        losses = []
-        for part in _parts(batch, self.model):
-            with adapt(self.model).only_at(part.loss_mask) as logits_at:
-                logits = logits_at(self.model(part.tokens, **part.model_kwargs))
-            losses.append(token_losses(logits, part.loss_labels()))
-        loss = ranks.mean(torch.cat(losses))
-        return loss, {"loss": loss.item()}
-
-
-def _parts(batch: TokenBatch, model: HookedModel) -> list[TokenBatch]:
-    """Rows grouped by length; one group if the model is sharded, as ranks must run equal passes."""
-    assert isinstance(model, nn.Module)
-    return batch.by_length(1) if shards.has_sharded_weights(model) else batch.by_length()
 
 
 class _Labels(NamedTuple):
@@ -170,7 +113,9 @@ class SparsityObjective(Objective):
         target_edges: float | None = None,
     ) -> None:
         self.sparse, self.dense, self.distilled = sparse, dense, distilled
-        self._predictions = None if dense is None else DensePredictions(dense)
+        # Of several ranks, a rank gets other rows in every epoch.
+        kept = KEPT if processes().num_processes == 1 else 0
+        self._predictions = None if dense is None else DensePredictions(dense, kept)
         self.loss_budget, self.constraint = loss_budget, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise, self._done = NOISE, 0.0
@@ -210,7 +155,7 @@ class SparsityObjective(Objective):
         self._noise, self._done = self.noise(fraction_done), fraction_done
         limit = self.limit(self._noise)
         lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._sizes)))
-        rows = _parts(batch, self.sparse)
+        rows = ranks.own_parts(batch, self.sparse)
         parts = [self._run(part, generator) for part in rows]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
@@ -245,7 +190,7 @@ class SparsityObjective(Objective):
         layers: list[Counted] = []
         counted = {"counts": layers, "real": batch.attention_mask}
         adapter, labels, read = adapt(self.sparse), batch.loss_labels(), batch.loss_mask
-        dense, sharded = self._predictions, shards.has_sharded_weights(self.sparse)
+        dense, sharded = self._predictions, has_sharded_weights(self.sparse)
         with (
             self.sparse.sampled(generator, self._noise),
             using(gates, pressure=PRESSURE, edge_cost=cost, **counted),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,17 +18,31 @@ from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.sparse.attention import check_edge_cost
 from sparse_tl.lens import adapt, check_gates, check_raw
-from sparse_tl.parallel import shards
+from sparse_tl.lens.core.devices import precision_of
 from sparse_tl.storage.files import digest
-from sparse_tl.training.config import Precision, TrainingConfig, choose_trained
-from sparse_tl.training.constraint import GAP_LEAD, OF_EDGES, LossConstraint, parse_target
-from sparse_tl.training.loop import train
+from sparse_tl.training.constraint import (
+    GAP_LEAD,
+    OF_EDGES,
+    LossConstraint,
+    TargetEdges,
+    TargetLoss,
+    parse_target,
+)
+from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.loop import (
+    Metrics,
+    Precision,
+    Selection,
+    TrainingConfig,
+    choose_trained,
+    in_precision,
+    train,
+)
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import DISTILLED, SparsityObjective
-from sparse_tl.training.outcome import PostTraining
-from sparse_tl.training.predictions import DensePredictions
-from sparse_tl.training.reference import reference_of
-from sparse_tl.training.validation import Validation, is_feasible
+from sparse_tl.training.outcome import DenseAndSparse, PostTraining
+from sparse_tl.training.ranks import from_first
+from sparse_tl.training.reference import DensePredictions, as_dense, reference_of
 
 EVALUATIONS = 40
 """Number of validation evaluations in a run."""
@@ -121,7 +137,7 @@ def post_train(
             stream and the validation rows have different groups, or the checkpoint belongs to
             another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
-        MemoryError: out of memory; the message says what uses it and how to use less.
+        MemoryError: out of memory; the message says how to use less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
 
     Reference: arXiv 2512.05865, section 3. Deviations: the logarithm of the size is minimised, a PI
@@ -148,12 +164,14 @@ def post_train(
     )
     check_gates(adapt(sparse))
     check_raw(sparse.model)
-    with out_of_memory_explained(sparse, stream, trained, precision):
-        measuring = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
+    with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
-        if dense is not None and target.of == "divergence":
-            # Separate from the objective's, which keep training rows in the run's checkpoints.
-            measuring.predictions = DensePredictions(dense)
+        # Separate from the objective's, which keep training rows in the run's checkpoints.
+        by_model = dense is not None and target.of == "divergence"
+        predicted = DensePredictions(dense) if by_model else None
+        measuring = Validation(
+            sparse, validation, held_out or {}, target, edge_cost, precision, predicted
+        )
         objective = SparsityObjective(
             sparse,
             dense,
@@ -182,7 +200,7 @@ def post_train(
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
-                "sharded_precision": shards.precision_of(adapt(sparse).core) or "float32",
+                "sharded_precision": precision_of(adapt(sparse).core) or "float32",
             },
             checkpoint=checkpoint,
             title="post-training",
@@ -204,18 +222,14 @@ def post_train(
 def _mixed(
     stream: TokenStream | Mapping[str, TokenStream], validation: TokenBatch | Mapping[str, Any]
 ) -> TokenStream:
-    """Combine the groups' streams into one, in the order of the validation rows.
-
-    Raises:
-        ValueError: the names of the groups differ.
-    """
+    """Combine the groups' streams into one, in the order of the validation rows."""
     if not isinstance(stream, Mapping):
         return stream
     named = list(validation) if isinstance(validation, Mapping) else []
     if list(stream) != named:
         raise ValueError(
-            f"expected validation rows of the same groups as the stream's, {list(stream)}, in this "
-            f"order; got {named or 'rows without group names'}"
+            f"the streams are of the groups {list(stream)}, and the validation rows are "
+            f"{named or 'without group names'}; give both for the same groups, in the same order"
         )
     return MixedStream(stream)
 
@@ -232,4 +246,138 @@ def _rates(
 def _check_costs(sparse: SparseTransformer, edge_cost: Float[Tensor, "*#edge"]) -> None:
     check_edge_cost(edge_cost, (*sparse.gates.bias.shape, None, None))
     if not bool((edge_cost.isfinite() & (edge_cost >= 0)).all()) or not bool(edge_cost.any()):
-        raise ValueError("expected edge_cost of at least 0 everywhere and above 0 somewhere")
+        raise ValueError("edge_cost has to be at least 0 everywhere and above 0 somewhere")
+
+
+class Validation:
+    """Validation rows, each group of which must meet the target, and held-out rows.
+
+    The constructor measures the dense model, so it must be called before training.
+
+    Args:
+        sparse: the model before training.
+        rows: validation rows, or those of every group by name.
+        held_out: rows that are only measured, by name.
+        target: the target of every group, or that of the mean over groups of edges per token.
+        edge_cost: cost per attention edge, as in `evaluate_held_out`.
+        precision: precision of the run, in which both models are measured.
+        predictions: the dense model's predictions, if the target is a divergence.
+
+    Raises:
+        ValueError: a group has no label, or the target is below the dense model's own loss or above
+            its number of edges.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseTransformer,
+        rows: TokenBatch | Mapping[str, TokenBatch],
+        held_out: Mapping[str, TokenBatch],
+        target: TargetLoss | TargetEdges,
+        edge_cost: Float[Tensor, "*#edge"] | None,
+        precision: Precision,
+        predictions: DensePredictions | None,
+    ) -> None:
+        self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
+        self.precision: Precision = precision
+        self.groups = rows if isinstance(rows, Mapping) else {}
+        self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
+        self.held_out, self.predictions = held_out, predictions
+        with as_dense(sparse):
+            self.dense = self._dense(self.rows)
+            _check_groups(self.dense)
+            self._before = [
+                {name: self._dense(rows) for name, rows in by_name.items()}
+                for by_name in (self.groups, held_out)
+            ]
+        self.target_edges: float | None = None
+        """The target in edges per token, if it is one of edges."""
+        if isinstance(target, TargetEdges):
+            most = self.dense.edges_per_token
+            self.target_edges = target.per_token(most)
+            if self.target_edges > most:
+                raise ValueError(
+                    f"a target of {target} is above the dense model's {most:,.1f} edges per token"
+                )
+        elif target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
+            raise ValueError(
+                f"the dense model's own validation loss is {worst:.5f} nats, above the target of "
+                f"{target}. Give a larger one, or an increase such as "
+                f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
+            )
+
+    @property
+    def loss_budget(self) -> Float[Tensor, " group"]:
+        """The largest gap that the target allows each group, in nats."""
+        losses = self.dense.group_losses
+        return _by_group({group: self.target.budget(loss) for group, loss in losses.items()})
+
+    def measured(self) -> HeldOut:
+        """Measurements of the current sparse model on all validation rows."""
+        return self._sparse(self.rows)
+
+    def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
+        """Every group's gap to the dense model in nats: the divergence, or the increase in loss."""
+        if self.target.of == "divergence":
+            return _by_group(measured.group_divergences)
+        return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
+
+    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
+        """Measurements of both models on the rows of every group, and on held-out rows."""
+        groups, held_out = (
+            {name: DenseAndSparse(dense[name], self._sparse(rows)) for name, rows in of.items()}
+            for of, dense in zip((self.groups, self.held_out), self._before, strict=True)
+        )
+        return groups, held_out
+
+    def selection(self, objective: SparsityObjective) -> Selection:
+        """The model selection of a run; each evaluation also records the gaps in the objective."""
+
+        def evaluate() -> Metrics:
+            measured = self.measured()
+            gaps, edges, target = self.gaps(measured), measured.edges_per_token, self.target_edges
+            objective.record(gaps, edges)
+            by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
+            over = (gaps - self.loss_budget).max().item() if target is None else edges - target
+            found = {**measured.numbers, **by_group, "log_size": measured.log_size}
+            return {**found, "gap": gaps.mean().item(), "violation": over}
+
+        def better(new: Metrics, old: Metrics) -> bool:
+            if old["step"] == 0:
+                return True  # never prefer step 0: it meets most targets but is not sparse
+            if is_feasible(new) != is_feasible(old):
+                return is_feasible(new)
+            minimised = "log_size" if self.target_edges is None else "gap"
+            decisive = minimised if is_feasible(new) else "violation"
+            return new[decisive] < old[decisive]
+
+        return Selection(evaluate, better)
+
+    def _dense(self, rows: TokenBatch) -> HeldOut:
+        measured = self._evaluated(rows)
+        return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
+
+    def _sparse(self, rows: TokenBatch) -> HeldOut:
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+
+    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
+        with in_precision(self.precision, adapt(self.sparse).device):
+            return from_first(evaluate_held_out(self.sparse, rows, **how))
+
+
+def is_feasible(metrics: Metrics) -> bool:
+    """Whether an evaluation meets the target, that of a loss in every group."""
+    return metrics["violation"] <= 0
+
+
+def _check_groups(measured: HeldOut) -> None:
+    groups = set(range(max(measured.group_losses) + 1))
+    if missing := groups - set(measured.group_losses):
+        raise ValueError(
+            f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
+            f"{max(groups) + 1} groups"
+        )
+
+
+def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
+    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)

@@ -6,14 +6,41 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import TokenStream
-from sparse_tl.lens import Model, check_raw
-from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
+from sparse_tl.lens import HookedModel, Model, adapt, check_raw
+from sparse_tl.training import ranks
 from sparse_tl.training.evaluation import evaluate_held_out
-from sparse_tl.training.loop import train
-from sparse_tl.training.objectives import PlainLoss
+from sparse_tl.training.loop import (
+    Metrics,
+    Objective,
+    Selection,
+    TrainingConfig,
+    choose_trained,
+    train,
+)
+
+
+class PlainLoss(Objective):
+    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
+
+    def __init__(self, model: HookedModel) -> None:
+        self.model = model
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        losses = []
+        for part in ranks.own_parts(batch, self.model):
+            with adapt(self.model).only_at(part.loss_mask) as logits_at:
+                logits = logits_at(self.model(part.tokens, **part.model_kwargs))
+            losses.append(token_losses(logits, part.loss_labels()))
+        loss = ranks.mean(torch.cat(losses))
+        return loss, {"loss": loss.item()}
 
 
 def pretrain(

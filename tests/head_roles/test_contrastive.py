@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from several_ranks import on_ranks
 
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
@@ -88,9 +87,3 @@ def test_contrastive_gates_are_saved_and_resumed(two_tasks: Model, tmp_path: Pat
     assert len(found.to_pandas()) == 2 * 2
     with pytest.raises(ValueError, match="belongs to another run"):
         _fit(two_tasks, HIGH, LOW, checkpoint=tmp_path / "checkpoint", **few)
-
-
-def test_ranks_share_both_sub_tasks(two_tasks: Model) -> None:
-    alone = _fit(two_tasks, LOW, HIGH, updates=6)
-    for found in on_ranks(2, lambda rank: _fit(two_tasks, LOW, HIGH, updates=6)):
-        torch.testing.assert_close(found.gates, alone.gates, rtol=1e-4, atol=1e-6)

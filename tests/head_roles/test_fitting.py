@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from finite_differences import derivative
-from several_ranks import on_ranks
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
@@ -302,16 +301,3 @@ def test_scores_and_classes_by_hand() -> None:
     assert frame.query("seed == 9 and head == 1")["irrelevance"].item() == pytest.approx(0.6)
     with pytest.raises(ValueError, match="expected a role of"):
         roles.score("helpful")
-
-
-# Several ranks
-
-
-def test_ranks_share_the_prompts(build_tiny: Build, fitted: HeadRoles) -> None:
-    def job(rank: int) -> HeadRoles:
-        return fit_head_gates(build_tiny("float64"), _dataset(), seeds=3, **SETTINGS)
-
-    for roles in on_ranks(2, job):
-        torch.testing.assert_close(roles.trajectories, fitted.trajectories, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(roles.removed, fitted.removed, rtol=1e-9, atol=1e-12)
-        assert roles.dense_loss == pytest.approx(fitted.dense_loss, rel=1e-12)

@@ -40,7 +40,7 @@ from sparse_tl.lens import (
     record,
 )
 from sparse_tl.parts.nodes import Slot
-from sparse_tl.training.config import choose_trained
+from sparse_tl.training.loop import choose_trained
 
 TITLES = ("EAP", "evaluation")
 EDGES = ["input->a0.h1<k>", "m0->a2.h3<k>", "a0.h2->a1.h0<v>", "m1->a2.h1<q>", "a1.h3->m1"]

@@ -19,7 +19,7 @@ from sparse_tl.lens import Model, adapt, load_model, read_parameters, save_model
 from sparse_tl.models.addition import build_addition_model
 from sparse_tl.training import pretrain
 from sparse_tl.training.memory import training_memory
-from sparse_tl.training.objectives import PlainLoss
+from sparse_tl.training.pretrain import PlainLoss
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,
@@ -125,7 +125,7 @@ def test_gradients_of_an_earlier_pass_are_not_added(half: Model, rows: TokenBatc
 
 
 def test_float16_is_refused(half: Model, rows: TokenBatch) -> None:
-    with pytest.raises(ValueError, match='got float16.*dtype="bfloat16"'):
+    with pytest.raises(ValueError, match="float16.*bfloat16"):
         _pretrain(half.to(torch.float16), rows)
 
 

@@ -18,7 +18,7 @@ from sparse_tl import (
 )
 from sparse_tl.lens import Model, checkpointed_activations, read_parameters
 from sparse_tl.training import evaluate_held_out
-from sparse_tl.training.config import in_precision
+from sparse_tl.training.loop import in_precision
 from sparse_tl.training.memory import training_memory
 from sparse_tl.training.reference import reference_of
 

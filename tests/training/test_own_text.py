@@ -283,7 +283,7 @@ def test_files_of_other_runs_are_refused(model: Any, tokenizer: Any, tmp_path: P
         (SparseTransformer(other, initial_bias=0.0), 12, {}, "model "),
     ):
         with pytest.raises(
-            ValueError, match=f"expected sampled windows of .*{said}.*Choose another"
+            ValueError, match=f"does not hold sampled windows of .*{said}.*Choose another"
         ):
             sampled_windows(one, 8, window, save_to=file, **{**how, **changed})
     assert file.read_bytes() == before
@@ -294,7 +294,7 @@ def test_files_of_other_runs_are_refused(model: Any, tokenizer: Any, tmp_path: P
         sampled_windows(sparse, 4, 12, save_to=tmp_path / "opened.safetensors", **how)
     sparse.unwrap()
     save_file({"tokens": torch.zeros(4, 12, dtype=torch.long)}, file)
-    with pytest.raises(ValueError, match="holds those of something else"):
+    with pytest.raises(ValueError, match="but those of something else"):
         sampled_windows(model, 4, 12, save_to=file, **how)
 
 

@@ -21,7 +21,7 @@ from sparse_tl.training import (
     evaluate_held_out,
     post_train,
 )
-from sparse_tl.training.config import choose_trained
+from sparse_tl.training.loop import choose_trained
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.post_train import GATE_LEARNING_RATE
 

@@ -136,7 +136,7 @@ def test_costs_of_other_prompts_are_refused_before_a_weight_moves(
 def test_a_group_without_validation_rows(build_echo: Build, echo_rows: Rows) -> None:
     rows = echo_rows(seed=1)
     validation = replace(rows, groups=torch.arange(len(rows)) % 2 * 2)
-    with pytest.raises(ValueError, match=r"every group up to 2; no label has group \[1\]"):
+    with pytest.raises(ValueError, match=r"no label .* groups \[1\]"):
         _post_train(
             SparseTransformer(build_echo()),
             echo_rows,

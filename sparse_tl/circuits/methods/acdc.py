@@ -36,9 +36,9 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, divergence, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.progress import tracked
 
 ROWS = 256
 """Maximum number of tests times prompts in one forward pass."""

@@ -30,7 +30,7 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import HookPoints
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.metrics import Metric, explained_effect, measure
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:

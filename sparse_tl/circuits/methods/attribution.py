@@ -52,9 +52,9 @@ from sparse_tl.lens import (
     mask_hooks,
 )
 from sparse_tl.metrics import Metric
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.grids import AttentionGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.progress import tracked
 
 MOST_BYTES = 2e9
 """Maximum size of scores by position."""

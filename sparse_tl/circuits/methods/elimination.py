@@ -40,8 +40,8 @@ from sparse_tl.circuits.circuit import Circuit, Grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.metrics import Metric, explained_effect, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.progress import tracked
 
 MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""

@@ -26,10 +26,10 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_changed, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitEdge, CircuitGraph, Node
 from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:

@@ -43,10 +43,10 @@ from sparse_tl.lens import (
     record,
 )
 from sparse_tl.metrics import Metric, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.nodes import Node
 from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, divergence, log_probability
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.progress import tracked
 
 REACHED_AT = 0.6
 """Share of the run after which the target is the requested size and the noise begins to fall."""

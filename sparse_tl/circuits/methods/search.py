@@ -44,8 +44,8 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
-from sparse_tl.parallel.progress import tracked
 from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:

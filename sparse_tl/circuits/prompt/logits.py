@@ -37,7 +37,7 @@ from sparse_tl.lens import (
     source_outputs,
     tolerance,
 )
-from sparse_tl.parallel.progress import tracked
+from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 

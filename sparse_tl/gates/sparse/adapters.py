@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens import Model, add_lora, lora_parameters, read_parameters
-from sparse_tl.parallel import shards
+from sparse_tl.lens import Model, add_lora, has_sharded_weights, lora_parameters, read_parameters
 from sparse_tl.storage.files import digest, read_tensors, write_tensors
 
 ADAPTERS_WEIGHTS = "adapters.safetensors"
@@ -33,7 +32,7 @@ def write_adapters(model: Model, folder: Path) -> dict[str, Any]:
             "expected a model with low-rank adapters (add_lora), to save them without the model; "
             "it has none. save_pretrained(folder) saves the whole model"
         )
-    if shards.has_sharded_weights(model):
+    if has_sharded_weights(model):
         raise ValueError(
             "expected a model on one device, to save its adapters alone; this one is sharded. "
             "save_pretrained(folder) saves the whole model"

@@ -18,9 +18,8 @@ from sparse_tl.gates.sparse.kinds import KINDS
 from sparse_tl.gates.sparse.mlps import MLPGates
 from sparse_tl.gates.sparse.score_gates import ScoreGates
 from sparse_tl.gates.sparse.share_gates import ShareGates
-from sparse_tl.lens import Model, adapt, load_model, save_model
+from sparse_tl.lens import Model, adapt, load_model, processes, save_model
 from sparse_tl.lens.loading.load import GATES_FILE, MODEL_FILES, load_folder
-from sparse_tl.parallel import ranks
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -45,9 +44,9 @@ def save_sparse(
     folder: str | Path,
     adapters_only: bool,
 ) -> Path:
-    """Write the folder completely or not at all; of several ranks, only the first writes.
+    """Write the folder completely or not at all; of several processes, only the first writes.
 
-    All ranks have to call this if the weights are sharded.
+    All have to call this if the weights are sharded.
 
     Raises:
         ValueError: the gate distribution is not defined by this package, the folder holds other
@@ -61,9 +60,9 @@ def save_sparse(
             "which could not be loaded again"
         )
     folder = Path(folder)
-    if not ranks.is_first():
+    if not processes().is_main_process:
         if not adapters_only:
-            save_model(model, folder)  # all ranks take part if the weights are sharded
+            save_model(model, folder)  # all take part if the weights are sharded
         return folder
     check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
     with atomic_folder(folder) as temporary:

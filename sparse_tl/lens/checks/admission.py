@@ -34,6 +34,7 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.sums import check_sums
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.attaching import Hook, Order, attached, without_user_hooks
+from sparse_tl.lens.core.devices import has_sharded_weights
 from sparse_tl.lens.core.limits import check_numbers
 from sparse_tl.lens.core.lora import lora_layers
 from sparse_tl.lens.core.modes import evaluation_mode
@@ -42,7 +43,6 @@ from sparse_tl.lens.core.points import Model
 from sparse_tl.lens.core.rounding import excess, precise, tolerance
 from sparse_tl.lens.hooks.recording import record
 from sparse_tl.lens.loading.plain import check_wrapped
-from sparse_tl.parallel import shards
 from sparse_tl.parts.graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
@@ -107,9 +107,9 @@ def check_whole(adapter: Adapter) -> None:
     """Check that this process holds the whole model.
 
     Raises:
-        ValueError: its weights are sharded over ranks.
+        ValueError: its weights are sharded.
     """
-    if shards.has_sharded_weights(adapter.model):
+    if has_sharded_weights(adapter.model):
         raise ValueError(
             f"expected a whole model; {adapter.name!r} is sharded, which is for training, held-out "
             "measurements and saving. Load what was saved"

@@ -18,7 +18,7 @@ import torch
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
 from sparse_tl.lens.core.architecture import CONFIG_FILE, dtype_named
-from sparse_tl.lens.core.devices import checked_device
+from sparse_tl.lens.core.devices import checked_device, has_sharded_weights, processes
 from sparse_tl.lens.core.points import HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.loading.booting import boot
 from sparse_tl.lens.loading.gguf_file import find_gguf, read_header
@@ -26,7 +26,6 @@ from sparse_tl.lens.loading.hooked_folder import check_hooked, load_hooked, save
 from sparse_tl.lens.loading.hub import fetch
 from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, quietly, read_config, read_model
 from sparse_tl.lens.loading.plain import plain_model
-from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.files import beside, complete, read_json, write_json
 
 if TYPE_CHECKING:
@@ -178,14 +177,14 @@ def _named(source: Path) -> str:
 def save_model(model: Model, folder: str | Path) -> None:
     """Write configuration, weights and tokenizer to a folder; its other files stay as they are.
 
-    A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
-    only the first writes; all have to call this if the weights are sharded.
+    A bridge is saved as a Hugging Face folder, which transformers can read too. Of several
+    processes, only the first writes; all have to call this if the weights are sharded.
 
     Raises:
         ValueError: a weight is NaN or infinite.
     """
-    if not ranks.is_first():
-        if isinstance(model, TransformerBridge) and shards.has_sharded_weights(model):
+    if not processes().is_main_process:
+        if isinstance(model, TransformerBridge) and has_sharded_weights(model):
             plain_model(model)
         return
     folder = Path(folder).resolve()

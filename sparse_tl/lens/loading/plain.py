@@ -20,10 +20,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.lens.core.devices import has_sharded_weights, whole
 from sparse_tl.lens.core.lora import BASE, effective, lora_layers
 from sparse_tl.lens.core.points import Model
 from sparse_tl.lens.loading.fidelity import check_same, few_logits, is_known
-from sparse_tl.parallel import shards
 
 _WRAPPED = "_original_component"
 _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
@@ -34,8 +34,8 @@ _named: WeakSet[TransformerBridge] = WeakSet()
 def plain_model(model: TransformerBridge) -> Any:
     """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
-    If the weights are sharded over ranks, it has copies on the CPU instead, and all ranks have to
-    call this.
+    If the weights are sharded, it has copies on the CPU instead, and all processes have to call
+    this.
 
     Raises:
         ValueError: the bridge does not wrap a `transformers` model, or the plain model computes
@@ -48,7 +48,7 @@ def plain_model(model: TransformerBridge) -> Any:
         )
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
         plain = _assembled(model)
-    if not shards.has_sharded_weights(model):  # else it was checked before
+    if not has_sharded_weights(model):  # else it was checked before
         check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)
 
@@ -56,16 +56,16 @@ def plain_model(model: TransformerBridge) -> Any:
 def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
-    sharded = shards.has_sharded_weights(model)
+    sharded = has_sharded_weights(model)
     tensors: dict[str, Tensor] = {}
     adapted = {layer.base_layer: layer for layer in lora_layers(wrapped)}
     for name, module in wrapped.named_modules(remove_duplicate=False):
-        whole = effective(adapted[module]) if module in adapted else module
-        own = {**whole._parameters, **whole._buffers, **joined.get(module, {})}
+        merged = effective(adapted[module]) if module in adapted else module
+        own = {**merged._parameters, **merged._buffers, **joined.get(module, {})}
         path = [part for part in name.split(".") if part not in ("", _WRAPPED, BASE)]
         for kind, tensor in own.items():
             if tensor is not None:
-                tensor = shards.full(tensor.detach())
+                tensor = whole(tensor.detach())
                 tensors[".".join([*path, kind])] = tensor.cpu() if sharded else tensor
     with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
@@ -87,7 +87,7 @@ def check_raw(model: Model) -> None:
     Raises:
         ValueError: they cannot; see `plain_model`.
     """
-    if isinstance(model, TransformerBridge) and not shards.has_sharded_weights(model):
+    if isinstance(model, TransformerBridge) and not has_sharded_weights(model):
         plain_model(model)
 
 
@@ -111,11 +111,7 @@ def check_named(model: Model) -> None:
     Raises:
         ValueError: it does not.
     """
-    if (
-        not isinstance(model, TransformerBridge)
-        or model in _named
-        or shards.has_sharded_weights(model)
-    ):
+    if not isinstance(model, TransformerBridge) or model in _named or has_sharded_weights(model):
         return
     if isinstance(model.original_model, PreTrainedModel):
         with torch.random.fork_rng(devices=[]):
@@ -197,7 +193,7 @@ class _Split:
             made = self.made(self.whole)
             where = {kind: [getattr(part, kind).detach().long() for part in made] for kind in kept}
         for kind, tensor in kept.items():
-            parts = [shards.full(getattr(effective(part), kind).detach()) for part in self.parts]
+            parts = [whole(getattr(effective(part), kind).detach()) for part in self.parts]
             flat = parts[0].new_empty(tensor.numel())
             for index, values in zip(where[kind], parts, strict=True):
                 flat[index.flatten().to(flat.device)] = values.flatten()

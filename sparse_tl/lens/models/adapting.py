@@ -7,10 +7,10 @@ import hashlib
 from torch import nn
 
 from sparse_tl.lens.core.adapter import Adapter
+from sparse_tl.lens.core.devices import whole
 from sparse_tl.lens.core.points import HookedModel, HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.models.bridge import BridgeAdapter
 from sparse_tl.lens.models.hooked import HookedAdapter
-from sparse_tl.parallel import shards
 
 
 def adapt(model: HookedModel) -> Adapter:
@@ -52,7 +52,7 @@ def weights_digest(model: nn.Module | HookedModel) -> str:
     """A hash of the parameters that forward passes read, for telling models apart."""
     digest = hashlib.sha256()
     for name, parameter in read_parameters(model).items():
-        flat = shards.full(parameter.detach()).flatten()
+        flat = whole(parameter.detach()).flatten()
         # Strided samples suffice to distinguish models, and are cheap for billions of weights.
         samples = flat[:: max(1, flat.numel() // 1024)]
         digest.update(name.encode() + samples.double().cpu().numpy().tobytes())

@@ -26,6 +26,7 @@ from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.attaching import without_user_hooks
+from sparse_tl.lens.core.devices import precision_of, shard
 from sparse_tl.lens.core.lora import effective_weight
 from sparse_tl.lens.core.norms import Norm, bridge_norm
 from sparse_tl.lens.core.points import Analysis, NormPlace, hook_point
@@ -41,7 +42,6 @@ from sparse_tl.lens.models.bridge_passes import (
 )
 from sparse_tl.lens.models.latent import latent_attention
 from sparse_tl.lens.models.layouts import BlockNorms, block_norms
-from sparse_tl.parallel import shards
 from sparse_tl.parts.nodes import Slot
 
 _NORMS: dict[NormPlace, str] = {
@@ -276,13 +276,13 @@ class BridgeAdapter(Adapter):
     def copy(self) -> TransformerBridge:
         """A copy without hooks that shares no parameter; adapters are merged.
 
-        It is sharded over ranks if the model is.
+        It is sharded if the model is.
         """
-        model, precision = self.model, shards.precision_of(self.core)
+        model, precision = self.model, precision_of(self.core)
         copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
         copy.cfg.default_prepend_bos = model.cfg.default_prepend_bos
         if precision is not None:
-            shards.shard(copy.original_model, copy.blocks, precision)
+            shard(copy.original_model, copy.blocks, precision)
         return copy
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:

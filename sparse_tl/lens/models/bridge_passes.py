@@ -20,11 +20,11 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
 from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.architecture import HALVES
 from sparse_tl.lens.core.attaching import Forward, stand_in
+from sparse_tl.lens.core.devices import is_sharded
 from sparse_tl.lens.core.masks import AttentionMask
 from sparse_tl.lens.core.norms import ClosedForm, Norm
 from sparse_tl.lens.core.places import HookFunction, Place, read_call
 from sparse_tl.lens.core.shortcuts import hooked
-from sparse_tl.parallel import shards
 
 
 def cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
@@ -98,7 +98,7 @@ def plain_norms(norms: Mapping[Any, Norm]) -> Iterator[None]:
 
 def _native(module: nn.Module, norm: Norm, _forward: Forward) -> Forward:
     # A sharded weight is whole only while its module runs.
-    plain = not any(w.requires_grad or shards.is_sharded(w) for w in module.parameters())
+    plain = not any(w.requires_grad or is_sharded(w) for w in module.parameters())
 
     def run(hidden_states: Tensor, **_: Any) -> Tensor:
         exact = norm.kind == "rms" and hidden_states.dtype not in HALVES

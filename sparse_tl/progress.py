@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from sparse_tl.calls.scopes import scope
-from sparse_tl.parallel import ranks
 
 DELAY, PAUSE = 0.5, 0.2
 """Seconds until a notebook shows anything, and minimum seconds between its updates."""
@@ -30,7 +29,7 @@ LOG_DELAY, LOG_PAUSE = 10.0, 60.0
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """Show progress and the remaining time, on the first rank only.
+    """Show progress and the remaining time.
 
     The block calls the yielded function after each piece of work, with the latest measurements if
     there are any.
@@ -41,11 +40,10 @@ def tracked(
         shown: False to show nothing.
         done: number of pieces done before, when resuming.
     """
-    if not shown or not ranks.is_first():
+    if not shown:
         yield lambda measured="": None
     elif in_notebook() or not Console(stderr=True).is_terminal:
-        kind = _NotebookLine if in_notebook() else _LogLines
-        line = kind(title, total, done)
+        line = _Line(title, total, done)
         try:
             yield line.step
         except BaseException:
@@ -72,81 +70,61 @@ def tracked(
 
 
 def say(line: str) -> None:
-    """Write a line on the first rank: below the cell in a notebook, or else to standard error."""
-    if ranks.is_first():
-        print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+    """Write a line below the cell in a notebook, or else to standard error."""
+    print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
 
 
 class _Line:
-    """A line with the progress, the elapsed or remaining time, and the latest measurements."""
+    """A line with the progress, the elapsed or remaining time, and the latest measurements.
 
-    delay: float
-    """Seconds until the first line."""
-    pause: float
-    """Minimum seconds between two lines."""
+    In a notebook it is updated in place, needs no widgets, and is small when saved: rich's own
+    display leaves an empty box, and a widget that is missing when the notebook is reopened. A log
+    file gets a line per minute and one at the end.
+    """
+
+    _handle: Any = None
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.measured = title, total, done, ""
-        self._before, self._shown = done, False
+        self._before, self._shown, self._in_notebook = done, False, in_notebook()
+        delay, self._pause = (DELAY, PAUSE) if self._in_notebook else (LOG_DELAY, LOG_PAUSE)
         self._started = time.monotonic()
-        self._due = self._started + self.delay
+        self._due = self._started + delay
 
     def step(self, measured: str = "") -> None:
         self.done, self.measured = self.done + 1, measured or self.measured
         now = time.monotonic()
         if now < self._due or self.done == self.total:  # `end` shows the last line
             return
-        self._due, self._shown = now + self.pause, True
+        self._due, self._shown = now + self._pause, True
         each = (now - self._started) / (self.done - self._before)
-        self.show(self._text("", f"{clock((self.total - self.done) * each)} left"), running=True)
+        left = f"{clock((self.total - self.done) * each)} left"
+        meter = (
+            f'<progress value="{self.done}" max="{self.total}" style="width:10em;'
+            'margin:0 0.8em;vertical-align:middle"></progress>'
+        )
+        self._show("", left, meter)
 
     def end(self, how: str = "") -> None:
         seconds = time.monotonic() - self._started
         if self._shown or seconds >= DELAY:
-            self.show(self._text(how, clock(seconds)), running=False)
+            self._show(how, clock(seconds), meter=" · ")
 
-    def show(self, text: str, running: bool) -> None:
-        raise NotImplementedError
-
-    def _text(self, how: str, when: str) -> str:
+    def _show(self, how: str, when: str, meter: str) -> None:
         parts = (f"{how}{self.done:,} of {self.total:,}", when, self.measured)
-        return " · ".join(part for part in parts if part)
+        text = " · ".join(part for part in parts if part)
+        line = f"{self.title} · {text}"
+        if not self._in_notebook:
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+            return
+        from IPython.display import display
 
-
-class _LogLines(_Line):
-    """A line per minute and one at the end, for standard error redirected to a file."""
-
-    delay, pause = LOG_DELAY, LOG_PAUSE
-
-    def show(self, text: str, running: bool) -> None:
-        sys.stderr.write(f"{self.title} · {text}\n")
-        sys.stderr.flush()
-
-
-class _NotebookLine(_Line):
-    """A notebook output that is updated in place, needs no widgets, and is small when saved.
-
-    rich's own display leaves an empty box, and a widget that is missing when the notebook is
-    reopened.
-    """
-
-    delay, pause = DELAY, PAUSE
-    _handle: Any = None
-
-    def show(self, text: str, running: bool) -> None:
-        from IPython.display import display  # only notebooks get here
-
-        meter = " · "
-        if running:
-            meter = (
-                f'<progress value="{self.done}" max="{self.total}" style="width:10em;'
-                'margin:0 0.8em;vertical-align:middle"></progress>'
-            )
         html = (
             '<div style="font-size:0.9em;opacity:0.8;font-variant-numeric:tabular-nums">'
             f"{escape(self.title)}{meter}{escape(text)}</div>"
         )
-        data = {"text/html": html, "text/plain": f"{self.title} · {text}"}
+        data = {"text/html": html, "text/plain": line}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:
