@@ -100,8 +100,8 @@ def test_gates_come_along(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another scale": ({"attn_scale": 3.0}, "got {'attn_scale': 3.0}"),
-    "soft cap": ({"output_logits_soft_cap": 5.0}, "got {'output_logits_soft_cap': 5.0}"),
+    "another scale": ({"attn_scale": 3.0}, "represent {'attn_scale': 3.0}"),
+    "soft cap": ({"output_logits_soft_cap": 5.0}, "represent {'output_logits_soft_cap': 5.0}"),
     "no norms": ({"normalization_type": None}, "'normalization_type': 'None'"),
 }
 
@@ -121,5 +121,5 @@ def test_a_bias_that_nothing_can_take_over_is_refused(tmp_path: Path) -> None:
     model = _model("grouped", {})
     with torch.no_grad():
         model.unembed.b_U.fill_(0.1)
-    with pytest.raises(ValueError, match="cannot load .*RMS norms have no place for one; got b_U"):
+    with pytest.raises(ValueError, match="cannot load .*RMS norms have no place for the bias b_U"):
         load_model(_saved(model, tmp_path / "model"), device="cpu")

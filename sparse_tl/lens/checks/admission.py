@@ -1,7 +1,7 @@
 """Numerical checks that a model behaves as the package assumes, made on first use.
 
 Each is a small forward pass in evaluation mode, in which only the package's own hooks run (for
-circuits under the user's hooks, see `sparse_tl.lens.checks.under_hooks`):
+circuits under the user's hooks, see `sparse_tl.lens.checks.sums`):
 
 *all*      every layer has attention with hook points; the logits are numbers; a bridge computes the
            same as the `transformers` model that it wraps;
@@ -27,7 +27,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
@@ -41,7 +40,7 @@ from sparse_tl.lens.core.places import HookFunction
 from sparse_tl.lens.core.points import Model
 from sparse_tl.lens.core.rounding import excess, precise, tolerance
 from sparse_tl.lens.hooks.recording import record
-from sparse_tl.lens.loading.plain import check_wrapped
+from sparse_tl.lens.loading.bridges import check_wrapped
 from sparse_tl.parallel import shards
 from sparse_tl.parts.graph import CircuitGraph
 
@@ -62,21 +61,13 @@ def check_gates(adapter: Adapter) -> None:
 
 
 def check_scores(adapter: Adapter) -> None:
-    """Check that gates on attention scores do not depend on the tokens that follow.
-
-    Raises:
-        ValueError: the scores change when tokens follow; otherwise as in `check_gates`.
-    """
+    """Check that gates on attention scores do not depend on the tokens that follow."""
     check_gates(adapter)
     _once("scores", adapter, _scores_stay)
 
 
 def check_mlps(adapter: Adapter) -> None:
-    """Check that gates on MLP outputs take effect on a model.
-
-    Raises:
-        ValueError: the model has no MLPs, or one that does not write to the residual stream.
-    """
+    """Check that gates on MLP outputs take effect on a model."""
     _once("mlps", adapter, _mlps_write)
 
 
@@ -116,24 +107,20 @@ def check_whole(adapter: Adapter) -> None:
         )
 
 
-def _check_switches(adapter: Adapter) -> None:
-    """Check that no flag is set that makes TransformerLens ignore low-rank adapters."""
+@autograd(False)
+def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
     on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
     if on and lora_layers(adapter.model):
         raise ValueError(
-            f"expected {' and '.join(on)} to be off in {adapter.name!r}, which has low-rank "
-            "adapters: with it on, TransformerLens ignores them. Or call merge_lora(model) first"
+            f"{' and '.join(on)} of {adapter.name!r} makes TransformerLens ignore its low-rank "
+            "adapters: switch it off, or call merge_lora(model) first"
         )
-
-
-@autograd(False)
-def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
-    _check_switches(adapter)
     if adapter.model in _checked[kind]:
         return
     _check_attention(adapter)
     with without_user_hooks(adapter.model), evaluation_mode(adapter.model):
-        tokens = _few_tokens(adapter)
+        generator, shape = torch.Generator().manual_seed(0), (1, min(5, adapter.n_ctx))
+        tokens = torch.randint(adapter.d_vocab, shape, generator=generator).to(adapter.device)
         check_numbers(adapter, adapter.model(tokens))
         check_wrapped(adapter.model)
         check(adapter, tokens)
@@ -152,13 +139,6 @@ def _check_attention(adapter: Adapter) -> None:
                     f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
                     "or a convolution, or TransformerLens leaves its attention to transformers"
                 ) from error
-
-
-def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
-    """A fixed random prompt."""
-    generator = torch.Generator().manual_seed(0)
-    length = min(5, adapter.n_ctx)
-    return torch.randint(adapter.d_vocab, (1, length), generator=generator).to(adapter.device)
 
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:

@@ -12,10 +12,9 @@ import math
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from sparse_tl.lens.loading.families import FAMILIES, Named
 
 # Features that no family has, with the value of each field in a model without the feature.
 _ABSENT: dict[str, Any] = {
@@ -60,6 +59,70 @@ _THEIRS = {
     },
 }
 _ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu")
+_SLOTS, _BIASES = "attn.W_Q attn.W_K attn.W_V", "attn.b_Q attn.b_K attn.b_V"
+_BLOCKS = {
+    "gpt2": {
+        "ln_1.weight": ("ln1.w", "m -> m"),
+        "ln_1.bias": ("ln1.b", "m -> m"),
+        "attn.c_attn.weight": (_SLOTS, "s h m e -> m (s h e)"),
+        "attn.c_attn.bias": (_BIASES, "s h e -> (s h e)"),
+        "attn.c_proj.weight": ("attn.W_O", "h e m -> (h e) m"),
+        "attn.c_proj.bias": ("attn.b_O", "m -> m"),
+        "ln_2.weight": ("ln2.w", "m -> m"),
+        "ln_2.bias": ("ln2.b", "m -> m"),
+        "mlp.c_fc.weight": ("mlp.W_in", "m f -> m f"),
+        "mlp.c_fc.bias": ("mlp.b_in", "f -> f"),
+        "mlp.c_proj.weight": ("mlp.W_out", "f m -> f m"),
+        "mlp.c_proj.bias": ("mlp.b_out", "m -> m"),
+    },
+    "gpt_neox": {
+        "input_layernorm.weight": ("ln1.w", "m -> m"),
+        "input_layernorm.bias": ("ln1.b", "m -> m"),
+        "attention.query_key_value.weight": (_SLOTS, "s h m e -> (h s e) m"),
+        "attention.query_key_value.bias": (_BIASES, "s h e -> (h s e)"),
+        "attention.dense.weight": ("attn.W_O", "h e m -> m (h e)"),
+        "attention.dense.bias": ("attn.b_O", "m -> m"),
+        "post_attention_layernorm.weight": ("ln2.w", "m -> m"),
+        "post_attention_layernorm.bias": ("ln2.b", "m -> m"),
+        "mlp.dense_h_to_4h.weight": ("mlp.W_in", "m f -> f m"),
+        "mlp.dense_h_to_4h.bias": ("mlp.b_in", "f -> f"),
+        "mlp.dense_4h_to_h.weight": ("mlp.W_out", "f m -> m f"),
+        "mlp.dense_4h_to_h.bias": ("mlp.b_out", "m -> m"),
+    },
+    "llama": {
+        "input_layernorm.weight": ("ln1.w", "m -> m"),
+        "self_attn.q_proj.weight": ("attn.W_Q", "h m e -> (h e) m"),
+        "self_attn.q_proj.bias": ("attn.b_Q", "h e -> (h e)"),
+        "self_attn.k_proj.weight": ("attn.W_K", "g m e -> (g e) m"),
+        "self_attn.k_proj.bias": ("attn.b_K", "g e -> (g e)"),
+        "self_attn.v_proj.weight": ("attn.W_V", "g m e -> (g e) m"),
+        "self_attn.v_proj.bias": ("attn.b_V", "g e -> (g e)"),
+        "self_attn.o_proj.weight": ("attn.W_O", "h e m -> m (h e)"),
+        "self_attn.o_proj.bias": ("attn.b_O", "m -> m"),
+        "post_attention_layernorm.weight": ("ln2.w", "m -> m"),
+        "mlp.up_proj.weight": ("mlp.W_in", "m f -> f m"),
+        "mlp.gate_proj.weight": ("mlp.W_gate", "m f -> f m"),
+        "mlp.down_proj.weight": ("mlp.W_out", "f m -> m f"),
+        "mlp.down_proj.bias": ("mlp.b_out", "m -> m"),
+    },
+}
+"""By name in each family, the HookedTransformer weights of a block and how their axes are arranged:
+s slot (q, k, v), h head, g key-value head, m d_model, e d_head, f d_mlp, v d_vocab, p n_ctx."""
+_AROUND = {
+    "gpt2": ("transformer.wte", "transformer.h", "transformer.ln_f"),
+    "gpt_neox": ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm"),
+    "llama": ("model.embed_tokens", "model.layers", "model.norm"),
+}
+"""Names of the embedding, the blocks and the final norm."""
+_SIZES = {
+    "h": "n_heads",
+    "g": "n_key_value_heads",
+    "m": "d_model",
+    "e": "d_head",
+    "f": "d_mlp",
+    "v": "d_vocab",
+    "p": "n_ctx",
+}
 
 
 def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTrainedModel:
@@ -70,9 +133,6 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
     """
     said = _completed(fields)
     family = _family(said)
-    named = Named(said, weights)
-    config, converted = FAMILIES[family](said, named)
-    named.check_read()
     with torch.random.fork_rng(devices=[]):  # its initial random weights are discarded
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(
@@ -85,12 +145,12 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
                 tie_word_embeddings=False,
                 bos_token_id=None,
                 eos_token_id=None,
-                **config,
+                **_config(family, said),
             ),
             attn_implementation="eager",
             dtype=said["dtype"],
         )
-    model.load_state_dict(converted, strict=True)
+    model.load_state_dict(_converted(family, said, weights), strict=True)
     return model.eval()
 
 
@@ -100,7 +160,7 @@ def _completed(fields: dict[str, Any]) -> dict[str, Any]:
     said["dtype"] = getattr(torch, str(said.get("dtype", "float32")))
     # Norms without weights equal norms with weights of one.
     said["normalization_type"] = str(said.get("normalization_type", "LN")).removesuffix("Pre")
-    for name, value in {
+    defaults = {
         "positional_embedding_type": "standard",
         "n_heads": said["d_model"] // said["d_head"],
         "d_mlp": 4 * said["d_model"],
@@ -110,10 +170,9 @@ def _completed(fields: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": 10000,
         "rotary_adjacent_pairs": False,
         "d_vocab_out": said.get("d_vocab"),
-    }.items():
-        said.setdefault(name, value)
-    said.setdefault("n_key_value_heads", said["n_heads"])
-    return said
+    }
+    said = defaults | said
+    return {"n_key_value_heads": said["n_heads"], **said}
 
 
 def _family(said: dict[str, Any]) -> str:
@@ -135,6 +194,120 @@ def _family(said: dict[str, Any]) -> str:
     names = sorted(set().union(*_THEIRS.values()))
     reason = strange or {name: said[name] for name in (*names, "n_heads", "d_head", "d_model")}
     raise ValueError(
-        "expected an architecture that GPT-2, GPT-NeoX or Llama can represent, since this version "
-        f"of transformer-lens has no HookedTransformer (3.9 has); got {reason}"
+        "this version of transformer-lens has no HookedTransformer (3.9 has), and neither GPT-2 "
+        f"nor GPT-NeoX nor Llama can represent {reason}"
     )
+
+
+def _config(family: str, said: dict[str, Any]) -> dict[str, Any]:
+    """What only this family's configuration has."""
+    if family == "gpt2":
+        return {
+            "n_inner": said["d_mlp"],
+            "activation_function": said["act_fn"],
+            "layer_norm_epsilon": said["eps"],
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        }
+    rope = {"rope_type": "default", "rope_theta": float(said["rotary_base"])}
+    config = {"intermediate_size": said["d_mlp"], "hidden_act": said["act_fn"]}
+    if family == "gpt_neox":
+        rope["partial_rotary_factor"] = said["rotary_dim"] / said["d_head"]
+        return {
+            **config,
+            "layer_norm_eps": said["eps"],
+            "use_parallel_residual": said["parallel_attn_mlp"],
+            "rope_parameters": rope,
+        }
+    if said["rotary_dim"] != said["d_head"]:
+        raise ValueError(f"Llama rotates whole heads, not {said['rotary_dim']} of their dimensions")
+    return {
+        **config,
+        "rms_norm_eps": said["eps"],
+        "num_key_value_heads": said["n_key_value_heads"],
+        "head_dim": said["d_head"],
+        "rope_parameters": rope,
+        "attention_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _converted(family: str, said: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by the family's names."""
+    unread = set(weights)
+
+    def named(names: str, pattern: str) -> Tensor:
+        """Weights with their axes arranged; missing biases are zeros, missing norm weights ones."""
+        axes = pattern.partition(" ->")[0].removeprefix("s ").split()
+        shape = tuple(said[_SIZES[axis]] for axis in axes)
+        found = []
+        for name in names.split():
+            parent, _, leaf = name.rpartition(".")
+            grouped = f"{parent}._{leaf}"  # k and v with fewer heads than queries
+            name = grouped if grouped in weights else name
+            unread.discard(name)
+            default = torch.full(shape, float(leaf == "w")) if leaf[0] in "wb" else None
+            tensor = weights.get(name, default)
+            if tensor is None or tuple(tensor.shape) != shape:
+                got = None if tensor is None else tuple(tensor.shape)
+                raise ValueError(f"{name} has the shape {got}, where the fields say {shape}")
+            found.append(_in_halves(tensor, leaf, said))
+        return rearrange(torch.stack(found) if len(found) > 1 else found[0], pattern)
+
+    embedding, blocks, norm = _AROUND[family]
+    converted = {f"{embedding}.weight": named("embed.W_E", "v m -> v m")}
+    if family == "gpt2":
+        converted["transformer.wpe.weight"] = named("pos_embed.W_pos", "p m -> p m")
+    for layer in range(said["n_layers"]):
+        for theirs, (ours, pattern) in _BLOCKS[family].items():
+            names = " ".join(f"blocks.{layer}.{name}" for name in ours.split())
+            converted[f"{blocks}.{layer}.{theirs}"] = named(names, pattern)
+        if family == "llama":
+            # HookedTransformer adds b_in after the product of both, not to the output of W_in.
+            inner, mlp = named(f"blocks.{layer}.mlp.b_in", "f -> f"), f"{blocks}.{layer}.mlp"
+            moved = converted[f"{mlp}.down_proj.weight"] @ inner
+            converted[f"{mlp}.down_proj.bias"] = converted[f"{mlp}.down_proj.bias"] + moved
+            for part in ("up", "gate"):
+                converted[f"{mlp}.{part}_proj.bias"] = torch.zeros_like(inner)
+    weight, unembedding = named("ln_final.w", "m -> m"), named("unembed.W_U", "m v -> m v")
+    bias = named("unembed.b_U", "v -> v")
+    if family != "llama":
+        shift = named("ln_final.b", "m -> m")
+        weight, unembedding, shift = _absorbed(weight, unembedding, shift, bias)
+        converted[f"{norm}.bias"] = shift
+    elif bias.any():
+        raise ValueError("Llama's RMS norms have no place for the bias b_U of the unembedding")
+    converted |= {f"{norm}.weight": weight, "lm_head.weight": unembedding.T}
+    if unread:
+        raise ValueError(f"this architecture has no place for the weights {sorted(unread)[:5]}")
+    return converted
+
+
+def _in_halves(tensor: Tensor, leaf: str, said: dict[str, Any]) -> Tensor:
+    """Queries and keys in the order of `transformers`, on which the scores do not depend.
+
+    Pairs rotated together may be (0, 1), (2, 3), .. in HookedTransformer; in transformers they are
+    (0, n/2), (1, n/2+1), ..
+    """
+    rotary = said["positional_embedding_type"] == "rotary" and said["rotary_adjacent_pairs"]
+    if not rotary or leaf not in ("W_Q", "W_K", "b_Q", "b_K"):
+        return tensor
+    turned, rest = tensor[..., : said["rotary_dim"]], tensor[..., said["rotary_dim"] :]
+    return torch.cat([turned[..., ::2], turned[..., 1::2], rest], dim=-1)
+
+
+def _absorbed(
+    norm: Tensor, unembedding: Tensor, shift: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The final LayerNorm's weight, an unembedding without a bias, and the LayerNorm's bias.
+
+    A bias b_U is absorbed into both. LayerNorm's standardised x sums to 0, so adding a constant to
+    a column of the unembedding changes nothing. With the norm's weight and bias set to 1, the
+    logits are ``(x + 1) A``, which equals ``x (w W_U) + (b W_U + b_U)`` for
+    ``A = w W_U - mean(w W_U) + (b W_U + b_U) / d_model``.
+    """
+    if not bias.any():
+        return norm, unembedding, shift
+    scaled = norm.double()[:, None] * unembedding.double()
+    constant = shift.double() @ unembedding.double() + bias.double()
+    joint = scaled - scaled.mean(dim=0) + constant / len(unembedding)
+    return torch.ones_like(norm), joint.to(unembedding.dtype), torch.ones_like(norm)

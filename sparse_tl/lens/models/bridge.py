@@ -29,8 +29,12 @@ from sparse_tl.lens.core.attaching import without_user_hooks
 from sparse_tl.lens.core.lora import effective_weight
 from sparse_tl.lens.core.norms import Norm, bridge_norm
 from sparse_tl.lens.core.points import Analysis, NormPlace, hook_point
-from sparse_tl.lens.loading.booting import boot, check_alone
-from sparse_tl.lens.loading.plain import plain_copy, unread_parameters
+from sparse_tl.lens.loading.bridges import (
+    boot,
+    check_alone,
+    plain_copy,
+    unread_parameters,
+)
 from sparse_tl.lens.models.bridge_passes import (
     cached_columns,
     check_left_padded,
