@@ -26,7 +26,7 @@ import torch
 from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, load_model, merge_lora, save_model
-from sparse_tl.lens.loading.hub import fetch
+from sparse_tl.lens.loading.load import fetch
 from sparse_tl.models.pairs import SHIPPED, cache_folder
 from sparse_tl.parallel import ranks
 from sparse_tl.parallel.progress import say

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, load_model, save_model
-from sparse_tl.lens.loading import hooked_folder
+from sparse_tl.lens.loading import hooked
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = hooked_alone
@@ -54,7 +54,7 @@ def _saved(model: Model, folder: Path) -> Path:
 
 @pytest.fixture
 def without_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooked_folder, "HookedTransformerConfig", None)
+    monkeypatch.setattr(hooked, "HookedTransformerConfig", None)
 
 
 @pytest.mark.usefixtures("without_hooked")

@@ -199,11 +199,7 @@ def plain_model(model: TransformerBridge) -> Any:
     """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
     If the weights are sharded over ranks, it has copies on the CPU instead, and all ranks have to
-    call this.
-
-    Raises:
-        ValueError: the bridge does not wrap a `transformers` model, or the plain model computes
-            something other than the bridge does, as with processed weights.
+    call this. Refused if it computes something other than the bridge, as with processed weights.
     """
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(

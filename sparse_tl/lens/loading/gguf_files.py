@@ -84,12 +84,7 @@ def find_gguf(place: Path) -> Path | None:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The metadata of a GGUF file without its long vocabulary, and its number of weights.
-
-    Raises:
-        ImportError: a package that is needed to read such files is missing or too old.
-        ValueError: the file is missing or damaged, or is one part of several.
-    """
+    """The metadata of a GGUF file without its long vocabulary, and its number of weights."""
     for needed in _NEEDED:
         require_version(needed, f"It is needed to read {file}: pip install '{needed}'")
     from gguf import GGUFReader
@@ -111,11 +106,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def take_fields(fields: Mapping[str, Any], config: Any) -> None:
-    """Set in the configuration that transformers made from a GGUF file what the file says.
-
-    Raises:
-        ValueError: a field is missing, or would be ignored although it may change the model.
-    """
+    """Set in the configuration that transformers made from a GGUF file what the file says."""
     start = f"{fields['general.architecture']}."
     said = {name.removeprefix(start): fields[name] for name in fields if name.startswith(start)}
     of_model, no_effect = _OF_MODEL.get(config.model_type, {}), dict(_NO_EFFECT)
@@ -169,11 +160,7 @@ def _places(config: Any) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def split_as_said(tokenizer: Any, fields: Mapping[str, Any]) -> None:
-    """Make a tokenizer split texts as the metadata of its GGUF file says.
-
-    Raises:
-        ValueError: the file does not say how, or in a way that this package does not know.
-    """
+    """Make a tokenizer split texts as the metadata of its GGUF file says."""
     # Versions of transformers that cannot read such files do not have it.
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

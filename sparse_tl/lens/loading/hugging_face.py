@@ -56,19 +56,7 @@ def read_model(
     dtype: torch.dtype | None,
     device_map: str | dict[str, Any],
 ) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
-    """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields.
-
-    Args:
-        source: Hugging Face folder, or GGUF file, whose weights are dequantised.
-        tokenizer: tokenizer in place of the one in the folder or file, which is not read then.
-        dtype: dtype of the weights; by default float32, or as saved by this package.
-        device_map: where the weights go, as `transformers` understands it.
-
-    Raises:
-        ImportError: a package that is needed to read GGUF files is missing or too old.
-        ValueError: the model is not a causal language model that transformers knows, or is an
-            adapter; weights are damaged, missing, left over, pickled or, in a folder, quantised.
-    """
+    """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields."""
     if not source.is_dir():
         return *_read_gguf(source, tokenizer, dtype or torch.float32, device_map), {}
     config = read_config(source)
@@ -141,11 +129,7 @@ def _loaded(
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration of the model in a folder, without fields that name code.
-
-    Raises:
-        ValueError: as in `read_model`, except for errors in the weights.
-    """
+    """The configuration of the model in a folder, without fields that name code."""
     if (folder / "adapter_config.json").exists():
         raise ValueError(
             f"{folder} holds an adapter of another model (adapter_config.json). Merge both (peft: "

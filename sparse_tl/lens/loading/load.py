@@ -3,7 +3,7 @@
 Names, Hugging Face folders and GGUF files give a TransformerBridge with every version of
 TransformerLens, so that one code path covers all architectures and gives the same tokens
 everywhere. A bridge is saved as a Hugging Face folder, which transformers can read too; for a
-HookedTransformer see `hooked_folder`. No code from a folder is ever run.
+HookedTransformer see `hooked`. No code from a folder is ever run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
+from transformer_lens.supported_models import MODEL_ALIASES
 from transformers import PreTrainedModel
 
 from sparse_tl.calls.arguments import checked
@@ -23,8 +25,7 @@ from sparse_tl.lens.core.devices import checked_device
 from sparse_tl.lens.core.points import HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.loading.bridges import boot, plain_model
 from sparse_tl.lens.loading.gguf_files import find_gguf, read_header
-from sparse_tl.lens.loading.hooked_folder import load_hooked, save_hooked
-from sparse_tl.lens.loading.hub import fetch
+from sparse_tl.lens.loading.hooked import load_hooked, save_hooked
 from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, quietly, read_config, read_model
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.files import beside, complete, read_json, write_json
@@ -38,6 +39,8 @@ MODEL_FILES = (
     *("sentencepiece.bpe.model", "additional_chat_templates", "tekken.json", "bpe.codes"),
 )
 """Names, or patterns of names, of what `save_model` writes."""
+_DATA = ["*.json", "*.txt", "*.safetensors", "chat_template.jinja"]
+_REST = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 @checked
@@ -110,6 +113,34 @@ def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
     raise TypeError(f"a {type(source).__name__} is no model of transformers or TransformerLens")
 
 
+def fetch(name: str) -> tuple[Path, str]:
+    """Download a hub model, or take it from the local cache; return its folder and its name.
+
+    Only configuration, weights and tokenizer are downloaded, as data; no code.
+    """
+    aliases = {
+        alias.lower(): official for official, known in MODEL_ALIASES.items() for alias in known
+    }
+    official = aliases.get(name.lower(), name)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            official, allow_patterns=_DATA, ignore_patterns=_REST
+        )
+    except Exception as error:  # of any underlying library
+        raise ValueError(
+            f"{name} is neither a folder nor a model that {huggingface_hub.constants.ENDPOINT} "
+            f"gives: {str(error).strip()[:500]} Where there is no network, give the folder of a "
+            f"copy (elsewhere: hf download {official})"
+        ) from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(
+            f"{official} has no safetensors in {folder}, and pickles are not fetched, since they "
+            "can run code. If you trust them, load the model with transformers or TransformerLens "
+            "and pass it"
+        )
+    return Path(folder), official.rpartition("/")[2]
+
+
 def load_folder(
     folder: Path,
     name: str | None = None,
@@ -159,11 +190,7 @@ def _check_finite(model: torch.nn.Module, folder: Path) -> None:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Check that a folder can hold a model, without reading its weights.
-
-    Raises:
-        ValueError: as in `load_model`, except for errors in the weights.
-    """
+    """Check that a folder can hold a model, without reading its weights; see `load_model`."""
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
         read_architecture(folder / CONFIG_FILE)

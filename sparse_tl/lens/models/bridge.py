@@ -21,7 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens.checks.admission import circuit_graph
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.architecture import HALVES
