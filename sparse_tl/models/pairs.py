@@ -73,11 +73,9 @@ class Recipe:
         **fields: Any,
     ) -> Recipe:
         """The recipe with settings of either training phase, or other fields, replaced."""
-        both = {
-            "dense": {**self.dense, **(dense or {})},
-            "sparse": {**self.sparse, **(sparse or {})},
-        }
-        return replace(self, **both, **fields)
+        fields |= {"dense": {**self.dense, **(dense or {})}}
+        fields |= {"sparse": {**self.sparse, **(sparse or {})}}
+        return replace(self, **fields)
 
     def settings(self, seed: int) -> dict[str, Any]:
         """Everything except the code that determines the weights, as JSON-serialisable values."""

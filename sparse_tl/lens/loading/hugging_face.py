@@ -135,6 +135,10 @@ def read_config(folder: Path) -> Any:
             f"{folder} holds an adapter of another model (adapter_config.json). Merge both (peft: "
             "merge_and_unload) and save the result"
         )
+    with _naming_source(folder, "model"):
+        names = read_json(folder / "config.json").get("architectures")
+        if names and not any(hasattr(transformers, name) for name in names):
+            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"there are no safetensors in {folder}. Pickles (.bin, .pt) are not read, since a "
@@ -143,9 +147,6 @@ def read_config(folder: Path) -> Any:
         )
     with _naming_source(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
-        names = config.architectures
-        if names and not any(hasattr(transformers, name) for name in names):
-            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
         for part in _parts(config):
             if getattr(part, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised (config.json); save it dequantised")
