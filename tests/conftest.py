@@ -93,7 +93,7 @@ def shared_data() -> Path:
 def smollm2() -> Path:
     """The file of SmolLM2-135M-Instruct, or a skipped test where it is not."""
     pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
-    from sparse_tl.models.registry import cached_file, installed_file
+    from sparse_tl.models.language import cached_file, installed_file
 
     for file in (cached_file("smollm2"), installed_file("smollm2")):
         if file is not None and file.is_file():

@@ -44,7 +44,6 @@ from sparse_tl.models import build_addition_model
 from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.parts.grids import AttentionGrid
 from sparse_tl.results import Result, table_html
-from sparse_tl.resuming import Resumable
 from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
@@ -105,7 +104,6 @@ RESULTS: dict[str, Any] = {
     "found circuit": FoundCircuit(
         HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
     ),
-    "what determines a search": Resumable(identity="edges", measured=(0.5, 1.5)),
     "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, RUN, SCORES),
     "faithfulness": RUN,
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),

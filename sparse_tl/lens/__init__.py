@@ -4,16 +4,14 @@ from sparse_tl.lens.checkpointing import (
     all_activations as all_activations,
     checkpointed_activations as checkpointed_activations,
 )
-from sparse_tl.lens.checks.admission import (
+from sparse_tl.lens.checks import (
+    check_alike as check_alike,
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_mlps as check_mlps,
     check_scores as check_scores,
-    check_whole as check_whole,
-)
-from sparse_tl.lens.checks.under_hooks import (
-    check_alike as check_alike,
     check_sums_under_hooks as check_sums_under_hooks,
+    check_whole as check_whole,
 )
 from sparse_tl.lens.core.adapter import Adapter as Adapter
 from sparse_tl.lens.core.architecture import model_config as model_config
@@ -86,14 +84,17 @@ from sparse_tl.lens.hooks.recording import (
     record as record,
     source_outputs as source_outputs,
 )
-from sparse_tl.lens.loading.booting import boot as boot
-from sparse_tl.lens.loading.hooked_folder import build_model as build_model
+from sparse_tl.lens.loading.bridges import (
+    boot as boot,
+    check_named as check_named,
+    check_raw as check_raw,
+)
+from sparse_tl.lens.loading.hooked import build_model as build_model
 from sparse_tl.lens.loading.load import (
     check_folder as check_folder,
     load_model as load_model,
     save_model as save_model,
 )
-from sparse_tl.lens.loading.plain import check_named as check_named, check_raw as check_raw
 from sparse_tl.lens.models.adapting import (
     adapt as adapt,
     read_parameters as read_parameters,

@@ -8,10 +8,10 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.lens.checks.admission import check_mlps, check_scores
+from sparse_tl.lens.checks import check_mlps, check_scores
 from sparse_tl.lens.core.devices import has_sharded_weights, processes, shard
 from sparse_tl.lens.core.points import Model
-from sparse_tl.lens.loading.plain import check_raw
+from sparse_tl.lens.loading.bridges import check_raw
 from sparse_tl.lens.models.bridge import BridgeAdapter
 
 

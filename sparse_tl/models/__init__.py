@@ -6,28 +6,28 @@ from sparse_tl.models.addition import (
     load_addition_models as load_addition_models,
 )
 from sparse_tl.models.language import (
-    SMOLLM2 as SMOLLM2,
-    load_language_model as load_language_model,
-    load_language_models as load_language_models,
-    load_named_model as load_named_model,
-)
-from sparse_tl.models.pairs import Pair as Pair, build_pair as build_pair, read_pair as read_pair
-from sparse_tl.models.recipes import Recipe as Recipe
-from sparse_tl.models.registry import (
     PUBLISHED as PUBLISHED,
+    SMOLLM2 as SMOLLM2,
     cached_file as cached_file,
     get_language_model as get_language_model,
     is_whole as is_whole,
+    load_language_model as load_language_model,
+    load_language_models as load_language_models,
+    load_named_model as load_named_model,
     published as published,
 )
-from sparse_tl.models.task_text import (
-    TASKS as TASKS,
-    task_pairs as task_pairs,
-    task_rows as task_rows,
-    task_tokenizer as task_tokenizer,
+from sparse_tl.models.pairs import (
+    Pair as Pair,
+    Recipe as Recipe,
+    build_pair as build_pair,
+    read_pair as read_pair,
 )
 from sparse_tl.models.tasks import (
+    TASKS as TASKS,
     load_task_models as load_task_models,
     task_accuracy as task_accuracy,
+    task_pairs as task_pairs,
     task_recipe as task_recipe,
+    task_rows as task_rows,
+    task_tokenizer as task_tokenizer,
 )

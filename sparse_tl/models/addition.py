@@ -9,8 +9,7 @@ from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.models.pairs import load_built_in
-from sparse_tl.models.recipes import Recipe
+from sparse_tl.models.pairs import Recipe, load_built_in
 from sparse_tl.tasks.addition import (
     CHARACTERS,
     LENGTH,

@@ -1,4 +1,4 @@
-"""Pairs of a dense model and the sparse model made from it: built in a folder, read, or shipped.
+"""Pairs of a dense model and the sparse model made from it: their recipe, made, read or shipped.
 
 `build_pair` trains the dense model and sparsifies it. Its folder holds ``dense`` and ``sparse``,
 each complete or absent, and the checkpoint of the one in progress, so that an interrupted build
@@ -8,29 +8,160 @@ resumes. It also builds the built-in pairs of seeds other than 0, in the user's 
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 import platformdirs
+import torch
 from filelock import FileLock, Timeout
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from sparse_tl import __version__
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, checked_device, load_model, save_model
-from sparse_tl.models.recipes import Recipe
-from sparse_tl.storage.files import (
-    atomic_folder,
-    check_writable,
-    read_json,
-    write_csv,
-    write_json,
-)
+from sparse_tl.lens import Model, boot, checked_device, load_model, save_model
+from sparse_tl.storage.files import atomic_folder, read_json, write_csv, write_json
+from sparse_tl.training import PostTraining, post_train, pretrain
 
 SHIPPED = Path(__file__).parent / "shipped"
 """The pairs of seed 0 that ship with the package, made by `sparse_tl.models.shipping`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recipe:
+    """How a dense model is trained and sparsified.
+
+    Args:
+        name: name of the pair and of its folder.
+        architecture: fields of `transformers.GPT2Config`.
+        tokenizer: function that returns the model's tokenizer.
+        rows: function from seed to training and validation rows.
+        sparse_rows: the same for post-training, if different.
+        measure: function from a model to its accuracies and active attention edges, on examples
+            used neither for training nor for selection.
+        batch_size: rows per step.
+        dense: settings of `pretrain`.
+        sparse: settings of `post_train`.
+        gates: settings of `SparseTransformer`.
+    """
+
+    name: str
+    architecture: Mapping[str, Any]
+    tokenizer: Callable[[], Any]
+    rows: Callable[[int], tuple[TokenBatch, TokenBatch]]
+    measure: Callable[[Model | SparseTransformer], dict[str, float]]
+    batch_size: int
+    dense: Mapping[str, Any]
+    sparse: Mapping[str, Any]
+    gates: Mapping[str, Any] = field(default_factory=dict)
+    sparse_rows: Callable[[int], tuple[TokenBatch, TokenBatch]] | None = None
+
+    def changed(
+        self,
+        *,
+        dense: Mapping[str, Any] | None = None,
+        sparse: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> Recipe:
+        """The recipe with settings of either training phase, or other fields, replaced."""
+        fields |= {"dense": {**self.dense, **(dense or {})}}
+        fields |= {"sparse": {**self.sparse, **(sparse or {})}}
+        return replace(self, **fields)
+
+    def settings(self, seed: int) -> dict[str, Any]:
+        """Everything except the code that determines the weights, as JSON-serialisable values."""
+        names = ("name", "architecture", "batch_size", "dense", "sparse", "gates")
+        settings = {name: getattr(self, name) for name in names}
+        return json.loads(json.dumps({**settings, "seed": seed}))
+
+    def build(self, seed: int = 0, device: str | None = None) -> Model:
+        """The dense model before training: untied unembedding, no dropout, random weights.
+
+        It is a GPT-2, which all versions of TransformerLens support.
+        """
+        tokenizer = self.tokenizer()
+        fields: dict[str, Any] = {
+            **self.architecture,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            # GPT-2's own 0.02 suits its width; with it, a model of width 128 learns more slowly.
+            "initializer_range": 0.8 / math.sqrt(self.architecture["n_embd"]),
+            "tie_word_embeddings": False,
+        }
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            fields[name] = getattr(tokenizer, name, None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = GPT2LMHeadModel(GPT2Config(**fields))
+        return boot(model.to(checked_device(device)), tokenizer, name=self.name)
+
+    def train(
+        self,
+        seed: int = 0,
+        *,
+        checkpoint: str | Path | None = None,
+        device: str | None = None,
+        progress: bool = True,
+    ) -> tuple[Model, pd.DataFrame]:
+        """Train the dense model from scratch; see `pretrain`.
+
+        Args:
+            seed: random seed for weights, rows and batches.
+            checkpoint: folder for checkpoints; a run interrupted there is resumed.
+            device: device for training; a GPU by default if there is one.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The model with its best validation weights, and the training history.
+        """
+        training, validation = self.rows(seed)
+        model = self.build(seed, device)
+        history = pretrain(
+            model,
+            ShuffledStream(training, self.batch_size, seed),
+            validation=validation,
+            checkpoint=checkpoint,
+            progress=progress,
+            **self.dense,
+        )
+        return model, history
+
+    def sparsify(
+        self,
+        dense: Model,
+        seed: int = 0,
+        *,
+        checkpoint: str | Path | None = None,
+        progress: bool = True,
+    ) -> tuple[SparseTransformer, PostTraining]:
+        """Post-train a dense model in place until few attention edges are open.
+
+        Args:
+            dense: a trained model; it is wrapped and modified.
+            seed: random seed for gate noise, batches and rows; the dense model's seed gives the
+                rows that it was trained on.
+            checkpoint: folder for checkpoints; a run interrupted there is resumed.
+            progress: whether to show a progress bar.
+        """
+        training, validation = (self.sparse_rows or self.rows)(seed)
+        sparse = SparseTransformer(dense, **self.gates)
+        outcome = post_train(
+            sparse,
+            ShuffledStream(training, self.batch_size, seed + 1),
+            validation=validation,
+            seed=seed,
+            checkpoint=checkpoint,
+            progress=progress,
+            **self.sparse,
+        )
+        return sparse, outcome
 
 
 class Pair(NamedTuple):
@@ -77,7 +208,8 @@ def build_pair(
         verdict = {"verdict": outcome.verdict, "feasible": outcome.feasible}
         write_json(folder / "verdict.json", verdict)
         sparse.save_pretrained(folder / "sparse")
-    _remove_checkpoints(folder)
+    for side in ("dense", "sparse"):
+        shutil.rmtree(folder / f"checkpoint-{side}", ignore_errors=True)
 
 
 def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
@@ -88,19 +220,13 @@ def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
     """
     folder = Path(folder)
     try:
-        verdict = read_json(folder / "verdict.json")
-        if not (type(verdict["verdict"]) is str and type(verdict["feasible"]) is bool):
-            raise ValueError("its verdict.json has no verdict")
-        return Pair(
-            load_model(folder / "dense", device=device),
-            SparseTransformer.from_pretrained(folder / "sparse", device=device),
-            verdict["verdict"],
-            verdict["feasible"],
-        )
-    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
+        dense = load_model(folder / "dense", device=device)
+        sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
+        return Pair(dense, sparse, **read_json(folder / "verdict.json"))
+    except (ValueError, FileNotFoundError, TypeError) as error:
         raise ValueError(
-            f"expected a pair of models, dense and sparse, in {folder}; {error}. Remove the "
-            "folder to build them again."
+            f"there is no whole pair of models in {folder}; {error}. Remove the folder to build "
+            "them again"
         ) from error
 
 
@@ -143,12 +269,14 @@ def build_cached(
 ) -> Path:
     """The cache folder of a pair, which is built unless one of this recipe and version exists."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
-    made_by = {"version": __version__, **recipe.settings(seed)}
-    complete = (folder / "dense").exists() and (folder / "sparse").exists()
-    if complete and _made_by(folder) == made_by:
-        _remove_checkpoints(folder)
+    made_by, record = {"version": __version__, **recipe.settings(seed)}, folder / "recipe.json"
+
+    def is_current() -> bool:
+        return record.exists() and read_json(record) == made_by
+
+    if is_current() and (folder / "dense").exists() and (folder / "sparse").exists():
         return folder
-    check_writable(folder.parent)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     # Cluster jobs share the user's cache folder: one builds, the others wait.
     lock = FileLock(folder.with_suffix(".lock"))
     try:
@@ -161,23 +289,13 @@ def build_cached(
         )
         lock.acquire()
     try:
-        if _made_by(folder) != made_by:  # absent, or made by another recipe or version
+        if not is_current():  # absent, or made by another recipe or version
             shutil.rmtree(folder, ignore_errors=True)
-            write_json(folder / "recipe.json", made_by)
+            write_json(record, made_by)
         build_pair(recipe, folder, seed, device=device, progress=progress)
     finally:
         lock.release()
     return folder
-
-
-def _remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a complete pair, also those that a killed build left."""
-    for side in ("dense", "sparse"):
-        shutil.rmtree(folder / f"checkpoint-{side}", ignore_errors=True)
-
-
-def _made_by(folder: Path) -> Any:
-    return read_json(folder / "recipe.json") if (folder / "recipe.json").exists() else None
 
 
 def _write_history(folder: Path, phase: pd.DataFrame) -> None:

@@ -47,14 +47,7 @@ def ship() -> None:
 
 
 def ship_language_model(trained: str | Path) -> None:
-    """Write the adapters and gates of the sparse SmolLM2, and its claims, into the package.
-
-    Args:
-        trained: folder of its adapters and gates.
-
-    Raises:
-        ValueError: they were trained on other weights.
-    """
+    """Write the adapters and gates of the sparse SmolLM2, and its claims, into the package."""
     folder, base = SHIPPED / SMOLLM2, load_language_model(device="cpu")
     sparse = SparseTransformer.from_pretrained(trained, base=base)
     with atomic_folder(folder) as temporary:

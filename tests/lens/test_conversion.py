@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, load_model, save_model
-from sparse_tl.lens.loading import hooked_folder
+from sparse_tl.lens.loading import hooked
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = hooked_alone
@@ -54,7 +54,7 @@ def _saved(model: Model, folder: Path) -> Path:
 
 @pytest.fixture
 def without_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooked_folder, "HookedTransformerConfig", None)
+    monkeypatch.setattr(hooked, "HookedTransformerConfig", None)
 
 
 @pytest.mark.usefixtures("without_hooked")
@@ -100,8 +100,8 @@ def test_gates_come_along(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another scale": ({"attn_scale": 3.0}, "got {'attn_scale': 3.0}"),
-    "soft cap": ({"output_logits_soft_cap": 5.0}, "got {'output_logits_soft_cap': 5.0}"),
+    "another scale": ({"attn_scale": 3.0}, "represent {'attn_scale': 3.0}"),
+    "soft cap": ({"output_logits_soft_cap": 5.0}, "represent {'output_logits_soft_cap': 5.0}"),
     "no norms": ({"normalization_type": None}, "'normalization_type': 'None'"),
 }
 
@@ -121,5 +121,5 @@ def test_a_bias_that_nothing_can_take_over_is_refused(tmp_path: Path) -> None:
     model = _model("grouped", {})
     with torch.no_grad():
         model.unembed.b_U.fill_(0.1)
-    with pytest.raises(ValueError, match="cannot load .*RMS norms have no place for one; got b_U"):
+    with pytest.raises(ValueError, match="cannot load .*RMS norms have no place for the bias b_U"):
         load_model(_saved(model, tmp_path / "model"), device="cpu")

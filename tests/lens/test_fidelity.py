@@ -14,7 +14,7 @@ from transformer_lens.model_bridge.sources import build_bridge_from_module
 from sparse_tl import SparseTransformer, load_model
 from sparse_tl.lens import adapt, boot, check_circuits, save_model
 
-UNSCALED = r"computes what transformers does.*off by.*scale_attn_weights=False is one: multiply"
+UNSCALED = r"not compute what transformers does.*off by.*scale_attn_weights=False is one: multiply"
 
 
 def gpt2(**fields: Any) -> Any:
@@ -87,7 +87,7 @@ def test_processed_weights_are_analysed_and_not_copied(name: str, tmp_path: Path
     model.enable_compatibility_mode()
     check_circuits(adapt(model))
     sparse = SparseTransformer(model)
-    raw = "expected raw weights .* to copy, train or save it.*no_processing=True"
+    raw = "cannot be copied, trained or saved: without its raw weights.*no_processing=True"
     for use in (
         adapt(model).copy,
         sparse.dense_copy,

@@ -60,7 +60,7 @@ def test_a_folder_with_one_file(tmp_path: Path) -> None:
         assert torch.equal(plain.get_parameter(name), weight.bfloat16()), name
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     (tmp_path / "other.gguf").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"one GGUF file in .*\['model.gguf', 'other.gguf'\]"):
+    with pytest.raises(ValueError, match=r"several GGUF files.*\['model.gguf', 'other.gguf'\]"):
         load_model(tmp_path, device="cpu")
 
 
@@ -115,9 +115,9 @@ def test_wherever_a_file_is_cut_off_it_is_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for share in (0.001, 0.01, 0.1, 0.5, 0.9, 0.999):
         file.write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(ValueError, match="expected a whole GGUF file at"):
+        with pytest.raises(ValueError, match="is not a whole GGUF file"):
             load_model(file, device="cpu")
-        with pytest.raises(ValueError, match="expected a whole GGUF file at"):
+        with pytest.raises(ValueError, match="is not a whole GGUF file"):
             check_folder(tmp_path)
 
 
@@ -125,7 +125,7 @@ def test_wherever_a_file_is_cut_off_it_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"fields": {"llama.feed_forward_length": 64}}, "takes .* of its .* weights"),
+        ({"fields": {"llama.feed_forward_length": 64}}, "the weights do not fit .*mismatched"),
         ({"extra": ["rope_freqs.weight"]}, "takes .* of its .* weights, so that it would be"),
         (
             {"without": ["blk.1.attn_norm.weight"], "extra": ["a", "b"]},

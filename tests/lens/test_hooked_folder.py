@@ -96,5 +96,5 @@ def test_a_dtype_may_be_asked_for(build_tiny: Build, tmp_path: Path) -> None:
     folder = _save(build_tiny(), tmp_path / "model")
     loaded = load_model(folder, device="cpu", dtype="float64")
     assert loaded.embed.W_E.dtype == loaded.cfg.dtype == torch.float64
-    with pytest.raises(ValueError, match="no device_map for a folder of a HookedTransformer"):
+    with pytest.raises(ValueError, match="device_map cannot be chosen for a folder of a Hook"):
         load_model(folder, device_map="cpu")

@@ -225,7 +225,7 @@ def test_a_device_map_is_handed_on(tmp_path: Path, device_map: Any) -> None:
     model = load_model(folder, device_map=device_map)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert torch.equal(model(_tokens()), load_model(folder, device="cpu")(_tokens()))
-    with pytest.raises(ValueError, match="either `device` or `device_map`"):
+    with pytest.raises(ValueError, match="`device` or `device_map`, not both"):
         load_model(folder, device="cpu", device_map=device_map)
 
 
@@ -316,7 +316,7 @@ def _change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], An
 
 NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "weights as safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no safetensors"),
     "truncated": (
         lambda f: (f / "model.safetensors").write_bytes(
             (f / "model.safetensors").read_bytes()[:200]
@@ -334,10 +334,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "misshapen": (
         lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(17)})),
         NORM,
-    ),
-    "integers": (
-        lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(16, dtype=torch.int32)})),
-        f"floating-point numbers; {NORM}",
     ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
     "another layer": (
@@ -360,7 +356,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str) -> None:
 def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model")
     _change_weights(folder, lambda w: w.update({NORM: torch.full((16,), float("nan"))}))
-    with pytest.raises(ValueError, match=rf"{folder}: .*its logits are NaN"):
+    with pytest.raises(ValueError, match=rf"{folder}: the logits .* are NaN"):
         load_model(folder, device="cpu")
 
 
@@ -382,7 +378,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, place: str) -> None:
     GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(tmp_path)
     if place == "folder":
         _tokenizer().save_pretrained(tmp_path)
-    message = "a tokenizer of a model with 20 tokens; got one of 30 tokens .* another model"
+    message = "has 30 tokens .* the model has 20 tokens. It belongs to another model"
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path, device="cpu", tokenizer=_tokenizer() if place == "argument" else None)
 

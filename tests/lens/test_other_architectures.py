@@ -37,7 +37,7 @@ def test_a_joint_projection_under_another_name_is_copied_and_saved(tmp_path: Pat
 def test_a_joint_projection_without_a_name_is_found_when_the_model_is_wrapped() -> None:
     model = boot(random_model("GPT2LMHeadModel"))
     del model.blocks[1].attn.submodules["qkv"]
-    why = "names all weights of its GPT2Attention, to copy, train or save it; .*'q', 'k', 'v'"
+    why = "GPT2Attention cannot be copied, trained or saved: .*'q', 'k', 'v'"
     with pytest.raises(ValueError, match=why):
         SparseTransformer(model)
 
@@ -78,13 +78,13 @@ def test_language_models_that_read_images_too_are_saved_and_loaded(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ViTModel", "a causal language model; ViTModel reads pixel_values"),
-        ("BloomModel", "a causal language model; BloomModel predicts no tokens"),
-        ("GraniteMoeHybridForCausalLM", "what transformers does; .* it fails with RuntimeError"),
+        ("ViTModel", "ViTModel is not a causal language model: it reads pixel_values"),
+        ("BloomModel", "BloomModel is not a causal language model: it predicts no tokens"),
+        ("GraniteMoeHybridForCausalLM", "what transformers does; .* fails with RuntimeError"),
     ],
 )
 def test_what_no_bridge_can_be_put_around(name: str, why: str) -> None:
-    with pytest.raises(ValueError, match=f"expected {why}|{why}"):
+    with pytest.raises(ValueError, match=why):
         boot(random_model(name))
 
 

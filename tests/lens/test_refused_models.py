@@ -62,7 +62,9 @@ def test_models_without_circuits(name: str, why: str) -> None:
 
 @pytest.mark.skipif(not OLD, reason="later versions know how Cohere rotates its pairs")
 def test_cohere_is_another_model_in_old_versions() -> None:
-    with pytest.raises(ValueError, match="computes what transformers does; around the CohereFor"):
+    with pytest.raises(
+        ValueError, match="not compute what transformers does; around the CohereFor"
+    ):
         odd("cohere")
 
 
@@ -182,7 +184,7 @@ def test_two_bridges_around_one_model() -> None:
     sparse = SparseTransformer(first, initial_bias=-100.0)
     gated = sparse(prompts)
     second = build_bridge_from_module(plain, "LlamaForCausalLM", hf_config=plain.config)
-    why = "expected one TransformerBridge around a LlamaForCausalLM; .* with another one"
+    why = "shares its LlamaForCausalLM with another TransformerBridge"
     for model in (first, second):
         with pytest.raises(ValueError, match=why):
             adapt(model)

@@ -125,9 +125,7 @@ def test_the_cache_keeps_a_pair_until_its_recipe_changes(
     assert_same(folder, built)
     with monkeypatch.context() as patch:
         patch.setattr(Recipe, "train", refuse)
-        (folder / "checkpoint-sparse").mkdir()
         load_built_in(recipe, 0, cache=tmp_path, **QUIET)
-        assert not (folder / "checkpoint-sparse").exists()
         with pytest.raises(AssertionError, match="built again"):  # another seed
             load_built_in(recipe, 1, cache=tmp_path, **QUIET)
     other = recipe.changed(dense={"steps": 2}, sparse={"steps": 1})

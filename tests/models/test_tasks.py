@@ -16,7 +16,7 @@ from sparse_tl.models import (
     task_rows,
     task_tokenizer,
 )
-from sparse_tl.models.task_text import UNKNOWN, WIDTH, part_of, task_vocabulary
+from sparse_tl.models.tasks import UNKNOWN, WIDTH, part_of, task_vocabulary
 from sparse_tl.tasks import GreaterThanTask
 from sparse_tl.tasks.words import WordTask
 

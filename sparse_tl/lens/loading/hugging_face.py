@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,19 +24,12 @@ from transformers.utils import logging
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.architecture import dtype_named
-from sparse_tl.lens.loading.gguf_fields import take_fields
-from sparse_tl.lens.loading.gguf_file import (
-    NAME,
-    check_taken,
-    read_header,
-    without_bar,
-)
-from sparse_tl.lens.loading.gguf_tokenizer import follow_file
+from sparse_tl.lens.loading.gguf_files import read_header, split_as_said, take_fields
 from sparse_tl.storage.files import read_json
 
 OWN_FIELDS = "sparse_tl"
 """Key in `config.json` of fields that this package adds to those of transformers."""
-_OWN = {"model_name": str, "default_prepend_bos": bool}
+_GGUF = "model.gguf"
 _WHOLE = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json is complete
 _MISFITS = ("missing", "unexpected", "mismatched")
 _LARGE = 2 * 10**9  # bytes; smaller models load too fast for a bar
@@ -51,8 +43,7 @@ def quietly() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with without_bar():
-            yield
+        yield
     finally:
         if shown:
             logging.enable_progress_bar()
@@ -65,61 +56,52 @@ def read_model(
     dtype: torch.dtype | None,
     device_map: str | dict[str, Any],
 ) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
-    """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields.
-
-    Args:
-        source: Hugging Face folder, or GGUF file, whose weights are dequantised.
-        tokenizer: tokenizer in place of the one in the folder or file, which is not read then.
-        dtype: dtype of the weights; by default float32, or as saved by this package.
-        device_map: where the weights go, as `transformers` understands it.
-
-    Raises:
-        ImportError: a package that is needed to read GGUF files is missing or too old.
-        ValueError: the model is not a causal language model that transformers knows, or is an
-            adapter; weights are damaged, missing, left over, pickled or, in a folder, quantised.
-    """
+    """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields."""
     if not source.is_dir():
         return *_read_gguf(source, tokenizer, dtype or torch.float32, device_map), {}
     config = read_config(source)
-    own = _own_fields(vars(config).pop(OWN_FIELDS, None), source)
+    own: dict[str, Any] = vars(config).pop(OWN_FIELDS, None) or {}
     if dtype is None:
         dtype = dtype_named(str(config.dtype)) if own else torch.float32
     if tokenizer is None and has_tokenizer(source):
         tokenizer = read_tokenizer(source)
     with _naming_source(source, "model"):
-        model, outcome = _loaded(source, config, dtype, device_map)
-        _check_fit(outcome)
-        _check_floats(source, model)
-    return model, tokenizer, own
+        return _loaded(source, config, dtype, device_map), tokenizer, own
 
 
 def _read_gguf(
     file: Path, tokenizer: Any, dtype: torch.dtype, device_map: str | dict[str, Any]
 ) -> tuple[PreTrainedModel, Any]:
-    header = read_header(file)
+    fields, held = read_header(file)
     # transformers wants a folder, and would read other files in it, too.
     with tempfile.TemporaryDirectory() as temporary, _naming_source(file, "model"):
         folder = Path(temporary)
-        (folder / NAME).symlink_to(file.resolve())
-        config = AutoConfig.from_pretrained(folder, gguf_file=NAME, **_LOCAL)
+        (folder / _GGUF).symlink_to(file.resolve())
+        config = AutoConfig.from_pretrained(folder, gguf_file=_GGUF, **_LOCAL)
         vars(config).pop("_model_name_or_path", None)  # free text
-        take_fields(header.fields, config)
-        if tokenizer is None and header.has_tokenizer:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=NAME, **_LOCAL)
-            follow_file(tokenizer, header.fields)
+        take_fields(fields, config)
+        if tokenizer is None and "tokenizer.ggml.tokens" in fields:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=_GGUF, **_LOCAL)
+            split_as_said(tokenizer, fields)
             tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(file)
         # Otherwise transformers may keep quantised blocks, and run code from a hub on them.
-        whole = {"gguf_file": NAME, "quantization_config": transformers.GgufConfig(dequantize=True)}
-        model, outcome = _loaded(folder, config, dtype, device_map, **whole)
-        check_taken(header, config.model_type, sum(some.numel() for some in model.parameters()))
-        _check_fit(outcome)
+        whole = transformers.GgufConfig(dequantize=True)
+        model = _loaded(
+            folder, config, dtype, device_map, gguf_file=_GGUF, quantization_config=whole
+        )
+        taken = sum(parameter.numel() for parameter in model.parameters())
+        if taken != held:
+            raise ValueError(
+                f"transformers' {config.model_type} takes {taken:,} of its {held:,} weights, so "
+                "that it would be a different model from the file's"
+            )
     return model, tokenizer
 
 
 def _loaded(
     folder: Path, config: Any, dtype: torch.dtype, device_map: str | dict[str, Any], **options: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in a folder, and what transformers says about names of weights."""
+) -> PreTrainedModel:
+    """The model in a folder, with all weights in it and no others."""
     large = sum(file.stat().st_size for file in folder.glob("model*")) > _LARGE
     with nullcontext() if large else quietly():
         model, outcome = _class_of(config).from_pretrained(
@@ -136,42 +118,41 @@ def _loaded(
             **options,
             **_LOCAL,
         )
+    # Of such weights, transformers only warns.
+    found = {kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS}
+    if any(found.values()):
+        said = ", ".join(f"{kind} {some[:5]!s:.200}" for kind, some in found.items())
+        raise ValueError(f"the weights do not fit their config.json; {said}")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
-    return model, outcome
+    return model
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration of the model in a folder, without fields that name code.
-
-    Raises:
-        ValueError: as in `read_model`, except for errors in the weights.
-    """
+    """The configuration of the model in a folder, without fields that name code."""
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"expected a whole model in {folder}; adapter_config.json makes it an adapter of "
-            "another one. Merge both (peft: merge_and_unload) and save the result."
+            f"{folder} holds an adapter of another model (adapter_config.json). Merge both (peft: "
+            "merge_and_unload) and save the result"
         )
+    with _naming_source(folder, "model"):
+        names = read_json(folder / "config.json").get("architectures")
+        if names and not any(hasattr(transformers, name) for name in names):
+            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"expected weights as safetensors in {folder}; there are none. Pickles (.bin, .pt) are "
-            "not read, since a pickle can run code. If you trust them, convert them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            f"there are no safetensors in {folder}. Pickles (.bin, .pt) are not read, since a "
+            "pickle can run code. If you trust them, convert them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     with _naming_source(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
-        names = config.architectures
-        if names and not any(hasattr(transformers, name) for name in names):
-            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
-    for part in _parts(config):
-        if getattr(part, "quantization_config", None) is not None:
-            raise ValueError(
-                f"expected plain weights in {folder}; its config.json has a quantization_config. "
-                "Save the model dequantised."
-            )
-        # transformers asks whether to run the code of parts, and fetches and runs kernels.
-        vars(part).pop("auto_map", None)
-        part._experts_implementation = None
+        for part in _parts(config):
+            if getattr(part, "quantization_config", None) is not None:
+                raise ValueError("its weights are quantised (config.json); save it dequantised")
+            # transformers asks whether to run the code of parts, and fetches and runs kernels.
+            vars(part).pop("auto_map", None)
+            part._experts_implementation = None
     return config
 
 
@@ -195,9 +176,6 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
         folder: folder of the tokenizer's files.
         adds_bos: whether the tokenizer starts every text with its BOS token, if it has one, even if
             its files do not say so, as HookedTransformer requires.
-
-    Raises:
-        ValueError: the files are damaged, or the tokenizer needs code that transformers lacks.
     """
     said = folder / "tokenizer_config.json"
     with _naming_source(folder, "tokenizer"):
@@ -219,16 +197,13 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 
     The model may have more tokens, since vocabularies are padded. A few added tokens, such as
     Gemma 3's image tokens, may exceed the model's vocabulary.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model, or a BOS token that it lacks.
     """
     bos = tokenizer.bos_token_id
     if tokenizer.vocab_size > d_vocab or (bos is not None and bos >= d_vocab):
         raise ValueError(
-            f"expected a tokenizer of a model with {d_vocab} tokens; got one of "
-            f"{tokenizer.vocab_size} tokens that begins texts with number {bos}. It belongs to "
-            "another model: use the model's own tokenizer, or remove the tokenizer's files"
+            f"the tokenizer has {tokenizer.vocab_size} tokens and begins texts with number {bos}; "
+            f"the model has {d_vocab} tokens. It belongs to another model: use the model's own, or "
+            "remove the tokenizer's files"
         )
 
 
@@ -247,40 +222,6 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def _check_fit(outcome: dict[str, Any]) -> None:
-    """Refuse weights that transformers initialised or dropped with only a warning."""
-    found = {kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS}
-    if any(found.values()):
-        said = ", ".join(f"{kind} {some[:5]!s:.200}" for kind, some in found.items())
-        raise ValueError(f"the weights do not fit their config.json; {said}")
-
-
-def _check_floats(folder: Path, model: PreTrainedModel) -> None:
-    """Refuse weights that are not floating-point numbers, which transformers would convert."""
-    weights, prefix = dict(model.named_parameters()), model.base_model_prefix
-    alone = folder / "model.safetensors"
-    for file in [alone] if alone.is_file() else folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                kind = opened.get_slice(name).get_dtype()
-                known = name in weights or f"{prefix}.{name}" in weights
-                if known and not kind.startswith(("F", "BF")):
-                    raise ValueError(f"expected floating-point numbers; {name} is of type {kind}")
-
-
-def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
-    """The fields that `save_model` adds to a configuration; empty in other folders."""
-    fields = {} if value is None else value
-    if not isinstance(fields, dict) or any(
-        type(said) is not _OWN.get(name) for name, said in fields.items()
-    ):
-        raise ValueError(
-            f"expected {sorted(_OWN)} as {OWN_FIELDS} in {folder / 'config.json'}; "
-            f"got {str(value)[:100]}"
-        )
-    return fields
-
-
 @scope
 def _naming_source(source: Path, what: str) -> Iterator[None]:
     """Inside the block, errors that transformers or tokenizers raise name the folder or file."""
@@ -293,5 +234,4 @@ def _naming_source(source: Path, what: str) -> Iterator[None]:
                 "it needs code of its own, which is not run. If you trust it, load it with "
                 "transformers and pass the result"
             )
-        kind = "Hugging Face" if source.is_dir() else "GGUF"
-        raise ValueError(f"expected a {kind} {what} in {source}; {reason}") from error
+        raise ValueError(f"cannot read the {what} in {source}; {reason}") from error

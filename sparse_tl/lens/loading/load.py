@@ -3,7 +3,7 @@
 Names, Hugging Face folders and GGUF files give a TransformerBridge with every version of
 TransformerLens, so that one code path covers all architectures and gives the same tokens
 everywhere. A bridge is saved as a Hugging Face folder, which transformers can read too; for a
-HookedTransformer see `hooked_folder`. No code from a folder is ever run.
+HookedTransformer see `hooked`. No code from a folder is ever run.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import huggingface_hub
 import torch
+from transformer_lens.supported_models import MODEL_ALIASES
+from transformers import PreTrainedModel
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
-from sparse_tl.lens.core.architecture import CONFIG_FILE, dtype_named
+from sparse_tl.lens.core.architecture import CONFIG_FILE, dtype_named, read_architecture
 from sparse_tl.lens.core.devices import checked_device, has_sharded_weights, processes
 from sparse_tl.lens.core.points import HookedTransformer, Model, TransformerBridge
-from sparse_tl.lens.loading.booting import boot
-from sparse_tl.lens.loading.gguf_file import find_gguf, read_header
-from sparse_tl.lens.loading.hooked_folder import check_hooked, load_hooked, save_hooked
-from sparse_tl.lens.loading.hub import fetch
+from sparse_tl.lens.loading.bridges import boot, plain_model
+from sparse_tl.lens.loading.gguf_files import find_gguf, read_header
+from sparse_tl.lens.loading.hooked import load_hooked, save_hooked
 from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, quietly, read_config, read_model
-from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.storage.files import beside, complete, read_json, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
 MODEL_FILES = (
@@ -40,6 +38,8 @@ MODEL_FILES = (
     *("sentencepiece.bpe.model", "additional_chat_templates", "tekken.json", "bpe.codes"),
 )
 """Names, or patterns of names, of what `save_model` writes."""
+_DATA = ["*.json", "*.txt", "*.safetensors", "chat_template.jinja"]
+_REST = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 @checked
@@ -83,27 +83,61 @@ def load_model(
             hub cannot be reached, or the device cannot be used.
     """
     placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
-    if not isinstance(source, (str, Path)):
+    if isinstance(source, (str, Path)):
+        folder, name = Path(source).expanduser(), None
+        if not folder.is_dir() and find_gguf(folder) is None:
+            folder, name = fetch(str(source))
+        if (folder / GATES_FILE).exists():
+            raise ValueError(
+                f"{folder} holds a sparse model ({GATES_FILE}): SparseTransformer.from_pretrained "
+                "loads it with its gates"
+            )
+        model = load_folder(folder, name, tokenizer, **placed)
+    else:
         _check_unset("a model object, which is used as it is", **placed)
-        return _with_bos_setting(_of_object(source, tokenizer, prepend_bos), prepend_bos)
-    folder, name = Path(source).expanduser(), None
-    if not folder.is_dir() and find_gguf(folder) is None:
-        _placed(device, device_map)  # check arguments before downloading
-        _dtype(dtype)
-        folder, name = fetch(str(source))
-    if (folder / GATES_FILE).exists():
-        raise ValueError(
-            f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
-            "SparseTransformer.from_pretrained loads with its gates"
-        )
-    return _with_bos_setting(load_folder(folder, name, tokenizer, **placed), prepend_bos)
-
-
-def _with_bos_setting(model: Model, prepend_bos: bool | None) -> Model:
-    """The model, set to start prompts with BOS or not; unchanged if `prepend_bos` is None."""
+        model = _of_object(source, tokenizer, prepend_bos)
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
     return model
+
+
+def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
+    if isinstance(source, Model):
+        given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
+        _check_unset("a model of TransformerLens, which has its own", **given)
+        return source
+    if isinstance(source, PreTrainedModel):
+        path = source.config.name_or_path or ""
+        return boot(source, tokenizer, name=Path(path).name or source.config.model_type)
+    raise TypeError(f"a {type(source).__name__} is no model of transformers or TransformerLens")
+
+
+def fetch(name: str) -> tuple[Path, str]:
+    """Download a hub model, or take it from the local cache; return its folder and its name.
+
+    Only configuration, weights and tokenizer are downloaded, as data; no code.
+    """
+    aliases = {
+        alias.lower(): official for official, known in MODEL_ALIASES.items() for alias in known
+    }
+    official = aliases.get(name.lower(), name)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            official, allow_patterns=_DATA, ignore_patterns=_REST
+        )
+    except Exception as error:  # of any underlying library
+        raise ValueError(
+            f"{name} is neither a folder nor a model that {huggingface_hub.constants.ENDPOINT} "
+            f"gives: {str(error).strip()[:500]} Where there is no network, give the folder of a "
+            f"copy (elsewhere: hf download {official})"
+        ) from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(
+            f"{official} has no safetensors in {folder}, and pickles are not fetched, since they "
+            "can run code. If you trust them, load the model with transformers or TransformerLens "
+            "and pass it"
+        )
+    return Path(folder), official.rpartition("/")[2]
 
 
 def load_folder(
@@ -119,13 +153,26 @@ def load_folder(
 
     The model's name is the saved one, or else `name`, or else that of the folder or file.
     """
-    number = _dtype(dtype)
+    number = None if dtype is None else dtype_named(str(dtype))
+    if device is not None and device_map is not None:
+        raise ValueError("give `device` or `device_map`, not both")
     if (folder / CONFIG_FILE).is_file():
         _check_unset("a folder of a HookedTransformer", tokenizer=tokenizer, device_map=device_map)
         model = load_hooked(folder, device=checked_device(device), dtype=number)
     else:
-        source, place = _source_in(folder), _placed(device, device_map)
-        model = _of_hugging_face(source, name or _named(source), tokenizer, number, place)
+        source, place = _source_in(folder), device_map or {"": checked_device(device)}
+        place = place if isinstance(place, str) else dict(place)
+        plain, tokenizer, own = read_model(source, tokenizer, dtype=number, device_map=place)
+        name = name or (source.resolve().name if source.is_dir() else source.stem)
+        try:
+            model = boot(plain, tokenizer, name=str(own.get("model_name", name)))
+        except ValueError as error:
+            raise ValueError(f"cannot load {source}: {error}") from error
+        placed: Any = getattr(plain, "hf_device_map", {})
+        if (n_devices := len(set(placed.values()))) > 1:
+            model.cfg.n_devices = n_devices
+        if "default_prepend_bos" in own:
+            model.cfg.default_prepend_bos = bool(own["default_prepend_bos"])
     _check_finite(model, folder)
     return model
 
@@ -136,20 +183,16 @@ def _check_finite(model: torch.nn.Module, folder: Path) -> None:
         ends = parameter.detach().flatten().aminmax() if parameter.numel() else ()
         if not all(bool(end.isfinite()) for end in ends):
             raise ValueError(
-                f"expected finite weights in {folder}; {name} has NaN or infinity. The model was "
-                "damaged, or its training diverged."
+                f"{name} has NaN or infinity, in the model of {folder}: it was damaged, or its "
+                "training diverged"
             )
 
 
 def check_folder(folder: str | Path) -> None:
-    """Check that a folder can hold a model, without reading its weights.
-
-    Raises:
-        ValueError: as in `load_model`, except for errors in the weights' values.
-    """
+    """Check that a folder can hold a model, without reading its weights; see `load_model`."""
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        check_hooked(folder)
+        read_architecture(folder / CONFIG_FILE)
     elif (source := _source_in(folder)).is_dir():
         read_config(source)
     else:
@@ -163,14 +206,9 @@ def _source_in(folder: Path) -> Path:
     if (file := find_gguf(folder)) is not None:
         return file
     raise ValueError(
-        f"expected {CONFIG_FILE} (a HookedTransformer that save_model wrote), config.json (a "
-        f"Hugging Face folder) or a GGUF file in {folder}; found "
-        f"{sorted(path.name for path in folder.iterdir())[:10]}"
+        f"there is no model in {folder}: neither config.json (a Hugging Face folder) nor "
+        f"{CONFIG_FILE} (a HookedTransformer that save_model wrote) nor a GGUF file"
     )
-
-
-def _named(source: Path) -> str:
-    return source.resolve().name if source.is_dir() else source.stem
 
 
 @checked
@@ -188,15 +226,21 @@ def save_model(model: Model, folder: str | Path) -> None:
             plain_model(model)
         return
     folder = Path(folder).resolve()
-    with quietly():
-        plain = model if isinstance(model, HookedTransformer) else plain_model(model)
+    plain = model if isinstance(model, HookedTransformer) else plain_model(model)
     _check_finite(plain, folder)
     with beside(folder / "model") as temporary:  # on the same disk, wherever the folder is
         temporary.mkdir()
         if isinstance(model, HookedTransformer):
             save_hooked(model, temporary)
         else:
-            _save_bridge(model, plain, temporary)
+            with quietly():
+                plain.save_pretrained(temporary)
+            own = {
+                "model_name": model.cfg.model_name,
+                "default_prepend_bos": bool(model.cfg.default_prepend_bos),
+            }
+            config = read_json(temporary / "config.json")
+            write_json(temporary / "config.json", {**config, OWN_FIELDS: own})
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
         complete(temporary)
@@ -211,74 +255,7 @@ def save_model(model: Model, folder: str | Path) -> None:
                 os.replace(file, place)
 
 
-def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
-    with quietly():
-        plain.save_pretrained(folder)
-    own = {
-        "model_name": model.cfg.model_name,
-        "default_prepend_bos": bool(model.cfg.default_prepend_bos),
-    }
-    config = read_json(folder / "config.json")
-    write_json(folder / "config.json", {**config, OWN_FIELDS: own})
-
-
-def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
-    from transformers import PreTrainedModel
-
-    if isinstance(source, Model):
-        given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
-        _check_unset("a model of TransformerLens, which has its own", **given)
-        return source
-    if isinstance(source, PreTrainedModel):
-        return boot(source, tokenizer, name=_name_of(source))
-    raise TypeError(
-        "expected a name, a folder, a causal language model of transformers, a TransformerBridge "
-        f"or a HookedTransformer; got a {type(source).__name__}"
-    )
-
-
-def _name_of(model: PreTrainedModel) -> str:
-    """The last part of the path that a model was loaded from, or else its model family."""
-    return Path(model.config.name_or_path or "").name or model.config.model_type
-
-
-def _of_hugging_face(
-    source: Path,
-    name: str,
-    tokenizer: Any,
-    dtype: torch.dtype | None,
-    device_map: str | dict[str, Any],
-) -> Model:
-    model, tokenizer, own = read_model(source, tokenizer, dtype=dtype, device_map=device_map)
-    try:
-        bridge = boot(model, tokenizer, name=own.get("model_name", name))
-    except ValueError as error:
-        raise ValueError(f"cannot load {source}: {error}") from error
-    placed: Any = getattr(model, "hf_device_map", {})
-    devices = set(placed.values())
-    if len(devices) > 1:
-        bridge.cfg.n_devices = len(devices)
-    if "default_prepend_bos" in own:
-        bridge.cfg.default_prepend_bos = own["default_prepend_bos"]
-    return bridge
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    return None if dtype is None else dtype_named(str(dtype))
-
-
-def _placed(
-    device: str | torch.device | None, device_map: str | Mapping[str, Any] | None
-) -> str | dict[str, Any]:
-    """The device map of a model."""
-    if device_map is None:
-        return {"": checked_device(device)}
-    if device is not None:
-        raise ValueError("expected either `device` or `device_map`; got both")
-    return device_map if isinstance(device_map, str) else dict(device_map)
-
-
 def _check_unset(source: str, **settings: Any) -> None:
     given = [name for name, value in settings.items() if value is not None]
     if given:
-        raise ValueError(f"expected no {' and no '.join(given)} for {source}")
+        raise ValueError(f"{' and '.join(given)} cannot be chosen for {source}")

@@ -21,7 +21,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import DynamicCache
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens.checks.admission import circuit_graph
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.architecture import HALVES
@@ -30,8 +30,12 @@ from sparse_tl.lens.core.devices import precision_of, shard
 from sparse_tl.lens.core.lora import effective_weight
 from sparse_tl.lens.core.norms import Norm, bridge_norm
 from sparse_tl.lens.core.points import Analysis, NormPlace, hook_point
-from sparse_tl.lens.loading.booting import boot, check_alone
-from sparse_tl.lens.loading.plain import plain_copy, unread_parameters
+from sparse_tl.lens.loading.bridges import (
+    boot,
+    check_alone,
+    plain_copy,
+    unread_parameters,
+)
 from sparse_tl.lens.models.bridge_passes import (
     cached_columns,
     check_left_padded,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.calls.scopes import scope
-from sparse_tl.lens.checks.admission import circuit_graph
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.attaching import own_forwards, stand_in
 from sparse_tl.lens.core.masks import AttentionMask

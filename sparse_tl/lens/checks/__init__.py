@@ -1,1 +1,0 @@
-"""Numerical checks that a model behaves as the package assumes."""
