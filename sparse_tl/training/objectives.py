@@ -12,8 +12,9 @@ from torch.nn.functional import one_hot
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.passes import Counted, using
 from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
+from sparse_tl.gates.sparse.computed_gates import using
+from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.constraint import (

@@ -8,8 +8,8 @@ import torch
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.passes import using
-from sparse_tl.gates.sparse.by_blocks import attention_by_blocks
+from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import using
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
 
 Reference = Model | SparseTransformer
