@@ -36,7 +36,7 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import EffectCurve, accuracy, multiplier
 from sparse_tl.data.pairs import padded
-from sparse_tl.gates.sparse.loading import load_dense_or_sparse
+from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import HookedModel
 
 BOYS, GIRLS = ("Max", "Bob"), ("Sue", "Mia", "Sally")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
-from sparse_tl.gates.edge_weights import EdgeWeights
+from sparse_tl.gates.edge_weights import EdgeWeights, read_columns, sources_before
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import GatedPass, Site
 from sparse_tl.gates.source_changes import SourceChanges
@@ -96,15 +96,7 @@ class CircuitEdges(Site):
 
 
 class CircuitEdgeHooks:
-    """The hooks of stacked gates on circuit edges, for forward passes one after the other.
-
-    Args:
-        adapter: adapter of the model.
-        gates: gates on the edges; differentiable if they require gradients.
-        patch: patch values that closed edges use.
-        now: where the pass starts, and what earlier sources wrote.
-        spans: the span of every token, for gates per span.
-    """
+    """The hooks of stacked gates on circuit edges, for forward passes one after the other."""
 
     def __init__(
         self,
@@ -130,8 +122,10 @@ class CircuitEdgeHooks:
         if self.now.from_layer == 0 and edges.writes(0):
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):
-            block, before = f"blocks.{layer}", edges.before("head", layer)
-            moved = [slot for slot in SLOTS if edges.moves(edges.heads(layer, slot), before)]
+            block, before = f"blocks.{layer}", sources_before(graph, "head", layer)
+            moved = [
+                slot for slot in SLOTS if edges.moves(read_columns(graph, layer, slot), before)
+            ]
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
@@ -144,7 +138,7 @@ class CircuitEdgeHooks:
                 hooks.append((self.adapter.heads_point(layer), Order.LAST, note))
             if graph.has_mlps:
                 column, row = graph.destination_index(f"m{layer}"), graph.source_index(f"m{layer}")
-                before = edges.before("mlp", layer)
+                before = sources_before(graph, "mlp", layer)
                 if edges.moves(range(column, column + 1), before):
                     read = partial(self.read, column, before)
                     hooks.append((f"{block}.mlp_input", Order.FIRST, read))
@@ -161,7 +155,7 @@ class CircuitEdgeHooks:
         """What sources before the first layer of a pass changed."""
         changes = SourceChanges(self.edges, self.spans)
         if self.now.changes is not None:
-            before = self.edges.before("head", self.now.from_layer)
+            before = sources_before(self.graph, "head", self.now.from_layer)
             changes.start_after(self.now.changes[:before])
         return changes
 
@@ -194,20 +188,21 @@ class CircuitEdgeHooks:
 
         Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
         """
-        before = self.edges.before("head", layer)
+        before = sources_before(self.graph, "head", layer)
         shared = self._shared = self._changes.without_closed(before, residual)
-        many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
+        columns = {slot: read_columns(self.graph, layer, slot) for slot in slots}
+        many = {slot: places for slot, places in columns.items() if self._many(places)}
         if many:
             reads = self._changes.reads([*chain(*many.values())], shared)
-            counts = [len(columns) for columns in many.values()]
+            counts = [len(places) for places in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         moved = shared is not residual and len(many) < len(slots)
         self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
         return residual  # unchanged: the model, and autograd, continue from this very tensor
 
-    def _many(self, layer: int, slot: str) -> bool:
+    def _many(self, columns: range) -> bool:
         """Whether enough heads have weighted edges to compute their reads as a batch."""
-        weighted = self.edges.weighted(self.edges.heads(layer, slot))
+        weighted = self.edges.weighted(columns)
         return self.edges.learned or int(weighted.count_nonzero()) > _FEW * weighted.numel()
 
     def _read_heads(
@@ -226,7 +221,7 @@ class CircuitEdgeHooks:
             normed = self._normed
             out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
             value = (out + bias.to(normed.dtype)).to(value.dtype)
-        columns = self.edges.heads(layer, slot)
+        columns = read_columns(self.graph, layer, slot)
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
             return value
@@ -268,3 +263,48 @@ class CircuitEdgeHooks:
             weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
             self._changes.add(first, self._changes.where_closed(first, change).flatten(2) @ weight)
         return z
+
+
+@dataclass(frozen=True)
+class EdgesOfNeurons(CircuitEdges):
+    """Circuit edges from one MLP, whose patch differs in every setting of a stack."""
+
+    layer: int = 0
+    """The layer of the MLP, in which passes start."""
+
+    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
+        return self.layer
+
+
+class NeuronPatch(PatchValues):
+    """The clean output of an MLP, with the parts of some neurons patched, one in each setting.
+
+    Args:
+        adapter: adapter of the model.
+        layer: layer of the MLP.
+        moved: patched minus clean coefficient of each neuron's direction.
+        directions: the direction that each neuron writes.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        layer: int,
+        moved: Float[Tensor, "batch pos neuron"],
+        directions: Float[Tensor, "neuron d_model"],
+    ) -> None:
+        super().__init__(adapter, (), "zero")
+        self._name = f"blocks.{layer}.hook_mlp_out"
+        self._moved, self._directions = moved, directions
+        self.neurons: Int[Tensor, " setting"] = torch.zeros(0, dtype=torch.long)
+        """The neurons that are patched, one for each setting of the stack."""
+
+    def change(self, name: str, value: Tensor, n_stack: int = 1, start: int = 0) -> Tensor:
+        """See `PatchValues`; where no neuron is patched, the patch is the activation itself."""
+        if name != self._name or not len(self.neurons):
+            return torch.zeros_like(value)
+        # A pass may include the setting that it starts from, which closes no edge.
+        neurons = self.neurons[torch.arange(n_stack) % len(self.neurons)]
+        moved = self._moved[..., neurons].movedim(-1, 0)[..., None]
+        change = moved * self._directions[neurons][:, None, None]
+        return change.flatten(0, 1).to(value)

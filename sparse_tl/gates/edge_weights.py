@@ -25,13 +25,8 @@ class EdgeWeights:
 
     A source is closed as a whole where nearly all of its edges are closed. Few edges then have
     a weight other than 0, in small and in large circuits. With gates per span, a source is
-    closed span by span; without, all tokens are one span.
-
-    Args:
-        adapter: adapter of the model.
-        gates: gates on the edges. If they require gradients, no source is closed as a whole, and
-            every edge counts as weighted.
-        from_layer: first layer that runs.
+    closed span by span; without, all tokens are one span. If gates require gradients, no source
+    is closed as a whole, and every edge counts as weighted.
     """
 
     def __init__(
@@ -60,14 +55,6 @@ class EdgeWeights:
         self._columns = differs.flatten(1, 2).any(dim=1).cpu()
         self._closed_rows: list[bool] = self.source_closed.flatten(0, 1).any(dim=0).tolist()
         self._weights = weights[:, :, self.rows]
-
-    def before(self, kind: Literal["head", "mlp"], layer: int) -> int:
-        """Number of sources that write before the heads, or the MLP, of a layer read."""
-        return _before(self.graph, kind, layer)
-
-    def heads(self, layer: int, slot: str) -> range:
-        """The columns of a layer's q, k or v inputs."""
-        return _heads(self.graph, layer, slot)
 
     def weighted(self, columns: range) -> Bool[Tensor, "stack n"]:
         """Which destinations read weighted edges, under each setting."""
@@ -99,12 +86,14 @@ class EdgeWeights:
 
 
 @cache  # asked at every read
-def _before(graph: CircuitGraph, kind: Literal["head", "mlp"], layer: int) -> int:
+def sources_before(graph: CircuitGraph, kind: Literal["head", "mlp"], layer: int) -> int:
+    """Number of sources that write before the heads, or the MLP, of a layer read."""
     return graph.n_sources_before(Node(kind, layer))
 
 
 @cache
-def _heads(graph: CircuitGraph, layer: int, slot: str) -> range:
+def read_columns(graph: CircuitGraph, layer: int, slot: str) -> range:
+    """The columns of a layer's q, k or v inputs."""
     grouped = slot != "q" and graph.n_kv_heads < graph.n_heads
     node = Node("kv_head" if grouped else "head", layer)
     first = graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]

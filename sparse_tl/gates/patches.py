@@ -75,7 +75,7 @@ class PatchValues:
         if not isinstance(patch, str):
             missing = [name for name in names if name not in patch]
             if missing:
-                raise ValueError(f"expected a patch for every hook point; none for {missing}")
+                raise ValueError(f"the patch has no tensor for the hook points {missing}")
             self.values = {name: patch[name] for name in names}
         elif prompts is not None and len(names):
             if patch == "mean":
@@ -95,14 +95,8 @@ class PatchValues:
     ) -> Tensor | None:
         """The values at a hook point, one row per row of an activation; None for zeros.
 
-        Args:
-            name: name of the hook point.
-            like: the activation: `n_stack` copies of the prompts, one after the other.
-            n_stack: number of copies.
-            start: position of the activation's first column (above 0 with a key-value cache).
-
-        Raises:
-            ValueError: the reference is shorter than the prompts, or has another number of rows.
+        The activation `like` has `n_stack` copies of the prompts, one after the other; its first
+        column is at position `start`, above 0 with a key-value cache.
         """
         if name not in self.values:
             return None
@@ -119,8 +113,7 @@ class PatchValues:
         if value.ndim == like.ndim and len(value) not in (1, len(like)):
             if len(value) != n_prompts:
                 raise ValueError(
-                    f"expected a patch of one row, or of one for each of {n_prompts} prompts; got "
-                    f"{len(value)} at {name}"
+                    f"the patch at {name} has {len(value)} rows for {n_prompts} prompts"
                 )
             value = repeated(value, n_stack)
         return value.to(like)
@@ -134,7 +127,6 @@ class PatchValues:
 
 
 def needs_reference(patch: Patch) -> bool:
-    """Whether a patch needs reference prompts."""
     return isinstance(patch, str) and patch != "zero"
 
 
@@ -151,10 +143,11 @@ def reference_prompts(
             model.
     """
     if needs_reference(patch) != (reference is not None):
+        said = repr(patch) if isinstance(patch, str) else "of tensors"
         raise ValueError(
-            "expected reference prompts for the patches 'mean', 'corrupted' and 'resample', "
-            f"and for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r}"
-            f" {'without' if reference is None else 'with'} them"
+            f"the patch {said} needs reference prompts: reference=..."
+            if reference is None
+            else f"the patch {said} takes no reference prompts"
         )
     if reference is None:
         return None
@@ -174,7 +167,6 @@ def reference_prompts(
 def drawn(
     prompts: Int[Tensor, "prompt pos"], n_prompts: int, seed: int
 ) -> Int[Tensor, "drawn pos"]:
-    """Draw `n_prompts` prompts at random, with replacement."""
     generator = torch.Generator().manual_seed(seed)
     return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
@@ -208,10 +200,8 @@ def _recorded(
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:
     """The columns of a reference's values that match the positions of an activation."""
     pattern = name.endswith("hook_pattern")  # [batch, head, query, key]; else [batch, pos, ...]
-    end = start + like.shape[2 if pattern else 1]
-    if value.shape[2 if pattern else 1] < end:
-        raise ValueError(
-            f"expected reference prompts at least as long as the {end} tokens that are run; they "
-            f"have {value.shape[2 if pattern else 1]}"
-        )
+    axis = 2 if pattern else 1
+    end = start + like.shape[axis]
+    if value.shape[axis] < end:
+        raise ValueError(f"reference prompts must be at least as long as the {end} tokens that run")
     return value[:, :, start:end, end - like.shape[3] : end] if pattern else value[:, start:end]

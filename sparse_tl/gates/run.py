@@ -120,13 +120,9 @@ class GatedRun:
         check_tokens(self.adapter, tokens)
         check_padding(self.adapter, attention_mask)
         if not read.any():
-            raise ValueError("expected at least one position to read; `read` is false everywhere")
+            raise ValueError("`read` is false everywhere: there is no position to read")
         if isinstance(patch, PatchValues) and (reference is not None or seed):
-            raise ValueError(
-                "expected no reference and no seed with PatchValues, which have their own; pass "
-                f"both to PatchValues instead; got {seed=}"
-                f"{'' if reference is None else ' and a reference'}"
-            )
+            raise ValueError("PatchValues have a reference and a seed of their own; give none here")
         if patch == "resample":
             # Drawn once, so that all settings are compared under the same patch.
             prompts = reference_prompts(self.adapter, patch, reference)
@@ -163,12 +159,14 @@ class GatedRun:
         stack, _ = _stacked(adapter, site, gates)
         points = site.sources(adapter)
         entering: list[Tensor] = []
+
+        def keep(value: Tensor) -> None:
+            entering.append(value.clone())  # hooks may edit in place
+
         # Hooks of the setting come first, so that the recording is of gated activations.
         hooks = site.hooks(adapter, site.of_stream(stack), self.patch, GatedPass(1))
-        # Copied, since hooks may edit in place.
-        keep = lambda value: entering.append(value.clone())  # noqa: E731
-        borders = [f"blocks.{layer}.entering" for layer in range(adapter.n_layers)]
-        hooks += [(name, Order.FIRST, keep) for name in borders]
+        layers = range(adapter.n_layers)
+        hooks += [(f"blocks.{layer}.entering", Order.FIRST, keep) for layer in layers]
         with attached(adapter, hooks), evaluation_mode(adapter.model):
             kept, final = record(adapter, self.tokens, points, attention_mask=self.attention_mask)
         self._entering, self._base = [*entering, final], stack
@@ -265,9 +263,8 @@ def _stacked(adapter: Adapter, site: Site, gates: SiteGates) -> tuple[Any, tuple
     if not fits or len(stack) > 1 or 0 in found:
         said = ", ".join("any" if size < 0 else str(size) for size in shape)
         raise ValueError(
-            f"expected gates of shape [{said}] at {site}, or with a stack axis before these; got "
-            f"{list(found)}"
+            f"gates at {site} need the shape [{said}], or a stack axis before it, not {list(found)}"
         )
     if not bool(gates.isfinite().all()):
-        raise ValueError("expected gates from 0 to 1; some are NaN or infinite")
+        raise ValueError("some gates are NaN or infinite, not from 0 to 1")
     return gates if stack else gates[None], stack

@@ -6,40 +6,50 @@ stack has entries, one after the other, and each copy runs under its own gates.
 
 from __future__ import annotations
 
-import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sparse_tl.calls.arguments import MOST, AtLeastOne, checked
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import Spans
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
-from sparse_tl.lens import Adapter, Hook, Order, check_gates, repeated
+from sparse_tl.lens import (
+    Adapter,
+    Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    check_gates,
+    repeated,
+)
 
 
 @dataclass
 class GatedPass:
-    """One forward pass under stacked gates.
-
-    Args:
-        n_stack: copies of the prompts in the batch.
-        from_layer: first layer that is run.
-        n_prompts: number of prompts, if the first layer's attention runs on one copy only.
-        changes: for circuit edges, the patch of each source before `from_layer` minus its write.
-        start: position of the first column; above 0 with a key-value cache.
-    """
+    """One forward pass under stacked gates."""
 
     n_stack: int
+    """Copies of the prompts in the batch."""
     from_layer: int = 0
     n_prompts: int | None = None
+    """The number of prompts, if the first layer's attention runs on one copy only."""
     changes: Float[Tensor, "source batch pos d_model"] | None = None
+    """For circuit edges, the patch of each source before `from_layer` minus its write."""
     start: int = 0
+    """Position of the first column; above 0 with a key-value cache."""
+
+    def note_start(self, cached: Int[Tensor, ""]) -> None:
+        self.start = int(cached)
 
 
 SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedEdges
@@ -112,40 +122,43 @@ class _Activations(Site):
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         hooks: list[Hook] = []
         for index, name in enumerate(self.points(adapter)):
-            closed = isinstance(gates, ClosedEdges)
-            here = gates.in_layer(index) if closed else gates[:, index]
             layer = self.layer(index)
+            if isinstance(gates, ClosedEdges):
+                here, acts = partial(gates.on, layer), layer in gates.layers
+            else:
+                here = gates[:, index]
+                acts = _acts(here)
             makes_copies = layer == now.from_layer and now.n_prompts is not None
-            if layer >= now.from_layer and (makes_copies or _acts(here)):
+            if layer >= now.from_layer and (makes_copies or acts):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
         if hooks and (patch.values or isinstance(gates, ClosedEdges)):
-            hooks.append(("cached_columns", Order.FIRST, partial(_note_start, now)))
+            hooks.append(("cached_columns", Order.FIRST, now.note_start))
         return hooks
 
     def _close(
         self,
         name: str,
-        gates: Float[Tensor, "stack ..."] | ClosedEdges,
+        gates: Float[Tensor, "stack ..."] | Callable[..., Tensor],
         patch: PatchValues,
         now: GatedPass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
-        if isinstance(gates, ClosedEdges):
-            gates = gates.on(clean, now.start)
+        if not isinstance(gates, Tensor):
+            gates = gates(clean, now.start)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
                 raise ValueError(
                     f"the gates on {name} have {size} entries along axis {axis}, where this run "
-                    f"has {clean.shape[axis]}; gated prompts need the length that the gates are for"
+                    f"has {clean.shape[axis]}"
                 )
             shape[axis] = size
         if now.n_prompts == len(clean):
             clean = repeated(clean, now.n_stack)
         if len(clean) % len(gates):
             raise ValueError(
-                f"expected as many copies of the prompts as there are settings of gates, "
-                f"{len(gates)}; got {len(clean)} rows"
+                f"{len(clean)} rows are no copies of prompts for each of {len(gates)} settings of "
+                "gates"
             )
         gates = gates.to(clean.dtype).reshape(shape)
         if len(gates) > 1:
@@ -176,22 +189,13 @@ class Heads(_Activations):
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
-            pattern = hooks[0][0].replace("hook_z", "hook_pattern")
-            hooks.append((pattern, Order.FIRST, partial(_draw, patch, now)))
+
+            def draw(pattern: Float[Tensor, "rows head query key"]) -> None:
+                if not now.start:  # a new pass has new reference prompts
+                    patch.draw(now.n_prompts or len(pattern) // now.n_stack)
+
+            hooks.append((hooks[0][0].replace("hook_z", "hook_pattern"), Order.FIRST, draw))
         return hooks
-
-
-def _note_start(now: GatedPass, cached: Int[Tensor, ""]) -> None:
-    """Record that a pass starts after the columns in a key-value cache."""
-    now.start = int(cached)
-
-
-def _draw(
-    patch: PatchValues, now: GatedPass, pattern: Float[Tensor, "rows head query key"]
-) -> None:
-    """Draw the reference prompts of a new pass."""
-    if not now.start:
-        patch.draw(now.n_prompts or len(pattern) // now.n_stack)
 
 
 @dataclass(frozen=True)
@@ -236,22 +240,14 @@ class HookPoints(_Activations):
     def __post_init__(self) -> None:
         if not self.names or len(self.axes) != len(self.sizes):
             raise ValueError(
-                f"expected at least one hook point, and a size for each axis; got {self.names}, "
-                f"axes {self.axes} and sizes {self.sizes}"
-            )
-        if len(self.names) * math.prod(self.sizes) > MOST:
-            raise ValueError(f"expected at most {MOST:,} gates; got sizes {self.sizes}")
-        spans = self.spans
-        if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
-            raise ValueError(
-                f"expected axis 1 alone, of size {len(spans.names)}, for gates per span; got axes "
+                f"a site needs hook points, and a size for each axis; got {self.names}, axes "
                 f"{self.axes} and sizes {self.sizes}"
             )
 
     def _close(
         self,
         name: str,
-        gates: Float[Tensor, "stack ..."] | ClosedEdges,
+        gates: Float[Tensor, "stack ..."] | Callable[..., Tensor],
         patch: PatchValues,
         now: GatedPass,
         clean: Float[Tensor, "rows ..."],
@@ -273,8 +269,51 @@ class HookPoints(_Activations):
         return int(found[1]) if found else 0
 
 
-def _acts(gates: Tensor | ClosedEdges) -> bool:
+def _acts(gates: Tensor) -> bool:
     """Whether some gate differs from 1, or is being trained."""
-    if isinstance(gates, ClosedEdges):
-        return bool(gates.layers)
     return gates.requires_grad or bool((gates != 1).any())
+
+
+@checked
+def hook_points(
+    model: HookedModel,
+    names: str | Sequence[str],
+    axes: int | Sequence[int],
+    *,
+    sample: Int[Tensor, "batch pos"] | None = None,
+) -> HookPoints:
+    """A site at some hook points and axes, with sizes taken from a run of the model.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        names: hook points whose activations have the same size along `axes`.
+        axes: axes with one gate per index (negative axes count from the end).
+        sample: tokens to run in order to find the sizes; required if a position axis is gated.
+
+    Raises:
+        ValueError: a hook point is unknown, an axis is out of range, or sizes differ.
+    """
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    wanted = [axes] if isinstance(axes, int) else list(axes)
+    adapter = adapt(model)
+    if sample is None:
+        sample = torch.zeros(1, 1, dtype=torch.long, device=adapter.device)
+    seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    notes: list[Hook] = [(name, Order.FIRST, seen[name].append) for name in chosen]
+    with attached(adapter, notes), autograd(False):
+        model(sample, return_type=None)
+    silent = [name for name in chosen if not seen[name]]
+    if silent:
+        raise ValueError(f"the model does not call the hook points {silent}")
+    shapes = {name: tuple(values[-1].shape) for name, values in seen.items()}
+    rank = min(map(len, shapes.values()))
+    positive = sorted(axis + rank if axis < 0 else axis for axis in wanted)
+    if not positive or positive[0] < 1 or positive[-1] >= rank or len(set(positive)) < len(wanted):
+        raise ValueError(
+            f"axes {wanted} are not distinct axes in 1..{rank - 1} (axis 0 is the batch) of "
+            f"activations of shape {shapes[chosen[0]]}"
+        )
+    sizes = {(len(shape), *(shape[axis] for axis in positive)) for shape in shapes.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"the hook points differ in rank or in size along axes {axes}: {shapes}")
+    return HookPoints(chosen, tuple(positive), sizes.pop()[1:])

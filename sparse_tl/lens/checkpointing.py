@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import wraps
+from contextlib import ExitStack, nullcontext
+from functools import partial, wraps
+from itertools import chain, repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,8 +37,9 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     Reference: Chen et al., arXiv 1604.06174; `torch.utils.checkpoint`.
     """
     with ExitStack() as removed:
-        for block in adapt(model).model.blocks:
-            removed.callback(stand_in(block, _run_twice))
+        adapter = adapt(model)
+        for block in adapter.model.blocks:
+            removed.callback(stand_in(block, partial(_run_twice, adapter.core)))
         yield
 
 
@@ -58,12 +60,19 @@ _twice: WeakKeyDictionary[Forward, Forward] = WeakKeyDictionary()
 """Each layer's original `forward`, by the function that runs it twice."""
 
 
-def _run_twice(forward: Forward) -> Forward:
+def _run_twice(core: Any, forward: Forward) -> Forward:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(once, *args, use_reentrant=False, **kwargs)
+        gates_as_now = getattr(core, "_sparse_tl_again", lambda: nullcontext)()
+        runs = chain([nullcontext], repeat(gates_as_now))
+
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            with next(runs)():
+                return once(*args, **kwargs)
+
+        return checkpoint(in_turn, *args, use_reentrant=False, **kwargs)
 
     def once(*args: Any, **kwargs: Any) -> Any:
         # Some half-precision models only run with a cache: see `BridgeAdapter._final`.

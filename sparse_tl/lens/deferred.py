@@ -8,17 +8,17 @@ all other code, the tensor computes its values when they are needed, with the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.attaching import AttachedHooks, Forward, stand_in
 from sparse_tl.lens.core.expressions import ENTRY, EVERYTHING, Expression
@@ -39,9 +39,6 @@ _FACTS = {
 }
 
 
-_Kind = TypeVar("_Kind", bound="Deferred")
-
-
 class Deferred(Tensor):
     """A tensor ``[prompt, head, query, key]`` without storage; see `Expression`."""
 
@@ -50,8 +47,7 @@ class Deferred(Tensor):
     """The values once they have been computed; None before."""
 
     @classmethod
-    def of(cls: type[_Kind], expression: Expression) -> _Kind:
-        """A tensor for an expression."""
+    def of(cls, expression: Expression) -> Any:
         q, k = expression.product.args
         dtype = expression.on(ENTRY).dtype  # after all casts that the functions make
         inputs = [q, k, *expression.leaves]
@@ -87,24 +83,22 @@ class Deferred(Tensor):
                 return func(*args, **kwargs)
         if name == "dropout" and not _drops(*args[1:], **kwargs):
             return args[0]
-        later = None
         if name in _IN_PLACE:
             later = _recorded(getattr(torch, name[:-1]), args, kwargs)
             if later is not None and isinstance(args[0], Deferred) and args[0].dtype == later.dtype:
                 args[0].expression = later.expression
                 return args[0]
-            later = None
         elif name in _BY_ENTRY or (name == "softmax" and _over_keys(args, kwargs)):
             later = _recorded(func, args, kwargs)
-        if later is not None:
-            return later
+            if later is not None:
+                return later
         return func(*map(explicit, args), **{name: explicit(v) for name, v in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[bad-override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise TypeError(f"expected attention scores with values for {func}; these are deferred")
+        raise TypeError(f"{func} needs the values of attention scores, which are deferred")
 
     def __repr__(self, **_: Any) -> str:
         return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -113,8 +107,8 @@ class Deferred(Tensor):
 def _refuse(_gradient: Tensor) -> None:
     """Raise where a gradient ends at a deferred tensor, as after a custom autograd function."""
     raise RuntimeError(
-        "expected attention scores to be used by functions of torch; a function of its own read "
-        "deferred scores, and their gradient would be lost"
+        "an autograd function of the model's own read deferred attention scores, and their "
+        "gradient would be lost"
     )
 
 
@@ -162,12 +156,6 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defe
     return Deferred.of(Expression(func, [record(value) for value in args], named))
 
 
-@scope
-def _deferring(n_heads: int) -> Iterator[None]:
-    with _Deferring(n_heads):
-        yield
-
-
 class _Deferring(TorchFunctionMode):
     """Records products of queries and keys."""
 
@@ -196,11 +184,7 @@ class _Deferring(TorchFunctionMode):
 def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
     """Make all attention layers defer the scores of long prompts, until the result is closed.
 
-    Layers in which another hook reads the scores or the pattern compute them as before.
-
-    Args:
-        adapter: adapter of the model.
-        hooks: hooks that work on deferred tensors.
+    Layers in which a hook besides these reads the scores or the pattern compute them as before.
     """
     removed = ExitStack()
     for layer, block in enumerate(adapter.model.blocks):
@@ -219,7 +203,7 @@ def _deferring_long(
         seen = any(hooked(point, hooks.ids) for point in points)
         if seen or _n_tokens(args, kwargs) < LONG:
             return forward(*args, **kwargs)
-        with _deferring(n_heads):
+        with _Deferring(n_heads):
             return forward(*args, **kwargs)
 
     return run

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.adapters import ADAPTERS_WEIGHTS
+from sparse_tl.gates.sparse.saving import ADAPTERS_WEIGHTS
 from sparse_tl.lens import HookedModel
 from sparse_tl.models.addition import addition_recipe
 from sparse_tl.models.language import SMOLLM2, load_language_model, load_language_models

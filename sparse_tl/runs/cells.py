@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.gates.sparse.loading import load_dense_or_sparse
+from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import HookedModel, adapt, check_folder
 from sparse_tl.models import (
     TASKS,

@@ -18,7 +18,7 @@ from sparse_tl import __version__
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
-from sparse_tl.gates.sparse.loading import load_dense_or_sparse
+from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
 from sparse_tl.models import build_addition_model, load_named_model
 from sparse_tl.models.pairs import cache_folder

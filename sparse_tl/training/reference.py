@@ -13,8 +13,8 @@ from torch import Tensor
 from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.passes import using
-from sparse_tl.gates.sparse.by_blocks import attention_by_blocks
+from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import using
 from sparse_tl.lens import (
     Model,
     adapt,

@@ -185,7 +185,7 @@ def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
 def test_an_edge_beyond_the_prompt_is_refused(build_tiny: Build) -> None:
     model = build_tiny()
     with (
-        pytest.raises(ValueError, match="within the prompt of 6 tokens"),
+        pytest.raises(ValueError, match="beyond the prompt of 6 tokens"),
         ablate_attention_edges(model, [(0, 0, 6, 0)]),
     ):
         model(_tokens(2))

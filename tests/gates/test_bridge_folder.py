@@ -10,7 +10,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from sparse_tl.gates import HardConcreteGate, SparseTransformer
-from sparse_tl.gates.sparse.loading import load_dense_or_sparse
+from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import load_model
 from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.tasks.addition import addition_tokenizer
@@ -97,7 +97,7 @@ def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = _trained("grouped").save_pretrained(tmp_path / "one")
     other = _trained("joint projections").save_pretrained(tmp_path / "other")
     (folder / "gates.safetensors").replace(other / "gates.safetensors")
-    with pytest.raises(ValueError, match=r"biases for 2 layers of 2 heads in .*got \(\(2, 4\)"):
+    with pytest.raises(ValueError, match="size mismatch for bias"):
         SparseTransformer.from_pretrained(other, device="cpu")
 
 

@@ -148,7 +148,7 @@ def test_open_gates_cost_all_that_is_possible(sparse: SparseTransformer) -> None
 def test_costs_of_other_edges_are_refused(
     sparse: SparseTransformer, shape: tuple[int, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=r"broadcastable to .*, here \[2, 2, 6, 6\]; got .*shape"):
+    with pytest.raises(ValueError, match=r"here \[2, 2, 6, 6\]"):
         sparse.run_with_counts(_tokens(), edge_cost=torch.ones(shape))
     _, counts = sparse.run_with_counts(_tokens())
     assert counts.cost is None, "nothing of it is left"

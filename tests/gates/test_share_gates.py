@@ -18,8 +18,8 @@ from torch import Tensor
 from sparse_tl import SparseTransformer
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import HardConcreteGate, ShareGates
-from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.sparse import blockwise
+from sparse_tl.gates.sparse.computed_gates import GateSettings
 from sparse_tl.gates.sparse.straight_through import gated_pattern
 from sparse_tl.lens import adapt, boot, deferred
 from sparse_tl.storage.files import read_json, write_json
@@ -218,16 +218,16 @@ def test_folders_say_which_gates_they_hold(tmp_path: Path) -> None:
     assert torch.equal(SparseTransformer.dense_copy(loaded)(_tokens()), sparse.unwrap()(_tokens()))
     content = read_json(folder / "gates.json")
     write_json(folder / "gates.json", {**content, "gates": "score"})
-    with pytest.raises(ValueError, match=r"got \['weight'\] too"):
+    with pytest.raises(ValueError, match="Unexpected key.*weight"):
         SparseTransformer.from_pretrained(folder, device="cpu")
     score = SparseTransformer(Subject("llama").build(), initial_bias=0.3)
     folder = score.save_pretrained(tmp_path / "score")
     content = read_json(folder / "gates.json")
     write_json(folder / "gates.json", {**content, "gates": "share"})
-    with pytest.raises(ValueError, match="expected weights for .* heads"):
+    with pytest.raises(ValueError, match="Missing key.*weight"):
         SparseTransformer.from_pretrained(folder, device="cpu")
     write_json(folder / "gates.json", {**content, "gates": "other"})
-    with pytest.raises(ValueError, match=r"expected one of \['score', 'share'\] as `gates`"):
+    with pytest.raises(ValueError, match="'score' or 'share'"):
         SparseTransformer.from_pretrained(folder, device="cpu")
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from sparse_tl.calls import compiling
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import BernoulliGate, with_pressure
-from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.sparse import straight_through
-from sparse_tl.gates.sparse.layer_counts import attention_edges_of_layer
+from sparse_tl.gates.sparse.computed_gates import GateSettings
+from sparse_tl.gates.sparse.counting import attention_edges_of_layer
 from sparse_tl.gates.sparse.straight_through import gated_pattern
 
 SHAPE = (3, 2, 7, 7)

@@ -210,7 +210,7 @@ def test_hooks_that_were_reset() -> None:
         lambda: sparse.count_attention_edges(prompts),
         lambda: attribute_circuit_edges(sparse, pairs, logit_difference, progress=False),
     ):
-        with pytest.raises(RuntimeError, match="hooks were removed .* unwrap and wrap the model"):
+        with pytest.raises(RuntimeError, match="hooks were removed; unwrap and wrap the model"):
             use()
     again = SparseTransformer(sparse.unwrap(), initial_bias=-100.0)
     assert torch.equal(again(prompts), expected)

@@ -128,7 +128,7 @@ def test_costs_of_other_prompts_are_refused_before_a_weight_moves(
     """How long prompts are is known once the first batch is there."""
     sparse = SparseTransformer(build_echo())
     before = {name: p.clone() for name, p in sparse.named_parameters()}
-    with pytest.raises(ValueError, match=r"here \[2, 2, 8, 8\]; got the shape \[7, 7\]"):
+    with pytest.raises(ValueError, match=r"shape \[7, 7\].*here \[2, 2, 8, 8\]"):
         _post_train(sparse, echo_rows, edge_cost=torch.ones(7, 7))
     assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
 

@@ -7,12 +7,16 @@ With the pattern ``p = softmax(s)``,
 in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's
 terms ``e`` (edge) and ``r`` (query): see `ScoreGates` and `ShareGates`. Masked pairs (future
 tokens, padding) have an attention of 0 whatever their gate, and are not counted.
+
+`AttentionGates._gate` gates a part of a pattern. A pattern with values is one part; a deferred one,
+of a long prompt, is gated by blocks, which `blockwise` computes, uses and discards.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,11 +25,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
-from sparse_tl.gates.passes import ComputedGates, Counted, GateSettings, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
-from sparse_tl.gates.sparse.layer_counts import attention_edges_of_layer
+from sparse_tl.gates.sparse.computed_gates import ComputedGates, GateSettings, layer_hooks, using
+from sparse_tl.gates.sparse.counting import Counted, attention_edges_of_layer
 from sparse_tl.gates.sparse.straight_through import edge_term, gated_pattern
 from sparse_tl.lens import (
     EVERYTHING,
@@ -34,7 +39,13 @@ from sparse_tl.lens import (
     Block,
     Deferred,
     Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
     check_gates,
+    check_scores,
+    defer_scores,
     explicit,
     mask_hooks,
 )
@@ -52,21 +63,14 @@ class AttentionGates(ComputedGates, ABC):
     """
 
     kind: GateKind
+    reads: str
+    """The hook point, in every layer, that the gates read besides the pattern."""
 
     def __init__(
         self, bias: Float[Tensor, "layer head"], distribution: GateDistribution | None
     ) -> None:
         super().__init__(distribution or BernoulliGate())
         self.bias = nn.Parameter(bias)
-
-    @staticmethod
-    def _initial(adapter: Adapter, value: float) -> Float[Tensor, "layer head"]:
-        shape = adapter.n_layers, adapter.n_heads
-        return torch.full(shape, value, device=adapter.device, dtype=adapter.gate_dtype)
-
-    @abstractmethod
-    def read_points(self, adapter: Adapter) -> list[str]:
-        """The hook points, one per layer, that the gates read besides the pattern."""
 
     @abstractmethod
     def _terms(
@@ -78,31 +82,23 @@ class AttentionGates(ComputedGates, ABC):
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
         """Hooks that attach these gates: they read inputs last, and set patterns first."""
-        patterns = adapter.layer_points("attn.hook_pattern")
+        reads, patterns = map(adapter.layer_points, (self.reads, "attn.hook_pattern"))
         masks: dict[int, AttentionMask] = {}
-        gated = layer_hooks(self.read_points(adapter), patterns, partial(self._gate_pattern, masks))
+        gated = layer_hooks(reads, patterns, partial(self._gate_pattern, masks))
         return mask_hooks(adapter, masks) + gated
 
     def check(self, adapter: Adapter) -> None:
-        """Check that these gates fit a model.
-
-        Raises:
-            ValueError: the shapes do not match, or gates would have no effect on the model.
-        """
-        check_gates(adapter)
+        """Check that these gates fit a model; raises a ValueError if the shapes do not match."""
         if tuple(self.bias.shape) != (adapter.n_layers, adapter.n_heads):
             raise ValueError(
-                f"expected gates for {adapter.n_layers} layers of {adapter.n_heads} heads; got "
-                f"biases of shape {tuple(self.bias.shape)}"
+                f"these gates have biases of shape {tuple(self.bias.shape)}; the model has "
+                f"{adapter.n_layers} layers of {adapter.n_heads} heads"
             )
 
     def extra_repr(self) -> str:
         """Size, kind, distribution and biases."""
         n_layers, n_heads = self.bias.shape
-        return (
-            f"{n_layers} layers x {n_heads} heads, by {self.kind}, {self.distribution}, "
-            f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
-        )
+        return f"{n_layers} layers x {n_heads} heads, by {self.kind}, {super().extra_repr()}"
 
     def _gate_pattern(
         self,
@@ -111,24 +107,28 @@ class AttentionGates(ComputedGates, ABC):
         read: Tensor,
         pattern: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"] | None:
-        mask, now = masks.pop(layer), self._settings_of(layer, read)
-        if now.idle or (now.does_nothing and not isinstance(pattern, Deferred)):
+        mask, now = masks.pop(layer), self._now()
+        deferred = isinstance(pattern, Deferred)
+        if now.does_nothing and not (now.by_blocks and deferred):
             return None
         scores, row = self._terms(layer, read)
-        cost, real = self._cost(layer, now, pattern), _real_queries(now, pattern)
         size, device = pattern.shape[2:], pattern.device
-        counting = now.counts is not None
+        cost = self._cost(layer, now, (*pattern.shape[1:],))
+        real, counting = now.real, now.counts is not None
+        if real is not None:  # models mask padding as a key, but not as a query
+            real = real.to(device).bool()[:, None, -size[0] :, None]
 
-        def valid(block: Block) -> Tensor | None:
-            if not counting:
-                return None
-            allowed = mask.allowed(block, size, device)
-            return allowed if real is None else allowed & block.of(real)
+        def part(
+            now: GateSettings, block: Block, s: Tensor | None, p: Tensor, row: Tensor
+        ) -> tuple[Tensor | None, Counted]:
+            valid = None
+            if counting:
+                valid = mask.allowed(block, size, device)
+                valid = valid if real is None else valid & block.of(real)
+            return self._gate(now, s, p, row, None if cost is None else block.of(cost), valid)
 
-        whole = not isinstance(pattern, Deferred) or not isinstance(scores, Deferred | None)
-        if now.keep_gates or whole:
-            scores, pattern = explicit(scores), explicit(pattern)
-            gated, counted = self._gate(now, scores, pattern, row, cost, valid(EVERYTHING))
+        if now.keep_gates or not deferred or not isinstance(scores, Deferred | None):
+            gated, counted = part(now, EVERYTHING, explicit(scores), explicit(pattern), row)
             if now.counts is not None:
                 now.counts.append(counted)
             return gated
@@ -138,15 +138,16 @@ class AttentionGates(ComputedGates, ABC):
         without = replace(now, counts=None)
 
         def gate_block(block: Block, s: Tensor | None, p: Tensor, row: Tensor, g: Any) -> Any:
-            costs = None if cost is None else block.of(cost)
-            here = replace(without, generator=g)
-            gated, counted = self._gate(here, s, p, row, costs, valid(block))
+            gated, counted = part(replace(without, generator=g), block, s, p, row)
             return p if gated is None else gated, counted
 
-        seed = _drawn(now.generator) if now.mode is GateMode.SAMPLED and now.noise else None
+        seed = None
+        if now.mode is GateMode.SAMPLED and now.noise:
+            on = None if now.generator is None else now.generator.device
+            seed = int(torch.randint(2**62, (), generator=now.generator, device=on))
         scored = scores.expression if isinstance(scores, Deferred) else None
         attention = GatedAttention(pattern.expression, scored, mask, row, gate_block, seed)
-        return GatedPattern.under(attention, pattern, now.counts)
+        return GatedPattern.under(attention, now.counts)
 
     def _gate(
         self,
@@ -174,40 +175,175 @@ class AttentionGates(ComputedGates, ABC):
         return gate(gates.to(pattern.dtype), pattern, None), counted
 
     def _cost(
-        self, layer: int, now: GateSettings, like: Float[Tensor, "prompt head query key"]
+        self, layer: int, now: GateSettings, edges: tuple[int, ...]
     ) -> Float[Tensor, "#head #query #key"] | None:
         """The costs of a layer's edges; None if all cost 1."""
         if now.edge_cost is None:
             return None
-        check_edge_cost(now.edge_cost, (len(self.bias), *like.shape[1:]))
-        cost = now.edge_cost.reshape((1,) * (4 - now.edge_cost.ndim) + tuple(now.edge_cost.shape))
-        return cost[layer if len(cost) > 1 else 0].to(like.device, self.bias.dtype)
+        check_edge_cost(now.edge_cost, (len(self.bias), *edges))
+        cost = now.edge_cost[(None,) * (4 - now.edge_cost.ndim)]
+        return cost[layer if len(cost) > 1 else 0].to(self.bias)
 
 
-def _drawn(generator: torch.Generator | None) -> int:
-    """A seed drawn from a generator."""
-    device = None if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
+class ScoreGates(AttentionGates):
+    """Learnable gates on all attention edges that read the edge's score, as in the paper.
+
+    With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
+    ``[layer, head]``,
+
+        P(A_ij = 1) = sigmoid(s_ij + b)
+
+    A constant that is added to all scores of a query changes these gates, although softmax ignores
+    it.
+
+    Reference: arXiv 2512.05865, section 3.
+    """
+
+    kind: Literal["score"] = "score"
+    reads = "attn.hook_attn_scores"
+
+    @classmethod
+    def of(
+        cls,
+        adapter: Adapter,
+        *,
+        initial_bias: float = 4.0,
+        distribution: GateDistribution | None = None,
+    ) -> ScoreGates:
+        """New gates for a model; see `SparseTransformer`."""
+        return cls(_initial(adapter, initial_bias), distribution)
+
+    def check(self, adapter: Adapter) -> None:
+        """As `AttentionGates.check`; also that scores do not depend on tokens that follow."""
+        check_scores(adapter)
+        super().check(adapter)
+
+    def _terms(
+        self, layer: int, read: Float[Tensor, "prompt head query key"]
+    ) -> tuple[Float[Tensor, "prompt head query key"], Float[Tensor, "1 head 1 1"]]:
+        return read, self.bias[layer][None, :, None, None]
 
 
-def _real_queries(
-    now: GateSettings, pattern: Float[Tensor, "prompt head query key"]
-) -> Bool[Tensor, "prompt 1 query 1"] | None:
-    """Queries that are not padding, which models mask as a key but not as a query."""
-    if now.real is None:
-        return None
-    return now.real.to(pattern.device).bool()[:, None, -pattern.shape[2] :, None]
+class ShareGates(AttentionGates):
+    """Learnable gates on all attention edges that read the edge's share of its query's attention.
+
+    With the pattern ``p = softmax(s)``, the query vector ``q`` at ``hook_q`` (before rotary
+    embeddings), and learnable ``c`` and ``w`` per head, the parameters `bias`, ``[layer, head]``,
+    and `weight`, ``[layer, head, d_head]``,
+
+        P(A_ij = 1) = p_ij / (p_ij + t_i),    log t_i = -(c + w . q_i)
+
+    so the logit is ``log p_ij + c + w . q_i``. Without sampling, an edge is open if its share
+    exceeds its head's threshold t at that query. Nothing is renormalised, so closing edges removes
+    no more attention than they had. Adding a constant to all scores of a query changes neither p
+    nor these gates. If the threshold exceeds 1 at a query, the head closes there altogether, its
+    attention sink included.
+
+    Training starts at ``w = 0``, where all queries of a head share a threshold. `ScoreGates` are
+    the special case ``log t_i = -(b + log sum_j exp(s_ij))``.
+    """
+
+    kind: Literal["share"] = "share"
+    reads = "attn.hook_q"
+
+    def __init__(
+        self,
+        bias: Float[Tensor, "layer head"],
+        weight: Float[Tensor, "layer head d_head"],
+        distribution: GateDistribution | None,
+    ) -> None:
+        super().__init__(bias, distribution)
+        self.weight = nn.Parameter(weight)
+
+    @classmethod
+    def of(
+        cls,
+        adapter: Adapter,
+        *,
+        initial_threshold: float = 0.005,
+        distribution: GateDistribution | None = None,
+    ) -> ShareGates:
+        """New gates for a model; see `SparseTransformer`."""
+        if not 0 < initial_threshold < 1:
+            raise ValueError(f"initial_threshold must lie between 0 and 1, not {initial_threshold}")
+        bias = _initial(adapter, -math.log(initial_threshold))
+        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), distribution)
+
+    def check(self, adapter: Adapter) -> None:
+        """See `AttentionGates.check`."""
+        super().check(adapter)
+        shape, found = (*self.bias.shape, _query_size(adapter)), tuple(self.weight.shape)
+        if found != shape:
+            raise ValueError(f"these gates have weights of shape {found}; the model needs {shape}")
+
+    def _terms(
+        self, layer: int, read: Float[Tensor, "prompt query head d_head"]
+    ) -> tuple[None, Float[Tensor, "prompt head query 1"]]:
+        # No matrix product: autocast would round it, unlike in evaluation, and gates would differ.
+        along = (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
+        return None, along.transpose(1, 2)[..., None]
+
+
+def attention_gates(
+    adapter: Adapter,
+    gates: GateKind | AttentionGates | None,
+    starts: Mapping[str, float | None],
+    distribution: GateDistribution | None,
+) -> AttentionGates:
+    """Gates that fit a model: new ones of a kind, or the given ones; see `SparseTransformer`."""
+    given = {name: value for name, value in starts.items() if value is not None}
+    check_gates(adapter)
+    if not isinstance(gates, AttentionGates):
+        kind = gates or ("score" if given.keys() == {"initial_bias"} else "share")
+        if unknown := given.keys() - {"initial_bias" if kind == "score" else "initial_threshold"}:
+            raise ValueError(f"{kind} gates take no {', '.join(unknown)}")
+        gates = KINDS[kind].of(adapter, distribution=distribution, **given)
+    elif given:
+        raise ValueError(f"existing gates take no {', '.join(given)}, which are for new ones")
+    gates.check(adapter)
+    return gates
+
+
+KINDS: dict[str, type[ScoreGates | ShareGates]] = {"score": ScoreGates, "share": ShareGates}
+"""The kinds of gate on attention edges, by name."""
+
+
+def _initial(adapter: Adapter, value: float) -> Float[Tensor, "layer head"]:
+    shape = adapter.n_layers, adapter.n_heads
+    return torch.full(shape, value, device=adapter.device, dtype=adapter.gate_dtype)
+
+
+@autograd(False)
+def _query_size(adapter: Adapter) -> int:
+    """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
+    sizes: list[int] = []
+
+    def note(query: Float[Tensor, "batch pos head d_head"]) -> None:
+        sizes.append(query.shape[-1])
+
+    # Run the whole model: passes of a sharded model cannot stop after one layer.
+    with attached(adapter, [("blocks.0.attn.hook_q", Order.LAST, note)]):
+        adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
+    return sizes[0]
+
+
+@scope
+def attention_by_blocks(model: HookedModel) -> Iterator[None]:
+    """Inside the scope, a model without gates computes attention of long prompts by blocks."""
+    adapter = adapt(model)
+    gates = ScoreGates(_initial(adapter, 0.0), None).requires_grad_(False)
+    with (
+        using([gates], mode=GateMode.OPEN, by_blocks=True),
+        attached(adapter, gates.hooks(adapter)) as own,
+        defer_scores(adapter, own),
+    ):
+        yield
 
 
 def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:
     """Check that edge costs broadcast to ``[layer, head, query, key]``.
 
-    Args:
-        cost: cost per attention edge.
-        edges: number of layers, heads, queries and keys; None where the prompts determine it.
-
-    Raises:
-        ValueError: the shapes do not broadcast.
+    `edges` has the numbers of these, None where the prompts determine it.
     """
     given = (1,) * (4 - cost.ndim) + tuple(cost.shape)
     if len(given) > 4 or any(
@@ -217,20 +353,15 @@ def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) 
         names = zip(("layer", "head", "query", "key"), edges, strict=True)
         here = ", ".join(name if there is None else str(there) for name, there in names)
         raise ValueError(
-            "expected edge_cost to be broadcastable to [layer, head, query, key], here "
-            f"[{here}]; got the shape {list(cost.shape)}"
+            f"edge_cost has the shape {list(cost.shape)}, which does not broadcast to "
+            f"[layer, head, query, key], here [{here}]"
         )
 
 
 def costs_of_first(
     cost: Float[Tensor, "*edge"] | None, width: int
 ) -> Float[Tensor, "*first"] | None:
-    """Costs of the attention edges within the first columns of a prompt.
-
-    Args:
-        cost: cost per attention edge, broadcastable to ``[layer, head, query, key]``.
-        width: number of columns.
-    """
+    """Costs, broadcastable to ``[layer, head, query, key]``, of the edges in the first columns."""
     if cost is None or cost.ndim == 0:
         return cost
     return cost[..., :width] if cost.ndim == 1 else cost[..., :width, :width]

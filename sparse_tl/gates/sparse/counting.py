@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.data import PromptPairs
-from sparse_tl.gates.passes import as_rows
-from sparse_tl.lens import adapt
 from sparse_tl.results import Result
 
-Prompts = Int[Tensor, "*prompt pos"] | PromptPairs
+Counted = dict[str, Tensor]
+"""Counts of one layer in one pass, keyed by field of `AttentionEdgeCounts`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,24 +100,22 @@ class AttentionEdgeCounts(Result):
         index = pd.MultiIndex.from_product(
             [range(n_layers), range(n_heads)], names=["layer", "head"]
         )
-        columns = {"active": self.active, "expected": self.expected, "possible": self.possible}
-        return pd.DataFrame(
-            {name: t.detach().double().mean(dim=1).flatten() for name, t in columns.items()},
-            index=index,
-        )
+        return pd.DataFrame(self._means("").to_dict("list"), index=index)
 
     def mlps_to_pandas(self) -> pd.DataFrame:
         """One row per layer: mean open MLP outputs per prompt. Empty without MLP gates."""
-        columns = {
-            "active": self.active_mlps,
-            "expected": self.expected_mlps,
-            "possible": self.possible_mlps,
-        }
-        means = {
-            name: [] if t is None else t.detach().double().mean(dim=1).tolist()
-            for name, t in columns.items()
-        }
-        return pd.DataFrame(means).rename_axis(index="layer")
+        return self._means("_mlps").rename_axis(index="layer")
+
+    def _means(self, suffix: str) -> pd.DataFrame:
+        """Means over the prompts."""
+        names = ("active", "expected", "possible")
+        counts = {name: getattr(self, name + suffix) for name in names}
+        return pd.DataFrame(
+            {
+                name: [] if values is None else values.detach().double().mean(dim=1).flatten()
+                for name, values in counts.items()
+            }
+        )
 
     def __repr__(self) -> str:
         mlps = ""
@@ -142,13 +137,13 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def of_pass(layers: Sequence[Mapping[str, Tensor]]) -> AttentionEdgeCounts:
-        """Combine what `attention_edges_of_layer` and `mlps_of_layer` counted in one pass.
+        """Combine what was counted in the layers of one pass.
 
         Raises:
             ValueError: no layer was counted.
         """
         if not layers:
-            raise ValueError("expected a pass whose gates were counted; got one without any layer")
+            raise ValueError("no gate was counted: the pass ran no layer")
         names = {name: [layer[name] for layer in layers if name in layer] for name in _COUNTED}
         found = {name: torch.stack(parts) for name, parts in names.items() if parts}
         real = found.pop("real")[0]
@@ -160,20 +155,13 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def concatenate(parts: Sequence[AttentionEdgeCounts]) -> AttentionEdgeCounts:
-        """Join the counts of several batches of prompts.
-
-        Raises:
-            ValueError: `parts` is empty.
-        """
-        if not parts:
-            raise ValueError("expected at least one batch of prompts to count edges on; got none")
-        tokens = torch.cat([part.tokens for part in parts])
-        joined: dict[str, Tensor] = {}
-        for name in _COUNTED[1:]:
-            found = [getattr(part, name) for part in parts]
-            if all(values is not None for values in found):
-                joined[name] = torch.cat(found, dim=1)
-        return AttentionEdgeCounts(**joined, tokens=tokens)
+        """Join the counts of several batches of prompts."""
+        joined = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=1)
+            for name in _COUNTED[1:]
+            if all(getattr(part, name) is not None for part in parts)
+        }
+        return AttentionEdgeCounts(**joined, tokens=torch.cat([part.tokens for part in parts]))
 
 
 _COUNTED = (
@@ -183,54 +171,62 @@ _COUNTED = (
 """Names of a layer's counts: the mask of real tokens, and all fields stacked over layers."""
 
 
-def counted(
-    model: Any, tokens: Prompts, size: int, kwargs: Mapping[str, Any]
-) -> Iterator[AttentionEdgeCounts]:
-    """Yield the counts of `size` prompts at a time.
-
-    Args:
-        model: a `SparseTransformer`.
-        tokens: prompts, or a single prompt; of pairs, the clean prompts.
-        size: prompts per forward pass.
-        kwargs: keyword arguments of every call; tensors are split along the prompts.
-
-    Raises:
-        ValueError: no prompt is given.
-    """
-    if isinstance(tokens, PromptPairs):
-        pairs = tokens.to(adapt(model).device)
-        tokens, kwargs = pairs.clean, {**kwargs, "attention_mask": pairs.attention_mask}
-    if not len(tokens):
-        raise ValueError("expected at least one prompt to count attention edges on; got none")
-    (prompts,), kwargs = as_rows((tokens,), kwargs)
-    for start in range(0, len(prompts), size):
-        rows = slice(start, start + size)
-        some: dict[str, Any] = {
-            name: value[rows] if isinstance(value, Tensor) else value
-            for name, value in kwargs.items()
-        }
-        yield model.run_with_counts(prompts[rows], return_type=None, **some)[1]
-
-
-def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:
-    """The attention edges that are open in some prompt, each with its share of prompts.
-
-    Args:
-        parts: counts of batches of prompts of one length, with their gates.
-    """
-    n_prompts, opened = 0, []
-    for part in parts:
-        assert part.gates is not None
-        n_prompts += part.gates.shape[1]
-        opened.append(part.gates.sum(dim=1))
-    share = torch.stack(opened).sum(dim=0) / n_prompts
-    found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
-    found["share"] = share[share > 0].tolist()
-    return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
-
-
 def _per_prompt(
     counts: Float[Tensor, "layer prompt *head"] | Int[Tensor, "layer prompt *head"],
 ) -> float:
     """Sum over layers and heads; mean over prompts."""
     return counts.transpose(0, 1).flatten(1).sum(dim=1).double().mean().item()
+
+
+def attention_edges_of_layer(
+    valid: Bool[Tensor, "#prompt #head query key"],
+    is_open: Bool[Tensor, "prompt head query key"],
+    probability: Float[Tensor, "prompt head query key"],
+    cost: Float[Tensor, "*#prompt #head #query #key"] | None,
+    keep_gates: bool,
+) -> Counted:
+    """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
+
+    Args:
+        valid: pairs of real tokens that the layer's mask allows.
+        is_open: valid pairs whose deterministic gate is open.
+        probability: probability that a gate is open; 0 at pairs that are not valid.
+        cost: cost per edge.
+        keep_gates: whether to keep `is_open`, and not only its sums.
+    """
+    n_prompts, n_heads = is_open.shape[:2]
+    found = possible_edges(valid, n_prompts, n_heads) | open_edges(is_open, probability, cost)
+    return found | {"gates": is_open} if keep_gates else found
+
+
+def possible_edges(
+    valid: Bool[Tensor, "#prompt #head query key"], n_prompts: int, n_heads: int
+) -> Counted:
+    """The number of possible edges, and ``real``: which queries of each prompt are real tokens.
+
+    A real token attends at least to itself; a padding token has no valid pair.
+    """
+    return {
+        "real": valid[:, 0].any(dim=-1).expand(n_prompts, -1),
+        "possible": _number_of(valid).expand(n_prompts, n_heads),
+    }
+
+
+def open_edges(
+    is_open: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
+    probability: Float[Tensor, "*head query key"],
+    cost: Float[Tensor, "*#head #query #key"] | None,
+) -> Counted:
+    """The numbers and costs of active and expected edges."""
+    found = {"active": _number_of(is_open), "expected": probability.sum(dim=(-2, -1))}
+    if cost is not None:
+        found["cost"] = (cost * probability).sum(dim=(-2, -1))
+        found["active_cost"] = (cost * is_open).sum(dim=(-2, -1))
+    return found
+
+
+def _number_of(
+    edges: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
+) -> Int[Tensor, "*head"]:
+    """The number of edges; summed over keys in float32, which is exact and faster than int64."""
+    return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)

@@ -1,28 +1,40 @@
 """A SparseTransformer as a folder: the model's files, ``gates.json`` and ``gates.safetensors``.
 
 For a bridge, the model's files form a Hugging Face folder, which transformers can read; it ignores
-the gates. A folder may hold the model's low-rank adapters in place of its files.
+the gates. A folder may hold the model's low-rank adapters in place of its files: A and B of every
+projection in ``adapters.safetensors``, and in ``gates.json`` the base's name and a hash over all of
+its weights, so that adapters are loaded onto no other model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from sparse_tl.calls.scopes import autograd
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
-from sparse_tl.gates.sparse.adapters import ADAPTERS_WEIGHTS, put_adapters, write_adapters
-from sparse_tl.gates.sparse.attention import AttentionGates
-from sparse_tl.gates.sparse.kinds import KINDS
-from sparse_tl.gates.sparse.mlps import MLPGates
-from sparse_tl.gates.sparse.score_gates import ScoreGates
-from sparse_tl.gates.sparse.share_gates import ShareGates
-from sparse_tl.lens import Model, adapt, load_model, processes, save_model
+from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
+from sparse_tl.gates.sparse.computed_gates import MLPGates
+from sparse_tl.lens import (
+    Model,
+    adapt,
+    add_lora,
+    has_sharded_weights,
+    load_model,
+    lora_parameters,
+    processes,
+    read_parameters,
+    save_model,
+)
 from sparse_tl.lens.loading.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
+    digest,
     read_json,
     read_tensors,
     recover_folder,
@@ -30,11 +42,33 @@ from sparse_tl.storage.files import (
     write_tensors,
 )
 
-GATES_WEIGHTS = "gates.safetensors"
-SCHEMA = 1
-"""Format version of gates."""
+ADAPTERS_WEIGHTS = "adapters.safetensors"
+_GATES_WEIGHTS = "gates.safetensors"
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
+_IN_NAMES = ("_original_component.", "base_layer.", "default.")
+"""Name parts that bridges and peft insert into the names of parameters."""
+
+
+class _Adapters(BaseModel):
+    """A model's adapters, and the base that they belong to."""
+
+    model_config = ConfigDict(strict=True)
+    rank: int
+    base: str | None
+    base_weights: str
+
+
+class _Gates(BaseModel):
+    """The content of ``gates.json``."""
+
+    model_config = ConfigDict(strict=True)
+    version: Literal[1] = Field(alias="schema")
+    gates: GateKind
+    distribution: str
+    parameters: dict[str, float] = {}
+    mlps: bool = False
+    adapters: _Adapters | None = None
 
 
 def save_sparse(
@@ -56,33 +90,28 @@ def save_sparse(
     name = type(distribution).__name__
     if DISTRIBUTIONS.get(name) is not type(distribution):
         raise ValueError(
-            f"expected one of {sorted(DISTRIBUTIONS)} as the gates' distribution; got {name}, "
-            "which could not be loaded again"
+            f"gates with the distribution {name} could not be loaded again; give one of "
+            f"{sorted(DISTRIBUTIONS)}"
         )
     folder = Path(folder)
     if not processes().is_main_process:
         if not adapters_only:
             save_model(model, folder)  # all take part if the weights are sharded
         return folder
-    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
+    check_replaceable(folder, GATES_FILE, _GATES_WEIGHTS, ADAPTERS_WEIGHTS, *MODEL_FILES)
     with atomic_folder(folder) as temporary:
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
-        content: dict[str, object] = {
-            "schema": SCHEMA,
-            "gates": gates.kind,
-            "distribution": name,
-            "parameters": fields,
-        }
+        said = _Gates(schema=1, gates=gates.kind, distribution=name, parameters=fields)
         if adapters_only:
-            content["adapters"] = write_adapters(model, temporary)
+            said.adapters = _write_adapters(model, temporary)
         else:
             save_model(model, temporary)
         tensors = gates.state_dict()
         if mlp_gates is not None:
-            content["mlps"] = True
+            said.mlps = True
             tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
-        write_json(temporary / GATES_FILE, content)
-        write_tensors(temporary / GATES_WEIGHTS, tensors)
+        write_json(temporary / GATES_FILE, said.model_dump(by_alias=True, exclude_defaults=True))
+        write_tensors(temporary / _GATES_WEIGHTS, tensors)
     return folder
 
 
@@ -103,111 +132,113 @@ def load_sparse(
     folder = Path(folder)
     if not is_sparse_folder(folder):
         raise ValueError(
-            f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "
-            f"{GATES_FILE} in it; there is none"
+            f"{folder} is no folder written by SparseTransformer.save_pretrained: it has no "
+            f"{GATES_FILE}"
         )
-    distribution = _read_distribution(folder / GATES_FILE)
-    model = _load_model(folder, device, base)
-    file = folder / GATES_WEIGHTS
-    tensors = read_tensors(file)
-    adapter = adapt(model)
-    n_layers, n_heads, d_model = adapter.n_layers, adapter.n_heads, adapter.d_model
-    gates = _read_kind(folder / GATES_FILE).of(adapter, distribution=distribution)
-    known = {name for name, _ in gates.named_parameters()}
-    if unknown := sorted(name for name in tensors.keys() - known if not name.startswith(_MLPS)):
+    said, distribution = _read(folder / GATES_FILE)
+    model = _load_model(folder, said.adapters, device, base)
+    adapter, file = adapt(model), folder / _GATES_WEIGHTS
+    tensors = {name: tensor.to(adapter.device) for name, tensor in read_tensors(file).items()}
+    unknown = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if unknown:
+        raise ValueError(f"{file} holds NaN or infinity, in {unknown}")
+    gates = KINDS[said.gates].of(adapter, distribution=distribution)
+    mlp_gates = MLPGates.of(adapter, distribution) if said.mlps else None
+    of_mlps = {name for name in tensors if said.mlps and name.startswith(_MLPS)}
+    try:
+        gates.load_state_dict({n: t for n, t in tensors.items() if n not in of_mlps}, assign=True)
+        if mlp_gates is not None:
+            named = {name.removeprefix(_MLPS): tensors[name] for name in of_mlps}
+            mlp_gates.load_state_dict(named, assign=True)
+    except RuntimeError as error:
         raise ValueError(
-            f"expected {gates.kind} gates in {file}, which hold {sorted(known)}; got "
-            f"{unknown!s:.200} too. Are these gates of another kind?"
-        )
-    for name, parameter in gates.named_parameters():
-        whose = f"for {n_layers} layers of {n_heads} heads"
-        stored = _read(file, tensors, name, tuple(parameter.shape), whose)
-        parameter.data = stored.to(adapter.device)
-    mlp_gates = None
-    if _read_mlps(folder / GATES_FILE, tensors):
-        whose = f"of gates on the MLPs of {n_layers} layers that read {d_model} numbers"
-        mlp_bias = _read(file, tensors, f"{_MLPS}bias", (n_layers,), whose)
-        weight = _read(file, tensors, f"{_MLPS}weight", (n_layers, d_model), whose)
-        mlp_gates = MLPGates.of(adapter, distribution)
-        mlp_gates.bias.data = mlp_bias.to(adapter.device, weight.dtype)
-        mlp_gates.weight.data = weight.to(adapter.device)
+            f"the gates in {file} do not fit the model, or are not those that {GATES_FILE} says: "
+            f"{error}"
+        ) from error
     return model, gates, mlp_gates
 
 
-def _load_model(folder: Path, device: str | None, base: str | Path | Model | None) -> Model:
-    """The model of a folder, or the base with the folder's adapters on it."""
-    described = read_json(folder / GATES_FILE).get("adapters")
-    if described is None and base is None:
-        return load_folder(folder, device=device)
-    if described is None:
-        raise ValueError(f"expected no `base`: {folder} holds a whole model")
-    if base is None:
-        name = described.get("base") if isinstance(described, dict) else None
+def _read(file: Path) -> tuple[_Gates, GateDistribution]:
+    try:
+        said = _Gates.model_validate(read_json(file))
+        return said, DISTRIBUTIONS[said.distribution](**said.parameters)
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"expected the model that the adapters in {folder} were trained on, {name!r:.200}: "
-            "SparseTransformer.from_pretrained(folder, base=...)"
+            f"{file} is damaged, or was written by another version of this package: {error}"
+        ) from error
+
+
+def _load_model(
+    folder: Path, adapters: _Adapters | None, device: str | None, base: str | Path | Model | None
+) -> Model:
+    """The model of a folder, or the base with the folder's adapters on it."""
+    if adapters is None:
+        if base is not None:
+            raise ValueError(f"{folder} holds a whole model: load it without `base`")
+        return load_folder(folder, device=device)
+    if base is None:
+        raise ValueError(
+            f"{folder} holds adapters alone; give the model that they were trained on, "
+            f"{adapters.base!r:.200}: SparseTransformer.from_pretrained(folder, base=...)"
         )
     if isinstance(base, (str, Path)):
         base = load_model(base, device=device)
-    return put_adapters(base, folder, described)
+    return _put_adapters(base, folder / ADAPTERS_WEIGHTS, adapters)
 
 
-def _read(
-    file: Path, tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], whose: str
-) -> Tensor:
-    """A tensor of a file, checked against the shape that the model requires."""
-    found = tensors.get(name)
-    if found is None or tuple(found.shape) != shape or not found.is_floating_point():
-        what = name.rpartition(".")[2].replace("bias", "biases").replace("weight", "weights")
+def _write_adapters(model: Model, folder: Path) -> _Adapters:
+    """Write the adapters of a model, and return a description of them and their base."""
+    adapters, base = _adapters_and_base(model)
+    if not adapters:
         raise ValueError(
-            f"expected {what} {whose} in {file}; got "
-            f"{None if found is None else (tuple(found.shape), found.dtype)}"
+            "the model has no low-rank adapters (add_lora) that could be saved without it; "
+            "save_pretrained(folder) saves the whole model"
         )
-    if not found.isfinite().all():
-        raise ValueError(f"expected finite numbers as {name} in {file}; got NaN or infinity")
+    if has_sharded_weights(model):
+        raise ValueError(
+            "adapters of a sharded model cannot be saved alone; save_pretrained(folder) saves the "
+            "whole model"
+        )
+    write_tensors(folder / ADAPTERS_WEIGHTS, adapters)
+    rank = next(len(tensor) for name, tensor in adapters.items() if ".lora_A." in name)
+    return _Adapters(rank=rank, base=model.cfg.model_name, base_weights=digest(base))
+
+
+@autograd(False)
+def _put_adapters(model: Model, file: Path, said: _Adapters) -> Model:
+    """Load adapters onto their base model, in place.
+
+    Raises:
+        ValueError: the model is not the adapters' base, or the file is damaged.
+    """
+    adapters, base = _adapters_and_base(model)
+    if adapters:
+        raise ValueError("`base` has adapters already; give a base model without adapters")
+    if (found := digest(base)) != said.base_weights:
+        raise ValueError(
+            f"{model.cfg.model_name!r} has weights of hash {found}, not {said.base!r:.80} with "
+            f"weights of hash {said.base_weights:.80}, on which the adapters in {file} were "
+            "trained. Weights have to be identical to the last bit, and of the same dtype"
+        )
+    stored = read_tensors(file)
+    own, _ = _adapters_and_base(add_lora(model, said.rank))
+    shapes, known = ({name: x.shape for name, x in some.items()} for some in (stored, own))
+    if shapes != known or not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+        raise ValueError(
+            f"{file} does not hold finite adapters of rank {said.rank} on the model's "
+            f"{len(known) // 2} projections"
+        )
+    for name, parameter in own.items():
+        parameter.copy_(stored[name])
+    return model
+
+
+def _adapters_and_base(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters of adapters and those of the base, by plain names."""
+    own = {id(parameter) for parameter in lora_parameters(model)}
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for name, parameter in read_parameters(model).items():
+        for part in _IN_NAMES:
+            name = name.replace(part, "")
+        found[id(parameter) not in own][name] = parameter
     return found
-
-
-def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
-    """The kind of gates that a folder holds."""
-    kind = read_json(file).get("gates")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r:.200}")
-    return KINDS[kind]
-
-
-def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
-    """Whether a folder holds MLP gates; both of its files must agree."""
-    said = read_json(file).get("mlps", False)
-    stored = [name for name in tensors if name.startswith(_MLPS)]
-    if not isinstance(said, bool) or (stored and not said):
-        raise ValueError(
-            f"expected `mlps` in {file} to be true if {GATES_WEIGHTS} holds gates on MLPs, and "
-            f"false or absent if not; got {said!r:.200} beside {stored!s:.200}"
-        )
-    return said
-
-
-def _read_distribution(file: Path) -> GateDistribution:
-    """The gate distribution that `save_sparse` wrote: its name and parameters."""
-    config = read_json(file)
-    fields = config if isinstance(config, dict) else {}
-    if fields.get("schema") != SCHEMA:
-        raise ValueError(
-            f"expected gates of schema {SCHEMA} in {file}; got {fields.get('schema')!r:.200}: they "
-            "were saved by another version of this package"
-        )
-    name, parameters = fields.get("distribution"), fields.get("parameters", {})
-    if not isinstance(name, str) or name not in DISTRIBUTIONS:
-        raise ValueError(
-            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got {name!r:.99}"
-        )
-    numbers = isinstance(parameters, dict) and all(
-        type(value) in (int, float) for value in parameters.values()
-    )
-    try:
-        if not numbers:
-            raise TypeError("they are not a dictionary of numbers")
-        return DISTRIBUTIONS[name](**parameters)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"expected the parameters of a {name} in {file}; {error}") from error

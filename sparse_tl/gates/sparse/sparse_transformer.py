@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
 from sparse_tl.calls.scopes import Scope, autograd, scope
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates.distributions import GateDistribution, GateMode
-from sparse_tl.gates.passes import Counted, as_rows, using
-from sparse_tl.gates.sparse.attention import AttentionGates, GateKind
-from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Prompts, counted, open_shares
-from sparse_tl.gates.sparse.kinds import attention_gates
-from sparse_tl.gates.sparse.mlps import MLPGates
-from sparse_tl.gates.sparse.saving import load_sparse, save_sparse
+from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
+from sparse_tl.gates.sparse.computed_gates import MLPGates, as_now, using
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
+from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
 from sparse_tl.lens import (
     AttachedHooks,
     Model,
@@ -30,7 +30,10 @@ from sparse_tl.lens import (
     defer_scores,
     in_evaluation_mode,
     in_use,
+    load_model,
 )
+
+Prompts = Int[Tensor, "*prompt pos"] | PromptPairs
 
 
 @checked
@@ -108,7 +111,7 @@ class SparseTransformer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; takes and returns what the model does."""
         model = self.model_under_gates()
-        args, kwargs = as_rows(args, kwargs)
+        args, kwargs = _as_rows(args, kwargs)
         check_padding(adapt(model), kwargs.get("attention_mask"))
         with in_use(model):
             return model(*args, **kwargs)
@@ -140,7 +143,7 @@ class SparseTransformer(nn.Module):
             edge_cost: cost of each edge, broadcastable to ``[layer, head, query, key]``.
             **kwargs: keyword arguments of the model; only ``attention_mask`` says what is padding.
         """
-        args, kwargs = as_rows(args, kwargs)
+        args, kwargs = _as_rows(args, kwargs)
         layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
         with self._set(counts=layers, real=kwargs.get("attention_mask"), **settings):
@@ -149,19 +152,14 @@ class SparseTransformer(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`, under the gates; a single prompt may have one dimension."""
-        args, kwargs = as_rows(args, kwargs)
+        args, kwargs = _as_rows(args, kwargs)
         with in_use(self.model):
             return self.model_under_gates().generate(*args, **kwargs)
 
     def sampled(
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
     ) -> Scope[None]:
-        """Inside the block, gates are sampled, as in training.
-
-        Args:
-            generator: random generator for the samples.
-            noise: scale of the gate noise.
-        """
+        """Inside the block, gates are sampled, as in training; `noise` scales their noise."""
         return self._set(mode=GateMode.SAMPLED, generator=generator, noise=noise)
 
     def opened(self) -> Scope[None]:
@@ -189,7 +187,7 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: no prompt is given.
         """
-        return AttentionEdgeCounts.concatenate([*counted(self, tokens, batch_size, kwargs)])
+        return AttentionEdgeCounts.concatenate([*self._counted(tokens, batch_size, kwargs)])
 
     @in_evaluation_mode
     @autograd(False)
@@ -204,8 +202,33 @@ class SparseTransformer(nn.Module):
             One row per edge: layer, head, query and key (columns of the prompt), and the share of
             prompts in which its gate is open, above 0 and up to 1.
         """
-        kwargs["keep_gates"] = True
-        return open_shares(counted(self, tokens, batch_size, kwargs))
+        n_prompts, opened = 0, []
+        for part in self._counted(tokens, batch_size, {**kwargs, "keep_gates": True}):
+            assert part.gates is not None
+            n_prompts += part.gates.shape[1]
+            opened.append(part.gates.sum(dim=1))
+        share = torch.stack(opened).sum(dim=0) / n_prompts
+        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+        found["share"] = share[share > 0].tolist()
+        return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
+
+    def _counted(
+        self, tokens: Prompts, size: int, kwargs: dict[str, Any]
+    ) -> Iterator[AttentionEdgeCounts]:
+        """The counts of `size` prompts at a time."""
+        if isinstance(tokens, PromptPairs):
+            pairs = tokens.to(adapt(self.model).device)
+            tokens, kwargs = pairs.clean, {**kwargs, "attention_mask": pairs.attention_mask}
+        if not len(tokens):
+            raise ValueError("give at least one prompt to count attention edges on")
+        (prompts,), kwargs = _as_rows((tokens,), kwargs)
+        for start in range(0, len(prompts), size):
+            rows = slice(start, start + size)
+            some: dict[str, Any] = {
+                name: value[rows] if isinstance(value, Tensor) else value
+                for name, value in kwargs.items()
+            }
+            yield self.run_with_counts(prompts[rows], return_type=None, **some)[1]
 
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
@@ -216,7 +239,8 @@ class SparseTransformer(nn.Module):
             self._deferred.close()
             self._hooks_on.remove()
             self._hooks_on = None
-            del adapt(self.model).core._sparse_tl_wrapped
+            core = adapt(self.model).core
+            del core._sparse_tl_wrapped, core._sparse_tl_again
         return self.model
 
     def model_under_gates(self) -> Model:
@@ -229,10 +253,7 @@ class SparseTransformer(nn.Module):
         if self._hooks_on is None:
             raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
         if not self._hooks_on.in_place:
-            raise RuntimeError(
-                "the gates' hooks were removed from the model (by "
-                "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
-            )
+            raise RuntimeError("the gates' hooks were removed; unwrap and wrap the model again")
         return adapt(self.model).model  # fails if another bridge took over its modules
 
     def dense_copy(self) -> Model:
@@ -299,16 +320,42 @@ class SparseTransformer(nn.Module):
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
         self._hooks_on = AttachedHooks(adapter, hooks)
         self._deferred = defer_scores(adapter, self._hooks_on)
-        adapter.core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)  # type: ignore[assignment]
+        core: Any = adapter.core
+        core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)
+        core._sparse_tl_again = partial(as_now, self._all_gates())
 
     @scope
     def _detached(self) -> Iterator[None]:
         was_on = self._hooks_on is not None
         self.unwrap()
-        for gates in self._all_gates():
-            gates.forget()
         try:
             yield
         finally:
             if was_on:
                 self._attach()
+
+
+def _as_rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments: a single prompt and its mask as a batch of one, tokens as int64."""
+
+    def row(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value if value.is_floating_point() else value.long()
+        return value[None] if value.ndim == 1 else value
+
+    named = {
+        name: row(value) if name in ("input", "attention_mask") else value
+        for name, value in kwargs.items()
+    }
+    return (*map(row, args[:1]), *args[1:]), named
+
+
+def load_dense_or_sparse(
+    source: str | Path, *, device: str | None = None
+) -> Model | SparseTransformer:
+    """Load a model by name or folder, with its gates if the folder holds any."""
+    load = SparseTransformer.from_pretrained if is_sparse_folder(source) else load_model
+    return load(source, device=device)
