@@ -19,7 +19,7 @@ from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt
-from sparse_tl.lens.core.attaching import gate_hooks
+from sparse_tl.lens.core.hooks import gate_hooks
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.training.reference import Reference, predicting
 

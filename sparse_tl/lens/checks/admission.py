@@ -33,14 +33,13 @@ from torch import Tensor
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.sums import check_sums
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Hook, Order, attached, without_user_hooks
+from sparse_tl.lens.core.hooks import Hook, Order, attached, record, without_user_hooks
 from sparse_tl.lens.core.limits import check_numbers
 from sparse_tl.lens.core.lora import lora_layers
 from sparse_tl.lens.core.modes import evaluation_mode
+from sparse_tl.lens.core.numerics import excess, precise, tolerance
 from sparse_tl.lens.core.places import HookFunction
 from sparse_tl.lens.core.points import Model
-from sparse_tl.lens.core.rounding import excess, precise, tolerance
-from sparse_tl.lens.hooks.recording import record
 from sparse_tl.lens.loading.plain import check_wrapped
 from sparse_tl.parallel import shards
 from sparse_tl.parts.graph import CircuitGraph

@@ -14,11 +14,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Order, attached
+from sparse_tl.lens.core.hooks import Order, attached, check_fired, record
 from sparse_tl.lens.core.limits import check_supported
+from sparse_tl.lens.core.numerics import excess, precise
 from sparse_tl.lens.core.points import EMBEDDED, SLOTS
-from sparse_tl.lens.core.rounding import excess, precise
-from sparse_tl.lens.hooks.recording import check_fired, record
 
 
 def check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
@@ -45,7 +44,7 @@ def check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
 def _own_pass(
     adapter: Adapter, tokens: Tensor, names: Sequence[str]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Activations and logits as the model itself computes them, without fused normalisations."""
+    """Activations and logits as the model itself computes them."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     with attached(adapter, [(name, Order.LAST, found[name].append) for name in found]):
         logits = adapter.model(tokens)

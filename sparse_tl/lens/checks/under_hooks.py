@@ -22,11 +22,10 @@ from torch import Tensor
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.checks.sums import rebuilt_reads
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import gate_hooks, hooks_besides
+from sparse_tl.lens.core.hooks import gate_hooks, hooks_besides, record
 from sparse_tl.lens.core.modes import evaluation_mode
+from sparse_tl.lens.core.numerics import excess, precise, tolerance
 from sparse_tl.lens.core.points import Model
-from sparse_tl.lens.core.rounding import excess, precise, tolerance
-from sparse_tl.lens.hooks.recording import record
 
 LENGTH = 32
 """Length in tokens of the prompt that is run by default."""

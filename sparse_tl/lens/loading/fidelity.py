@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.calls.scopes import autograd
-from sparse_tl.lens.core.attaching import without_user_hooks
+from sparse_tl.lens.core.hooks import without_user_hooks
 from sparse_tl.lens.core.modes import evaluation_mode
 
 _LENGTH = 8

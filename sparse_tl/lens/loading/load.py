@@ -17,8 +17,7 @@ import torch
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
-from sparse_tl.lens.core.architecture import CONFIG_FILE, dtype_named
-from sparse_tl.lens.core.devices import checked_device
+from sparse_tl.lens.core.architecture import CONFIG_FILE, checked_device, dtype_named
 from sparse_tl.lens.core.points import HookedTransformer, Model, TransformerBridge
 from sparse_tl.lens.loading.booting import boot
 from sparse_tl.lens.loading.gguf_file import find_gguf, read_header
