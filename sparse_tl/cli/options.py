@@ -51,7 +51,7 @@ def checked_device(device: str | None) -> str | None:
         typer.BadParameter: the device does not exist or is not available.
     """
     if device is not None:
-        from sparse_tl.lens.core.devices import checked_device as check  # slow: not needed for help
+        from sparse_tl.lens import checked_device as check  # slow: not needed for help
 
         try:
             check(device)

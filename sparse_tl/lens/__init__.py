@@ -15,14 +15,11 @@ from sparse_tl.lens.checks import (
 )
 from sparse_tl.lens.core.adapter import Adapter as Adapter
 from sparse_tl.lens.core.architecture import model_config as model_config
-from sparse_tl.lens.core.attaching import (
-    OWN as OWN,
-    AttachedHooks as AttachedHooks,
-    Hook as Hook,
-    Order as Order,
-    attached as attached,
-    gate_hooks as gate_hooks,
-    hooks_besides as hooks_besides,
+from sparse_tl.lens.core.attention import (
+    EVERYTHING as EVERYTHING,
+    AttentionMask as AttentionMask,
+    Block as Block,
+    Expression as Expression,
 )
 from sparse_tl.lens.core.devices import (
     checked_device as checked_device,
@@ -31,10 +28,19 @@ from sparse_tl.lens.core.devices import (
     processes as processes,
     whole as whole,
 )
-from sparse_tl.lens.core.expressions import (
-    EVERYTHING as EVERYTHING,
-    Block as Block,
-    Expression as Expression,
+from sparse_tl.lens.core.hooks import (
+    OWN as OWN,
+    Activations as Activations,
+    AttachedHooks as AttachedHooks,
+    Hook as Hook,
+    Order as Order,
+    attached as attached,
+    enters as enters,
+    gate_hooks as gate_hooks,
+    hooks_besides as hooks_besides,
+    mask_hooks as mask_hooks,
+    record as record,
+    source_outputs as source_outputs,
 )
 from sparse_tl.lens.core.limits import (
     HeadOrName as HeadOrName,
@@ -52,37 +58,29 @@ from sparse_tl.lens.core.lora import (
     lora_off as lora_off,
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,
+    merged_lora as merged_lora,
     takes_lora as takes_lora,
 )
-from sparse_tl.lens.core.masks import AttentionMask as AttentionMask
-from sparse_tl.lens.core.merged_lora import merged_lora as merged_lora
 from sparse_tl.lens.core.modes import (
     evaluation_mode as evaluation_mode,
     frozen as frozen,
     in_evaluation_mode as in_evaluation_mode,
     in_use as in_use,
 )
-from sparse_tl.lens.core.norms import Norm as Norm
+from sparse_tl.lens.core.numerics import Norm as Norm, tolerance as tolerance
+from sparse_tl.lens.core.places import hooked as hooked
 from sparse_tl.lens.core.points import (
     EMBEDDED as EMBEDDED,
     SLOTS as SLOTS,
     HookedModel as HookedModel,
     Model as Model,
 )
-from sparse_tl.lens.core.rounding import tolerance as tolerance
-from sparse_tl.lens.core.shortcuts import hooked as hooked, repeated as repeated
+from sparse_tl.lens.core.shortcuts import repeated as repeated
 from sparse_tl.lens.deferred import (
     Deferred as Deferred,
     defer_scores as defer_scores,
     explicit as explicit,
     function_name as function_name,
-)
-from sparse_tl.lens.hooks.recording import (
-    Activations as Activations,
-    enters as enters,
-    mask_hooks as mask_hooks,
-    record as record,
-    source_outputs as source_outputs,
 )
 from sparse_tl.lens.loading.bridges import (
     boot as boot,
@@ -95,7 +93,7 @@ from sparse_tl.lens.loading.load import (
     load_model as load_model,
     save_model as save_model,
 )
-from sparse_tl.lens.models.adapting import (
+from sparse_tl.lens.models import (
     adapt as adapt,
     read_parameters as read_parameters,
     weights_digest as weights_digest,

@@ -16,10 +16,10 @@ from transformers import Cache, DynamicCache
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.calls.scopes import scope
-from sparse_tl.lens.core.architecture import HALVES
-from sparse_tl.lens.core.attaching import Forward, stand_in
+from sparse_tl.lens.core.numerics import HALVES
+from sparse_tl.lens.core.places import Forward, stand_in
 from sparse_tl.lens.core.points import HookedModel
-from sparse_tl.lens.models.adapting import adapt
+from sparse_tl.lens.models import adapt
 
 
 @checked

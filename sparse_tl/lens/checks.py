@@ -45,22 +45,23 @@ from torch import Tensor
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import (
+from sparse_tl.lens.core.devices import has_sharded_weights
+from sparse_tl.lens.core.hooks import (
     Hook,
     Order,
     attached,
+    check_fired,
     gate_hooks,
     hooks_besides,
+    record,
     without_user_hooks,
 )
-from sparse_tl.lens.core.devices import has_sharded_weights
 from sparse_tl.lens.core.limits import check_numbers, check_supported
 from sparse_tl.lens.core.lora import lora_layers
 from sparse_tl.lens.core.modes import evaluation_mode
+from sparse_tl.lens.core.numerics import excess, precise, tolerance
 from sparse_tl.lens.core.places import HookFunction
 from sparse_tl.lens.core.points import EMBEDDED, SLOTS, Model
-from sparse_tl.lens.core.rounding import excess, precise, tolerance
-from sparse_tl.lens.hooks.recording import check_fired, record
 from sparse_tl.lens.loading.bridges import check_wrapped
 from sparse_tl.parts.graph import CircuitGraph
 

@@ -20,10 +20,10 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import AttachedHooks, Forward, stand_in
-from sparse_tl.lens.core.expressions import ENTRY, EVERYTHING, Expression
+from sparse_tl.lens.core.attention import ENTRY, EVERYTHING, Expression
+from sparse_tl.lens.core.hooks import AttachedHooks
+from sparse_tl.lens.core.places import Forward, hooked, stand_in
 from sparse_tl.lens.core.points import hook_point
-from sparse_tl.lens.core.shortcuts import hooked
 
 LONG = 256
 """Tokens per prompt from which scores are deferred; shorter prompts run faster undeferred."""

@@ -25,53 +25,46 @@ from torch import Tensor, nn
 
 from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import Hook, Order, attached, hooks_on
+from sparse_tl.lens.core.hooks import Hook, Order, attached
 from sparse_tl.lens.core.limits import check_supported
-from sparse_tl.lens.core.norms import Norm
+from sparse_tl.lens.core.numerics import Norm
+from sparse_tl.lens.core.places import hooks_on
 
 
 @scope
 def relevance_rules(adapter: Adapter) -> Iterator[None]:
-    """Inside the block, gradients follow these rules.
-
-    Raises:
-        ValueError: a part has no rule, or an MLP lacks the hook points before and after its
-            activation function.
-    """
+    """Inside the block, gradients follow these rules, if there is one for every part."""
     check_supported(adapter, "relp")
     hooks = [hook for layer in range(adapter.n_layers) for hook in _mlp_hooks(adapter, layer)]
     norms = list[tuple[nn.Module, Callable[..., Any]]]()
     for name, norm in adapter.norms().items():
-        module, rule = attrgetter(name)(adapter.model), _NormRule(norm)
+        module, edited = attrgetter(name)(adapter.model), list[Tensor]()
         if getattr(module, "hook_in", None) is not None:
-            hooks.append((f"{name}.hook_in", Order.LAST, rule.keep))
-        norms.append((module, rule.after))
+            hooks.append((f"{name}.hook_in", Order.LAST, partial(_keep, edited)))
+        norms.append((module, partial(_after_norm, norm, edited)))
     with hooks_on(norms, with_kwargs=True), attached(adapter, hooks):
         yield
 
 
-class _NormRule:
-    """The rule of one norm: its scale is a constant."""
+def _keep(edited: list[Tensor], residual: Tensor) -> Tensor:
+    """Keep a norm's input as its hook point shows it after all edits."""
+    edited[:] = [residual]
+    return residual
 
-    def __init__(self, norm: Norm) -> None:
-        self.norm = norm
-        self._edited: Tensor | None = None
 
-    def keep(self, residual: Tensor) -> Tensor:
-        """Keep the norm's input as its hook point shows it after all edits."""
-        self._edited = residual
-        return residual
-
-    def after(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-    ) -> Tensor | None:
-        """The norm's output, with the gradient of the rule."""
-        edited, self._edited = self._edited, None
-        if not torch.is_grad_enabled():
-            return None
-        given = args[0] if args else kwargs["hidden_states"]
-        residual = given if edited is None else edited
-        return _with_gradient_of(output, self.norm.share(residual, residual.detach()))
+def _after_norm(
+    norm: Norm,
+    edited: list[Tensor],
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Tensor,
+) -> Tensor | None:
+    """The norm's output, with the gradient of a norm whose scale is a constant."""
+    residual = edited.pop() if edited else args[0] if args else kwargs["hidden_states"]
+    if not torch.is_grad_enabled():
+        return None
+    return _with_gradient_of(output, norm.share(residual, residual.detach()))
 
 
 def _mlp_hooks(adapter: Adapter, layer: int) -> list[Hook]:

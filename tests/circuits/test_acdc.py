@@ -178,7 +178,7 @@ def test_predictions_that_are_no_numbers(build_tiny: Build, pairs: PromptPairs) 
     model = build_tiny()
     with torch.no_grad():
         model.unembed.b_U[0] = float("nan")
-    with pytest.raises(ValueError, match="expected a model whose logits are numbers"):
+    with pytest.raises(ValueError, match="predicts NaN"):
         acdc(model, pairs, threshold=0.1, progress=False)
 
 

@@ -243,5 +243,5 @@ def test_layers_without_attention() -> None:
     found = patch_activations(model, PAIRS, logit_difference, "resid_pre", progress=False)
     expected = slow(model, PAIRS, "resid_pre", "corrupted", (N_LAYERS, 8))
     assert torch.allclose(found.values, expected, atol=1e-5)
-    with pytest.raises(ValueError, match="got 'blocks.0.attn.hook_z', which 'lfm2' .* lacks"):
+    with pytest.raises(ValueError, match="'lfm2', .* no hook point 'blocks.0.attn.hook_z'"):
         patch_activations(model, PAIRS, logit_difference, "z", progress=False)

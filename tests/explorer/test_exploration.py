@@ -174,7 +174,7 @@ def test_nothing_is_left_on_the_models(exploration, models):
     for panel in models:
         remove_some(exploration, panel)
         exploration.logit_lens(panel, 2, 10)
-        with pytest.raises(ValueError, match="expected heads"):
+        with pytest.raises(ValueError, match="there is no head"):
             exploration.toggle_head(panel, 5, 0)
     assert before == {title: hooks_of(model) for title, model in models.items()}
     for title, model in models.items():

@@ -205,7 +205,7 @@ def test_hooks_between_latents_and_queries_are_named() -> None:
         steer(model, "blocks.1.attn.hook_kv_latent", torch.ones(10)),
         pytest.raises(
             ValueError,
-            match=r"no hook between what attention's k .* Got one on attn.hook_kv_latent",
+            match=r"a hook on attn.hook_kv_latent would not act on heads",
         ),
     ):
         attribute_circuit_edges(model, PAIRS, logit_difference, **QUIET)
@@ -223,7 +223,9 @@ def test_hooks_between_latents_and_queries_are_named() -> None:
 )
 def test_relevance_needs_a_rule_for_every_part(name: str, why: str) -> None:
     """Experts were taken for one activation function of d_model entries."""
-    with pytest.raises(ValueError, match=f"the method 'relp'; '{name}' is refused, since .*{why}"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' cannot be used for the method 'relp', since .*{why}"
+    ):
         attribute_circuit_edges(build(name), PAIRS, logit_difference, method="relp", **QUIET)
 
 

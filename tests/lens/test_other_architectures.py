@@ -100,5 +100,5 @@ def test_layers_without_attention(name: str) -> None:
 
 def test_norms_that_transformer_lens_does_not_describe() -> None:
     model = boot(random_model("Gemma4ForCausalLM"))
-    with pytest.raises(ValueError, match="normalisations that TransformerLens describes; .*Gemma4"):
+    with pytest.raises(ValueError, match="a norm of .*Gemma4"):
         check_circuits(adapt(model))

@@ -42,7 +42,7 @@ def test_models_without_gates(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("opt", "blocks.0.mlp_normalized never fires: the model computes it by other means"),
+        ("opt", "blocks.0.mlp_normalized never fires in .* by other means"),
         ("gptj", UNSHARED),
         ("phi", UNSHARED),
         pytest.param("cohere", UNSHARED, marks=pytest.mark.skipif(OLD, reason="refused at once")),
@@ -152,12 +152,10 @@ def test_padding_on_the_left_in_float64() -> None:
     adapter = adapt(boot(plain_transformer("llama", "float64")))
     prompts = torch.full((1, 6), 5)
     mask = (torch.arange(6) >= 2).long()[None]
-    with pytest.raises(ValueError, match="padded on the right.*float64"):
-        adapter.final(prompts, attention_mask=mask)
     assert adapter.final(prompts, attention_mask=mask.flip(1)).isfinite().all()
     sparse = SparseTransformer(adapter.model)
     for use in (sparse, sparse.run_with_counts, sparse.count_attention_edges):
-        with pytest.raises(ValueError, match="padded on the right.*float64"):
+        with pytest.raises(ValueError, match="float64.*padded on the right"):
             use(prompts, attention_mask=mask)
     sparse.unwrap()
     plain = SparseTransformer(boot(plain_transformer("gpt2", "float64")))
@@ -239,9 +237,9 @@ def test_heads_that_are_mixed() -> None:
 def test_hook_points_without_activations() -> None:
     """Half a token more would be rounded to none; some routers hand out a tuple (Jamba's)."""
     model, name = boot(plain_transformer("gpt_oss")), "embed.hook_in"
-    point, why = model.embed.hook_in, f"activations at {name}, a tensor of floating-point numbers"
+    point, why = model.embed.hook_in, f"no activations at {name}"
     with steer(model, name, torch.tensor(0.5)):
-        with pytest.raises(ValueError, match=f"{why}; .* of type torch.int64"):
+        with pytest.raises(ValueError, match=f"{why}, only a torch.int64"):
             model(torch.full((1, 6), 5))
-        with pytest.raises(ValueError, match=f"{why}; .* of type tuple"):
+        with pytest.raises(ValueError, match=f"{why}, only a tuple"):
             point((torch.ones(1), torch.ones(1)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.calls.scopes import scope
-from sparse_tl.lens.core.norms import Norm
-from sparse_tl.lens.core.places import Place, Viewed, entered
+from sparse_tl.lens.core.numerics import Norm
+from sparse_tl.lens.core.places import Place, Viewed, before
 from sparse_tl.lens.core.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, hook_point
 from sparse_tl.lens.core.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.parts.graph import CircuitGraph
@@ -61,11 +61,7 @@ class Adapter(ABC):
     @property
     @abstractmethod
     def graph(self) -> CircuitGraph:
-        """The circuit graph, after checking that the model is the sum of its parts.
-
-        Raises:
-            ValueError: parts do not read and write the residual stream directly.
-        """
+        """The circuit graph, after checking that the model is the sum of its parts."""
 
     @property
     def parallel(self) -> bool:
@@ -103,17 +99,10 @@ class Adapter(ABC):
         `heads_point`, the value that heads write from; `read_point`, what a head's q, k or v is
         computed from; ``attn.mask``, the layer's `AttentionMask`, shown when attention is called,
         read-only. ``attn.hook_q`` to ``hook_z`` are ``[batch, pos, head, d_head]`` in every model.
-
-        Raises:
-            ValueError: the model lacks the hook point, or it is switched off and never fires.
         """
 
     def layer_points(self, suffix: str) -> list[str]:
-        """Names ``blocks.{layer}.{suffix}`` of one hook point in every layer.
-
-        Raises:
-            ValueError: a layer lacks the hook point.
-        """
+        """Names ``blocks.{layer}.{suffix}`` of a hook point that every layer has."""
         names = [f"blocks.{layer}.{suffix}" for layer in range(self.n_layers)]
         for name in names:
             hook_point(self.model, name)
@@ -159,27 +148,24 @@ class Adapter(ABC):
 
         Args:
             inputs: tokens, or the residual stream that enters `from_layer`, as at ``entering``.
-            from_layer: first layer to run; above 0, `inputs` must be a residual stream. Hooks of
-                earlier layers do not run; all others run once.
+            from_layer: first layer to run. Hooks of earlier layers do not run; others run once.
             read: positions that are needed; at others the last MLP is skipped, unless it is hooked.
             copies: number of copies of the prompts, one after the other.
             attend_once: run the first layer's attention on one copy, since all copies are equal
                 there; a hook at its ``hook_z`` makes the copies.
             attention_mask: 0 at padding.
         """
-        if from_layer and not inputs.is_floating_point():
-            raise ValueError("expected the residual stream to start from a layer above 0")
-        mask = None if attention_mask is None else repeated(attention_mask, copies)
-        everywhere = inputs.new_ones(inputs.shape[:2], dtype=torch.bool) if read is None else read
-        once = len(inputs) if attend_once and copies > 1 else None
         rows = repeated(inputs, copies)
-        border = hook_point(self.model, f"blocks.{from_layer}.hook_resid_pre")
-        with (
-            self._last_mlp_at(repeated(everywhere, copies)),
-            self._fused(),
-            entered(border, rows),
-            sees_first(getattr(self.model.blocks[from_layer], "attn", None), once),
-        ):
+        mask = None if attention_mask is None else repeated(attention_mask, copies)
+        with ExitStack() as until:
+            if read is not None:
+                until.enter_context(self._last_mlp_at(repeated(read, copies)))
+            if inputs.is_floating_point():  # in place of what enters the layer, before all hooks
+                border = hook_point(self.model, f"blocks.{from_layer}.hook_resid_pre")
+                until.enter_context(before(border, lambda _: rows)[0])
+            if attend_once and copies > 1:
+                attention = self.model.blocks[from_layer].attn
+                until.enter_context(sees_first(attention, len(inputs)))
             return self._final(rows, from_layer, mask)
 
     @scope
@@ -189,12 +175,10 @@ class Adapter(ABC):
         """Inside the block, passes over prompts of this shape compute only the logits at `read`.
 
         Only the last MLP and the unembedding are restricted. Parts with hooks on them are computed
-        in full, so hooks see the same as in a plain pass.
-
-        Yields:
-            Function from the model's output to the logits at these positions, in row-major order.
+        in full, so hooks see the same as in a plain pass. Yields a function from the model's output
+        to the logits at these positions, in row-major order.
         """
-        with self._last_mlp_at(read), self._fused(), logits_only_at(self.model.unembed, read) as at:
+        with self._last_mlp_at(read), logits_only_at(self.model.unembed, read) as at:
             yield at
 
     def _last_mlp_at(self, read: Bool[Tensor, "batch pos"]) -> AbstractContextManager[None]:
@@ -213,10 +197,6 @@ class Adapter(ABC):
     @abstractmethod
     def _after_last_mlp(self) -> list[Any]:
         """The parts that run after the last MLP; None for those that the model lacks."""
-
-    def _fused(self) -> AbstractContextManager[None]:
-        """Inside the block, sequences of small operations are fused."""
-        return nullcontext()
 
     @abstractmethod
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
@@ -274,11 +254,8 @@ class Adapter(ABC):
     ) -> Float[Tensor, "some batch pos d_model"]:
         """What all or some heads of a layer add to the residual stream, without the bias.
 
-        Args:
-            layer: layer of the heads.
-            z: value at `heads_point`, or the difference of two such values.
-            heads: heads to include; all by default.
-            out: contiguous tensor to write the result to; only without gradients.
+        `z` is the value at `heads_point`, or the difference of two such values. The result is
+        written to `out`, contiguous and without gradients, if it is given.
         """
         weight = self.W_O(layer).to(z.dtype)
         if heads is not None and len(heads) < len(weight):

@@ -5,6 +5,14 @@ A frozen projection ``W x`` becomes ``W x + 2 B A x``, with a trained A ``[rank,
 modules that the bridge calls, not on the transformers model before it is wrapped: a bridge splits
 joint projections (GPT-2's q, k and v), and an adapter on the joint one would never be read.
 
+While training, adapters are merged into the weights once per step. With ``W' = W + 2 B A``, a pass
+takes one product per projection in place of three, and keeps nothing but the projection's input.
+With the gradient ``g`` of the output ``y = W' x``,
+
+    d / d x  =  W'^T g,      d / d A  =  2 (B^T g) x^T,      d / d B  =  2 g (A x)^T
+
+so the gradient of ``W'`` itself, of the size of all weights, is never formed.
+
 Reference: arXiv 2106.09685.
 """
 
@@ -12,19 +20,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.scopes import autograd, scope
-from sparse_tl.lens.core.architecture import HALVES
-from sparse_tl.lens.core.attaching import hooks_on, without_user_hooks
+from sparse_tl.lens.core.hooks import without_user_hooks
+from sparse_tl.lens.core.numerics import HALVES
+from sparse_tl.lens.core.places import hooks_on
 from sparse_tl.lens.core.points import HookedModel, Model
 
 SCALE = 2
@@ -53,27 +64,21 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
 
     Raises:
         ValueError: the model is not a TransformerBridge, already has adapters, or calls none of its
-            projections; the rank is below 1 or above d_model.
+            projections.
     """
-    if not isinstance(model, TransformerBridge):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if not takes_lora(model):
         raise ValueError(
-            "expected a TransformerBridge, to put low-rank adapters on the modules inside; got a "
-            f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
+            f"low-rank adapters need a TransformerBridge, which a {type(model).__name__} is not; "
+            "load_model makes one from a name or a Hugging Face folder"
         )
     if has_adapters(model):
         raise ValueError(
-            f"expected a model without adapters; {model.cfg.model_name!r} has some already. Train "
-            "those, or make them part of its weights first: merge_lora(model)"
+            f"{model.cfg.model_name!r} has some already. Train those adapters, or make them part "
+            "of its weights first: merge_lora(model)"
         )
-    if rank > model.cfg.d_model:
-        raise ValueError(f"expected a rank of at most {model.cfg.d_model}, d_model; got {rank}")
-    _put_adapters_on(model, projections(model), rank)
-    return model
-
-
-def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
+    components = _projections(model)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed the GPUs
@@ -99,9 +104,10 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
     for parameter in lora_parameters(model):
         if parameter.dtype in HALVES:
             parameter.data = parameter.data.float()  # small updates would be lost to rounding
+    return model
 
 
-def takes_lora(model: Model) -> bool:
+def takes_lora(model: Model) -> TypeGuard[TransformerBridge]:
     """Whether a model can have adapters."""
     return isinstance(model, TransformerBridge)
 
@@ -114,25 +120,21 @@ def merge_lora(model: Model) -> Model:
     Does nothing to a model without adapters. All weights can be trained afterwards.
 
     Raises:
-        TypeError: `model` is not a TransformerLens model, but, for example, a SparseTransformer.
+        TypeError: `model` is a SparseTransformer, or something else.
     """
     if not isinstance(model, Model):
         raise TypeError(
-            "expected a model of TransformerLens, such as the `model` of a SparseTransformer; got "
-            f"a {type(model).__name__}"
+            f"a {type(model).__name__} is no model of TransformerLens; pass the one inside, as "
+            "merge_lora(sparse.model)"
         )
-    if not isinstance(model, TransformerBridge) or not lora_layers(model):
+    if not takes_lora(model) or not lora_layers(model):
         return model
     for component in _components(model):
-        if is_lora(component.original_component):
-            _merge(component)
+        layer: Any = component.original_component
+        if is_lora(layer):
+            layer.base_layer.weight.copy_(effective(layer).weight)
+            component.set_original_component(layer.base_layer)
     return model.requires_grad_(True)
-
-
-def _merge(component: Any) -> None:
-    layer = component.original_component
-    layer.base_layer.weight.copy_(effective(layer).weight)
-    component.set_original_component(layer.base_layer)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -149,13 +151,9 @@ def lora_layers(model: nn.Module | HookedModel) -> list[Any]:
 
 def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     """The parameters of low-rank adapters in a model."""
-    return _parameters(lora_layers(model))
-
-
-def _parameters(layers: Sequence[Any]) -> list[nn.Parameter]:
     return [
         parameter
-        for layer in layers
+        for layer in lora_layers(model)
         for name, part in layer.named_children()
         if name != BASE
         for parameter in part.parameters()
@@ -166,7 +164,7 @@ def _parameters(layers: Sequence[Any]) -> list[nn.Parameter]:
 def lora_off(model: nn.Module) -> Iterator[None]:
     """Inside the block, the model computes as if it had no low-rank adapters."""
     layers = lora_layers(model)
-    flags = [(parameter, parameter.requires_grad) for parameter in _parameters(layers)]
+    flags = [(parameter, parameter.requires_grad) for parameter in lora_parameters(model)]
     try:
         for layer in layers:
             layer.enable_adapters(False)
@@ -212,13 +210,13 @@ def _components(model: TransformerBridge) -> list[Any]:
 
 
 @autograd(False)
-def projections(model: TransformerBridge) -> list[Any]:
+def _projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in module order."""
     called: set[nn.Module] = set()
     found = [
         component
         for component in _components(model)
-        if isinstance(component.original_component, (nn.Linear, Conv1D))
+        if isinstance(component.original_component, nn.Linear | Conv1D)
     ]
 
     def note(module: nn.Module, *_: Any) -> None:
@@ -229,7 +227,113 @@ def projections(model: TransformerBridge) -> list[Any]:
     read = [component for component in found if component.original_component in called]
     if not read:
         raise ValueError(
-            f"expected a model whose attention and MLPs have projections as modules, to put "
-            f"adapters on; {model.cfg.model_name!r} calls none"
+            f"{model.cfg.model_name!r} calls no projections as modules, to put adapters on"
         )
     return read
+
+
+# ---- merged, while training ----------------------------------------------------------------------
+
+
+@scope
+def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
+    """Inside the block, adapters act through merged weights, and frozen linear maps are converted.
+
+    Under autocast, every pass would otherwise convert the frozen weights anew.
+
+    Args:
+        model: a model whose weights are on one device. Where it has adapters, nothing else of its
+            projections is trained.
+        dtype: type that linear maps compute in; None for that of their weights.
+
+    Yields:
+        A function that merges the adapters anew; to be called whenever they have changed.
+    """
+    layers = lora_layers(model)
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    adapted = {layer: _Adapted(layer, dtype) for layer in layers}
+    forwards: dict[Any, _Map] = {**adapted}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and id(module) not in inside:
+            weight = module.weight
+            if dtype not in (None, weight.dtype) and not weight.requires_grad:
+                forwards[module] = _Map(module, dtype)
+
+    def merge() -> None:
+        for layer in adapted.values():
+            layer.merge()
+
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        merge()
+        yield merge
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+
+
+class _Map:
+    """A frozen linear map in a type of its own."""
+
+    def __init__(self, module: Any, dtype: torch.dtype | None) -> None:
+        weight, bias = module.weight.detach(), module.bias
+        weight = weight.T if isinstance(module, Conv1D) else weight
+        self.weight: Float[Tensor, "n_out n_in"] = weight.to(dtype or weight.dtype)
+        self.bias = None if bias is None else bias.detach().to(self.weight.dtype)
+
+    def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+class _Adapted(_Map):
+    """A projection with its adapter merged into the weight."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
+        base = getattr(layer, BASE)
+        super().__init__(base, dtype)
+        self.layer, self.plain, self.scale = layer, _Map(base, dtype), layer.scaling[NAME]
+        self.a, self.b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        # Everything in the memory layout of the weight: copies across layouts are slow.
+        weight, a, b = base.weight.detach(), self.a.detach(), self.b.detach()
+        transposed = isinstance(base, Conv1D)
+        self.terms = weight.to(a.dtype), *((a.T, b.T) if transposed else (b, a))
+        self.merged = torch.empty_like(weight, dtype=self.weight.dtype)
+        self.weight = self.merged.T if transposed else self.merged
+
+    @autograd(False)
+    def merge(self) -> None:
+        if self.merged.dtype == self.a.dtype:
+            torch.addmm(*self.terms, alpha=self.scale, out=self.merged)
+        else:
+            self.merged.copy_(torch.addmm(*self.terms, alpha=self.scale))
+
+    def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
+        if self.layer.disable_adapters:
+            return self.plain(x)
+        return _Merged.apply(x, self.a, self.b, self)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, a: Tensor, b: Tensor, adapted: _Adapted
+    ) -> Tensor:
+        ctx.dtype, ctx.adapted = x.dtype, adapted
+        x = x.to(adapted.weight.dtype)
+        ctx.save_for_backward(x)
+        return F.linear(x, adapted.weight, adapted.bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_output: Tensor) -> Any:  # type: ignore[override]
+        (x,), adapted = ctx.saved_tensors, ctx.adapted
+        a, b = (factor.detach().to(x.dtype) for factor in (adapted.a, adapted.b))
+        rows, g = x.flatten(0, -2), by_output.to(x.dtype).flatten(0, -2)
+        by_x = by_a = by_b = None
+        if ctx.needs_input_grad[0]:
+            by_x = (g @ adapted.weight).view(x.shape).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            by_a = ((g @ b).T @ rows).mul_(adapted.scale).to(adapted.a.dtype)
+            by_b = (g.T @ (rows @ a.T)).mul_(adapted.scale).to(adapted.b.dtype)
+        return by_x, by_a, by_b, None

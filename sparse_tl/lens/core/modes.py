@@ -8,7 +8,6 @@ ever. In evaluation mode, since dropout would be mistaken for an effect.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from threading import RLock, get_ident
@@ -23,8 +22,6 @@ P = ParamSpec("P")
 Value = TypeVar("Value")
 
 _locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_used: list[nn.Module] = []
-"""Models that a thread uses until a block ends."""
 _evaluated: list[nn.Module] = []
 """Models that are in evaluation mode until a block ends."""
 
@@ -39,65 +36,32 @@ def _core(model: Any) -> nn.Module:
 def in_use(model: Any) -> Iterator[None]:
     """Inside the block, only this thread can use a model, even without this package.
 
-    Args:
-        model: a TransformerLens model, or a SparseTransformer around one.
-
     Raises:
         RuntimeError: another thread uses the model; in that thread, when it calls the model.
     """
     core, here = _core(model), get_ident()
     lock = _locks.setdefault(core, RLock())
-    if not lock.acquire(blocking=False):
-        raise _in_other_thread()
-    try:
-        if any(core is used for used in _used):
-            yield
-            return
-
-        def refuse_others(module: nn.Module, _args: Any) -> None:
-            if module is core and get_ident() != here:  # a copy of the model is free
-                raise _in_other_thread()
-
-        with core.register_forward_pre_hook(refuse_others, prepend=True):
-            if _called_elsewhere(core, model):
-                raise _in_other_thread()
-            _used.append(core)
-            try:
-                yield
-            finally:
-                _used.remove(core)
-    finally:
-        lock.release()
-
-
-def _called_elsewhere(*modules: Any) -> bool:
-    """Whether another thread is inside a call of one of these modules."""
-    for thread, frame in sys._current_frames().items():
-        while thread != get_ident() and frame is not None:
-            named = frame.f_code.co_varnames[:1] == ("self",)
-            if named and any(frame.f_locals.get("self") is module for module in modules):
-                return True
-            frame = frame.f_back
-    return False
-
-
-def _in_other_thread() -> RuntimeError:
-    return RuntimeError(
+    refusal = RuntimeError(
         "another thread is using this model, whose hooks would act in both. Call it from one "
         "thread at a time, or load it once for each thread"
     )
 
+    def refuse_others(module: nn.Module, _args: Any) -> None:
+        if module is core and get_ident() != here:  # a copy of the model is free
+            raise refusal
+
+    if not lock.acquire(blocking=False):
+        raise refusal
+    try:
+        with core.register_forward_pre_hook(refuse_others, prepend=True):
+            yield
+    finally:
+        lock.release()
+
 
 @scope
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Use a model in evaluation mode inside the block; then restore each of its modules' mode.
-
-    Args:
-        model: a TransformerLens model, or a SparseTransformer around one.
-
-    Raises:
-        RuntimeError: another thread uses the model.
-    """
+    """Use a model in evaluation mode inside the block; then restore each of its modules' mode."""
     core = _core(model)
     with in_use(model):
         if any(core is held for held in _evaluated):
@@ -130,11 +94,7 @@ def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
 
 @scope
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside the block, weights get no gradients, so passes keep nothing for them.
-
-    Args:
-        model: the module that has the weights, such as `Adapter.core`.
-    """
+    """Inside the block, weights get no gradients, so passes keep nothing for them."""
     training = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         for weight in training:

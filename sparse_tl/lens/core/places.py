@@ -1,8 +1,9 @@
-"""Attachment points other than TransformerLens hook points: before and after modules."""
+"""Functions that run before, after or in place of a module, where there is no hook point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.calls.scopes import scope
 
+Forward = Callable[..., Any]
+"""The `forward` of a module."""
 HookFunction = Callable[[Any], Any]
 """Function from an activation, or another value, to its replacement, or None to keep it."""
 Place = Callable[[HookFunction], list[RemovableHandle]]
@@ -22,9 +25,7 @@ Place = Callable[[HookFunction], list[RemovableHandle]]
 class Viewed:
     """A hook point where functions see the activation in another shape.
 
-    Args:
-        point: the hook point.
-        view: turns a function of the activation in that shape into one of the activation itself.
+    `view` turns a function of the activation in that shape into one of the activation itself.
     """
 
     point: HookPoint
@@ -57,19 +58,6 @@ def after(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
     return [module.register_forward_hook(replaced)]
 
 
-@scope
-def entered(point: nn.Module, rows: Tensor) -> Iterator[None]:
-    """Inside the block, a residual stream replaces a hook point's input, before its hooks run.
-
-    Args:
-        point: hook point at the input of the first layer that runs.
-        rows: the residual stream; or tokens, which replace nothing.
-    """
-    (handle,) = before(point, lambda value: rows if rows.is_floating_point() else None)
-    with handle:
-        yield
-
-
 def between(
     first: nn.Module,
     last: nn.Module,
@@ -79,12 +67,7 @@ def between(
 ) -> list[RemovableHandle]:
     """Attach to a value that is made from two modules' inputs and determines the last one's output.
 
-    Args:
-        first: module that is called first.
-        last: module that is called last.
-        shown: makes the value from the inputs of both.
-        write: makes the last module's output from a changed value.
-        function: function to attach.
+    `shown` makes the value from both inputs; `write` makes the output from a changed value.
     """
     kept: list[Tensor] = []
 
@@ -104,11 +87,8 @@ def before_branch(
 ) -> list[RemovableHandle]:
     """Attach to the residual stream at a hook point that feeds only one of its branches.
 
-    Args:
-        point: hook point at the input of the branch.
-        end: hook point where the branch has been added to the stream; a change of the stream is
-            also added there.
-        function: function to attach; it runs before all other hooks.
+    A change of the stream is also added at `end`, where the branch has been added to the stream.
+    The function runs before all other hooks.
     """
     change: Tensor | None = None
 
@@ -139,16 +119,45 @@ def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandl
 def read_call(
     modules: Sequence[nn.Module], read: Callable[[dict[str, Any]], Any], function: HookFunction
 ) -> list[RemovableHandle]:
-    """Show a value that is derived from the keyword arguments of a module's call.
-
-    Args:
-        modules: the module that is called, such as a layer's attention; or several, if some may be
-            skipped.
-        read: function from the keyword arguments to the value.
-        function: function to attach.
-    """
+    """Show what `read` derives from the keyword arguments with which these modules are called."""
 
     def show(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         function(read(kwargs))
 
     return [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]
+
+
+@scope
+def hooks_on(
+    hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
+) -> Iterator[None]:
+    """Inside the block, torch calls these functions after these modules."""
+    with ExitStack() as handles:
+        for module, hook in hooks:
+            handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
+            handles.enter_context(handle)
+        yield
+
+
+def hooked(module: nn.Module, own: Set[int] = frozenset()) -> bool:
+    """Whether a module has hooks other than those in `own`."""
+    kinds = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks.keys() - own for hooks in kinds if hooks)
+
+
+def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
+    """Replace a module's `forward` by what `make` makes of it, until the result is called."""
+    before = module.__dict__.get("forward")
+
+    def remove() -> None:
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.__dict__["forward"] = before
+
+    module.__dict__["forward"] = make(module.forward)  # bridges set attributes on what they wrap
+    return remove

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import transformer_lens
 from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.parts.nodes import Slot
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or "HookedTransformer" not in vars(transformer_lens):
 
     class HookedTransformer(nn.Module):
-        """Stub for type checkers, for versions of TransformerLens without this class."""
+        """Stands for the class that TransformerLens 4 removed; no model is an instance of it."""
 
         cfg: Any
         tokenizer: Any
@@ -25,13 +26,7 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 else:
-    try:
-        from transformer_lens import HookedTransformer
-    except ImportError:  # removed in version 4
-
-        class HookedTransformer(nn.Module):
-            """Placeholder for the missing class; no model is an instance of it."""
-
+    from transformer_lens import HookedTransformer
 
 Model = HookedTransformer | TransformerBridge
 """A dense model that can be wrapped, trained and saved."""
@@ -95,8 +90,7 @@ def hook_point(model: HookedModel, name: str) -> HookPoint:
         tail = name.rsplit(".", 1)[-1]
         alike = [known for known in model.hook_dict if known.endswith(tail)][:5]
         raise ValueError(
-            f"expected the name of a hook point; got {name!r}, which {model.cfg.model_name!r} "
-            f"({model.cfg.n_layers} layers) lacks. "
+            f"{model.cfg.model_name!r}, {model.cfg.n_layers} layers, has no hook point {name!r}. "
             + (f"Did you mean one of {alike}?" if alike else "See `model.hook_dict` for all names.")
         )
     switch = _SWITCHES.get(name.rsplit(".", 1)[-1])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.calls.scopes import scope
+from sparse_tl.lens.core.places import hooked
 
 MOSTLY = 0.7
 """Share of read positions above which selecting them costs more than it saves."""
@@ -16,16 +17,12 @@ MOSTLY = 0.7
 
 @scope
 def mlp_only_at(
-    mlp: nn.Module, behind: Sequence[nn.Module], own: set[int], read: Bool[Tensor, "batch pos"]
+    mlp: nn.Module, behind: Sequence[nn.Module], own: Set[int], read: Bool[Tensor, "batch pos"]
 ) -> Iterator[None]:
     """Inside the block, the last MLP runs on some positions only, and writes zeros elsewhere.
 
-    Args:
-        mlp: MLP of the last layer.
-        behind: modules that run after the MLP, and those inside it. If any of them is hooked, all
-            positions are computed, since the hook would see zeros.
-        own: ids of hooks to ignore.
-        read: positions that are needed.
+    If a module inside it or `behind` it has hooks, besides `own`, all positions are computed, since
+    the hook would see zeros.
     """
     if any(hooked(module, own) for module in behind) or read.float().mean() > MOSTLY:
         yield
@@ -58,15 +55,9 @@ def mlp_only_at(
 def logits_only_at(
     unembed: nn.Module, read: Bool[Tensor, "batch pos"]
 ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
-    """Inside the block, logits are computed at some positions only.
+    """Inside the block, logits are computed at some positions only, if no hook needs others.
 
-    Yields:
-        Function from the model's output to the logits at these positions, in row-major order.
-
-    Args:
-        unembed: the model's last part. If it is hooked, all positions are computed, since the hook
-            would see others missing.
-        read: positions that are needed.
+    Yields a function from the model's output to the logits at these positions, in row-major order.
     """
     if any(map(hooked, unembed.modules())):
         yield lambda logits: logits[read]
@@ -84,11 +75,8 @@ def logits_only_at(
 
 
 @scope
-def sees_first(attention: nn.Module | None, n_rows: int | None) -> Iterator[None]:
+def sees_first(attention: nn.Module, n_rows: int) -> Iterator[None]:
     """Inside the block, an attention layer sees only the first rows of its inputs."""
-    if attention is None or n_rows is None:
-        yield
-        return
 
     def shorten(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         all_rows = len(next(value for value in (*args, *kwargs.values()) if _by_row(value)))
@@ -107,17 +95,6 @@ def sees_first(attention: nn.Module | None, n_rows: int | None) -> Iterator[None
 def repeated(rows: Tensor, copies: int) -> Tensor:
     """`copies` copies of the rows, one after the other."""
     return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))
-
-
-def hooked(module: nn.Module, own: set[int] | None = None) -> bool:
-    """Whether a module has hooks other than those in `own`."""
-    kinds = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(not own or set(hooks) - own for hooks in kinds if hooks)
 
 
 def _by_row(value: Any) -> bool:

@@ -29,8 +29,8 @@ from transformer_lens.model_bridge.sources import (
 from transformers import PreTrainedModel
 
 from sparse_tl.calls.scopes import autograd, scope
-from sparse_tl.lens.core.attaching import without_user_hooks
 from sparse_tl.lens.core.devices import has_sharded_weights, whole
+from sparse_tl.lens.core.hooks import without_user_hooks
 from sparse_tl.lens.core.lora import BASE, effective, has_adapters, lora_layers
 from sparse_tl.lens.core.modes import evaluation_mode
 from sparse_tl.lens.core.points import Model

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import cached_property, partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -15,15 +12,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.core.adapter import Adapter
-from sparse_tl.lens.core.attaching import own_forwards, stand_in
-from sparse_tl.lens.core.masks import AttentionMask
-from sparse_tl.lens.core.norms import Norm
-from sparse_tl.lens.core.places import Place, after, before, read_call, read_input
+from sparse_tl.lens.core.attention import AttentionMask
+from sparse_tl.lens.core.numerics import Norm
+from sparse_tl.lens.core.places import (
+    Place,
+    after,
+    before,
+    read_call,
+    read_input,
+)
 from sparse_tl.lens.core.points import Analysis, HookedTransformer, NormPlace, hook_point
-from sparse_tl.lens.core.shortcuts import hooked
 from sparse_tl.parts.nodes import Slot
 
 _NORMS: dict[NormPlace, str] = {
@@ -64,22 +64,18 @@ class HookedAdapter(Adapter):
         if what == "mlp_read":
             return partial(read_input, self.model.blocks[int(layer)].mlp)
         if what == "attn.mask":
-            return partial(read_call, [self.model.blocks[int(layer)].attn], self._mask(int(layer)))
+            attention = self.model.blocks[int(layer)].attn
+            return partial(read_call, [attention], partial(self._mask, attention))
         return hook_point(self.model, name)
 
-    def _mask(self, layer: int) -> Callable[[dict[str, Any]], AttentionMask]:
-        """A function from the arguments of a layer's attention to its mask."""
-        local = self.model.blocks[layer].attn.attn_type == "local"
-        window = self.model.cfg.window_size if local else None
-
-        def read(kwargs: dict[str, Any]) -> AttentionMask:
-            if not self.causal:  # all masks are ignored, even for padding
-                return AttentionMask(causal=False)
-            real = kwargs.get("attention_mask")
-            given = None if real is None else real[:, None, None, :]
-            return AttentionMask(causal=True, window=window, given=given)
-
-        return read
+    def _mask(self, attention: Any, kwargs: dict[str, Any]) -> AttentionMask:
+        """The mask of a layer's attention when it is called with these arguments."""
+        if not self.causal:  # all masks are ignored, even for padding
+            return AttentionMask(causal=False)
+        window = self.model.cfg.window_size if attention.attn_type == "local" else None
+        real = kwargs.get("attention_mask")
+        given = None if real is None else real[:, None, None, :]
+        return AttentionMask(causal=True, window=window, given=given)
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """See `Adapter`."""
@@ -97,7 +93,7 @@ class HookedAdapter(Adapter):
         return self._norm(getattr(self.model.blocks[layer], _NORMS[which], None))
 
     def norms(self) -> dict[str, Norm]:
-        """All normalisations of the residual stream and of what is added to it, by module name."""
+        """See `Adapter`."""
         if self.model.cfg.normalization_type is None:
             return {}
         found = {
@@ -119,7 +115,7 @@ class HookedAdapter(Adapter):
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """A projection and its bias; k and v of key-value heads."""
+        """See `Adapter`."""
         attention, upper = self.model.blocks[layer].attn, slot.upper()
         grouped = getattr(attention, f"_W_{upper}", None)  # not repeated for each query head
         if grouped is not None:
@@ -127,7 +123,7 @@ class HookedAdapter(Adapter):
         return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """The matrix from each head's z to the residual stream."""
+        """See `Adapter`."""
         return self.model.blocks[layer].attn.W_O
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
@@ -139,13 +135,14 @@ class HookedAdapter(Adapter):
         return self.model.unembed.W_U, self.model.unembed.b_U
 
     def copy(self) -> HookedTransformer:
-        """A copy of the model that shares no parameter with it."""
-        # A `forward` that stands in for a module's own would still call that of the original.
-        with own_forwards(self.model):
-            return copy.deepcopy(self.model)
+        """See `Adapter`."""
+        made = copy.deepcopy(self.model)
+        for module in made.modules():  # what stands in for a `forward` would run the original's
+            module.__dict__.pop("forward", None)
+        return made
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
-        """The parameters of queries and keys, or all parameters."""
+        """See `Adapter`."""
         if group == "all":
             return list(self.model.parameters())
         return [
@@ -176,21 +173,6 @@ class HookedAdapter(Adapter):
         block = self.model.blocks[-1]
         norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
         return [block.hook_resid_post, *norms, self.model.unembed]
-
-    @scope
-    def _fused(self) -> Iterator[None]:
-        """Run each normalisation of the residual stream as one operation."""
-        known = {
-            attrgetter(name)(self.model): norm
-            for name, norm in self.norms().items()
-            if not name.endswith("_post")
-        }
-        with ExitStack() as removed:
-            for module, norm in known.items():
-                # Hooks on the module itself see the same values; hooks inside it would not fire.
-                if not any(map(hooked, module.children())):
-                    removed.callback(stand_in(module, lambda _, norm=norm: norm.__call__))
-            yield
 
 
 def _cached(kwargs: dict[str, Any]) -> Int[Tensor, ""]:

@@ -25,8 +25,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.mla_attention import MLAAttentionBridge
 
 from sparse_tl.lens.core.lora import effective
-from sparse_tl.lens.core.places import HookFunction, Place, Viewed
-from sparse_tl.lens.core.shortcuts import hooked
+from sparse_tl.lens.core.places import HookFunction, Place, Viewed, hooked
 
 Read = Float[Tensor, "rows pos head d_read"]
 
@@ -35,12 +34,7 @@ _running: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 class LatentAttention:
-    """One layer's latent attention.
-
-    Args:
-        attention: the layer's attention.
-        n_heads: its number of heads.
-    """
+    """One layer's latent attention."""
 
     def __init__(self, attention: Any, n_heads: int) -> None:
         self.attention, self.n_heads = attention, n_heads
@@ -85,8 +79,7 @@ class LatentAttention:
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
         """The matrix from z to the residual stream."""
         inner: Any = effective(self.attention.o.original_component)
-        weight: Tensor = inner.weight
-        return weight.mT.unflatten(0, (self.n_heads, -1))
+        return inner.weight.mT.unflatten(0, (self.n_heads, -1))
 
     def b_O(self) -> Float[Tensor, " d_model"] | None:
         """The bias that attention adds to what its heads write."""
@@ -99,9 +92,6 @@ class LatentAttention:
 
         ``attn.hook_q`` to ``hook_z`` are seen as ``[batch, pos, head, d_head]``, ``attn.read_q``
         to ``read_v`` as ``[batch, pos, head, d_read]``.
-
-        Raises:
-            ValueError: as in `_reading`.
         """
         kind, _, slot = name.rpartition("_")
         if kind == "attn.hook" and slot in ("q", "k", "v", "z"):
@@ -110,20 +100,15 @@ class LatentAttention:
         return self._reading(slot) if kind == "attn.read" else None
 
     def _reading(self, slot: str) -> Place:
-        """Where to attach a function to what q, k or v reads, ``[rows, pos, head, d_read]``.
-
-        Raises:
-            ValueError: a hook sits between this and q, k or v; replaced copies would bypass it.
-        """
+        """Where to attach to what q, k or v reads, if replaced copies would bypass no hook."""
         names = [*self._names(slot)[1:], f"hook_{'q' if slot == 'q' else 'kv'}_latent"]
         names += [] if slot == "v" else [f"hook_rot_{slot}", "hook_cos", "hook_sin"]
         for name in filter(None, names):
             for within, part in getattr(self.attention, name).named_modules(prefix=name):
                 if isinstance(part, HookPoint) and hooked(part):
                     raise ValueError(
-                        f"expected no hook between what attention's {slot} is computed from and "
-                        f"{slot} itself: it would not act on heads that are run on their own. Got "
-                        f"one on attn.{within}; remove it, or use attn.hook_{slot} instead"
+                        f"a hook on attn.{within} would not act on heads that are run on their "
+                        f"own; remove it, or use attn.hook_{slot} instead"
                     )
         return partial(self._attach, slot)
 
@@ -137,7 +122,8 @@ class LatentAttention:
         def read(_module: nn.Module, _args: Any, output: Tensor) -> None:
             shown = running[slot] if slot in running else self._shown(slot, output)
             found = function(shown)
-            if found is not None and (found is not shown or _needs_gradient(shown)):
+            differentiable = torch.is_grad_enabled() and shown.requires_grad
+            if found is not None and (found is not shown or differentiable):
                 running[slot] = found
 
         def write(_module: nn.Module, _args: Any, value: Tensor) -> Tensor | None:
@@ -190,16 +176,11 @@ class LatentAttention:
 
 def latent_attention(model: Any, n_heads: int) -> dict[int, LatentAttention]:
     """The latent attention of a bridge, by layer."""
-    found = {layer: getattr(block, "attn", None) for layer, block in enumerate(model.blocks)}
     return {
-        layer: LatentAttention(attention, n_heads)
-        for layer, attention in found.items()
-        if isinstance(attention, MLAAttentionBridge)
+        layer: LatentAttention(block.attn, n_heads)
+        for layer, block in enumerate(model.blocks)
+        if isinstance(getattr(block, "attn", None), MLAAttentionBridge)
     }
-
-
-def _needs_gradient(shown: Tensor) -> bool:
-    return torch.is_grad_enabled() and shown.requires_grad
 
 
 def _swapped(function: HookFunction) -> HookFunction:

@@ -18,15 +18,11 @@ from torch import Tensor
 
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.lora import effective_weight
-from sparse_tl.lens.core.rounding import excess, precise
+from sparse_tl.lens.core.numerics import excess, precise
 
 
 def neuron_directions(adapter: Adapter, layer: int) -> Float[Tensor, "neuron d_model"]:
-    """The direction in the residual stream that each neuron of an MLP writes along.
-
-    Raises:
-        ValueError: the MLP has no matrix of output directions.
-    """
+    """The direction in the residual stream that each neuron of an MLP writes along."""
     weight, _ = _output(adapter, layer)
     return weight
 
@@ -39,14 +35,7 @@ def neuron_coefficients(
 ) -> Float[Tensor, "batch pos neuron"]:
     """The multiple of its direction that each neuron writes: factor times activation.
 
-    Args:
-        adapter: adapter of the model.
-        layer: layer of the MLP.
-        post: activations, at ``mlp.hook_post``.
-        written: what the MLP writes, at ``hook_mlp_out``.
-
-    Raises:
-        ValueError: what the MLP writes is not the sum over its neurons.
+    `post` are the activations at ``mlp.hook_post``, `written` what the MLP writes.
     """
     weight, bias = map(precise, _output(adapter, layer))
     if post.shape[-1] != len(weight):
@@ -78,7 +67,6 @@ def _output(
 
 def _refusal(adapter: Adapter, layer: int) -> ValueError:
     return ValueError(
-        f"expected an MLP that writes the sum of its neurons, each its activation at mlp.hook_post "
-        f"times its output direction; m{layer} of {adapter.name!r} writes something else: it is a "
-        "mixture of experts, its output is centred, or a hook on the model edits it"
+        f"m{layer} of {adapter.name!r} does not write the sum of its neurons: it is a mixture of "
+        "experts, its output is centred, or a hook on the model edits it"
     )
