@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparse_tl.calls.wording import shown
 from sparse_tl.circuits.prompt.quantity import Quantity
 from sparse_tl.circuits.prompt.tokens import Token
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
@@ -38,7 +37,7 @@ class MetricChoice:
         """
         chosen = self.offered.get(metric) if isinstance(metric, str) else metric
         if chosen is None:
-            raise ValueError(f"expected a metric of {list(self.offered)}; got {shown(metric)}")
+            raise ValueError(f"expected a metric of {list(self.offered)}; got {metric!r:.80}")
         wrong = None if wrong == "" else wrong
         return replace(self, quantity=replace(self.quantity, metric=chosen, wrong=wrong))
 

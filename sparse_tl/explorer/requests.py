@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.calls.wording import shown
 
 _METHODS = {
     "prompt": "show_prompt",
@@ -43,15 +42,15 @@ def read_request(request: Any, titles: Sequence[str]) -> tuple[str, dict[str, An
         TypeError: edges are not lists of numbers.
     """
     if not isinstance(request, Mapping):
-        raise ValueError(f"expected a request with an action; got {shown(request)}")
+        raise ValueError(f"expected a request with an action; got {request!r:.80}")
     fields = {name: value for name, value in request.items() if name != "id"}
     action = fields.pop("action", None)
     if not isinstance(action, str) or action not in _METHODS:
-        raise ValueError(f"expected an action of {list(_METHODS)}; got {shown(action)}")
+        raise ValueError(f"expected an action of {list(_METHODS)}; got {action!r:.80}")
     if "panel" in fields:
         panel = fields.pop("panel")
         if type(panel) is not int or not 0 <= panel < len(titles):
-            raise ValueError(f"expected one of {len(titles)} panels; got {shown(panel)}")
+            raise ValueError(f"expected one of {len(titles)} panels; got {panel!r:.80}")
         fields["title"] = titles[panel]
     if "edges" in fields:
         fields["edges"] = attention_edges(fields["edges"])

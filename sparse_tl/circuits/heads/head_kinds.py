@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -64,8 +64,6 @@ class HeadBehaviour(Result):
             shares of the logit difference, and "inhibition", a share of the movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
-
-    made_by: ClassVar[str] = "head_behaviour(...)"
 
     scores: Mapping[str, Float[Tensor, "layer head"]]
     prompt_start: str | None = None

@@ -8,7 +8,7 @@ stream, and from ``(l, key)`` through every attention edge of layer ``l`` from `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,8 +50,6 @@ class AttentionGraph(Result):
         answers: text of the answer at each target.
         wrong: text of the wrong answer, for metrics that compare the two.
     """
-
-    made_by: ClassVar[str] = "trace_attention(...)"
 
     attention: Float[Tensor, "layer head query key"]
     gates: Bool[Tensor, "layer head query key"]

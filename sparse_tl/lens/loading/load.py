@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
@@ -28,9 +29,6 @@ from sparse_tl.lens.loading.hugging_face import OWN_FIELDS, quietly, read_config
 from sparse_tl.lens.loading.plain import plain_model
 from sparse_tl.parallel import ranks, shards
 from sparse_tl.storage.files import beside, complete, read_json, write_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
 MODEL_FILES = (
@@ -224,8 +222,6 @@ def _save_bridge(model: TransformerBridge, plain: Any, folder: Path) -> None:
 
 
 def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
-    from transformers import PreTrainedModel
-
     if isinstance(source, Model):
         given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
         _check_unset("a model of TransformerLens, which has its own", **given)

@@ -135,9 +135,7 @@ def component_diagram(
     if isinstance(panels, Circuit):
         panels = {"Circuit": panels}
     if not panels:
-        raise ValueError(
-            f'expected at least one panel; got none; pass {{"Base Model": {Circuit.made_by}}}'
-        )
+        raise ValueError('expected at least one panel, such as {"Base Model": circuit}; got none')
     if isinstance(scores, Scores):
         scores = dict.fromkeys(panels, scores)
     scores = scores or {}
