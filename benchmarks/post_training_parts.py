@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_tl.cli.memory import keep_freed_memory
+from sparse_tl.cli.app import keep_freed_memory
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import add_lora, load_model, read_parameters

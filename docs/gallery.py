@@ -41,7 +41,7 @@ from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
 from sparse_tl.plots.panels.curves import Parts
 from sparse_tl.runs import run_circuits
-from sparse_tl.runs.comparison import effect_curves
+from sparse_tl.runs.circuits import effect_curves
 from sparse_tl.runs.head_roles import run_head_roles
 from sparse_tl.storage.files import read_json
 

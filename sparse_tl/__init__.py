@@ -6,9 +6,6 @@ package is fast (SPEC 1 of Scientific Python).
 
 import lazy_loader
 
-from sparse_tl.calls.drawing import draw_with
-
 __version__ = "0.3.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-draw_with("sparse_tl.plots")

@@ -48,8 +48,7 @@ def answer_logit(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Flo
 @checked
 def margin(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
     """Mean logit of the answers minus the largest logit of a wrong answer, in logits."""
-    picked, given = _picked(logits, pairs.wrong)
-    return _mean(logits, pairs.answers) - picked.masked_fill(~given, -torch.inf).amax(dim=1)
+    return _mean(logits, pairs.answers) - _largest(logits, pairs.wrong)
 
 
 @checked
@@ -77,24 +76,15 @@ def is_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Te
 
 def chooses_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
     """Whether the likeliest of the right and the wrong answers is a right one."""
-    right, wrong = (
-        picked.masked_fill(~given, -torch.inf).amax(dim=1)
-        for picked, given in (_picked(logits, pairs.answers), _picked(logits, pairs.wrong))
-    )
-    return right > wrong
+    return _largest(logits, pairs.answers) > _largest(logits, pairs.wrong)
 
 
 def check_wrong(pairs: PromptPairs) -> None:
-    """Check that every pair has a wrong answer, to compare the right ones with.
-
-    Raises:
-        ValueError: a pair has none.
-    """
+    """Check that every pair has a wrong answer, to compare the right ones with."""
     none = (pairs.wrong == NO_TOKEN).all(dim=1)
     if none.any():
         raise ValueError(
-            f"expected a wrong answer for every pair, to compare the right ones with; pair "
-            f"{int(none.int().argmax())} has none"
+            f"pair {int(none.int().argmax())} has no wrong answer to compare the right ones with"
         )
 
 
@@ -185,11 +175,17 @@ def _picked(
     n_vocab = values.shape[1]
     if bool((tokens >= n_vocab).any()):
         raise ValueError(
-            f"expected answers among the {n_vocab:,} tokens that the model predicts; got token "
-            f"{int(tokens.max())}. A model whose d_vocab_out differs from d_vocab numbers its "
-            "output tokens separately; give answers by those numbers."
+            f"the model predicts {n_vocab:,} tokens, and the answer {int(tokens.max())} is none of "
+            "them. Where d_vocab_out differs from d_vocab, output tokens have their own numbers."
         )
     return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
+
+
+def _largest(
+    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
+) -> Float[Tensor, " pair"]:
+    picked, given = _picked(values, tokens)
+    return picked.masked_fill(~given, -torch.inf).amax(dim=1)
 
 
 def _sum(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -28,11 +29,10 @@ from typing import (
 
 import torch
 from jaxtyping import AbstractArray, jaxtyped
+from pydantic_core.core_schema import CoreSchema, is_instance_schema
 from torch import Tensor
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.calls.drawing import draw
-from sparse_tl.calls.wording import shown
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -51,6 +51,7 @@ Kind = TypeVar("Kind", bound="Result")
 SCHEMA = 1
 """Format version of saved results."""
 
+NONE: Mapping[str, Tensor] = {}
 RESULT_FILE, _TENSORS_FILE = "result.json", "result.safetensors"
 
 
@@ -69,12 +70,16 @@ class Result:
     finite: ClassVar[bool] = True
     """Whether NaN and infinity are refused; some results use them for what was not measured."""
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return is_instance_schema(cls)  # its fields are not validated again
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items() if self.finite else ():
             if isinstance(value, Tensor | float) and not torch.as_tensor(value).isfinite().all():
                 raise NonFiniteError(
-                    f"expected finite numbers as {name} of {type(self).__name__}; some are NaN or "
-                    "infinite. Check the model's weights and the metric on every prompt."
+                    f"{name} of {type(self).__name__} has numbers that are NaN or infinite. Check "
+                    "the model's weights and the metric on every prompt."
                 )
 
     @checked
@@ -108,9 +113,9 @@ class Result:
         content = _content(folder, cls)
         tensors = read_tensors(folder / _TENSORS_FILE)
         try:
-            return _restored(cls, content, "", tensors)
+            return from_fields(cls, content, "", tensors)
         except ValueError as error:
-            raise ValueError(f"expected a complete {cls.__name__} in {folder}; {error}") from error
+            raise ValueError(f"the {cls.__name__} in {folder} is damaged: {error}") from error
 
     def to_pandas(self) -> pd.DataFrame:
         """One row with the fields that are numbers or strings."""
@@ -122,7 +127,7 @@ class Result:
 
     def figure(self, **style: Any) -> Any:
         """The result as a figure; keywords as in `sparse_tl.plots.figure`."""
-        return draw(self, **style)
+        return import_module("sparse_tl.plots").figure(self, **style)  # drawn above this layer
 
     def _summary(self) -> pd.DataFrame:
         """The table shown in notebooks."""
@@ -151,21 +156,17 @@ def table_html(table: pd.DataFrame, sentence: str = "") -> str:
 
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:
-    """The content of a folder's JSON, which must be a result of the given kind."""
+    """The fields in a folder's JSON, which must be a result of the given kind."""
     if not (folder / RESULT_FILE).is_file():
-        raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {RESULT_FILE}")
+        raise ValueError(f"{folder} holds no saved {kind.__name__}: there is no {RESULT_FILE}")
     content = read_json(folder / RESULT_FILE)
-    saved = content.get("kind") if isinstance(content, dict) else None
-    if saved != kind.__name__:
+    saved, schema = content.get("kind"), content.get("schema")
+    if saved != kind.__name__ or schema != SCHEMA:
         raise ValueError(
-            f"expected a saved {kind.__name__} in {folder}; it holds {saved or 'no result'!s:.200}"
+            f"{folder} holds no saved {kind.__name__} of schema {SCHEMA}, but {saved} of schema "
+            f"{schema}"
         )
-    if content.get("schema") != SCHEMA:
-        raise ValueError(
-            f"expected a {kind.__name__} saved with schema {SCHEMA} in {folder}; got schema "
-            f"{content.get('schema')!r:.200}: it was saved by another version of this package"
-        )
-    return content
+    return content.get("fields", {})
 
 
 def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -202,7 +203,7 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
     if origin in (Union, UnionType):
         return _restored(_chosen(of, value), value, name, tensors)
     if _is_kind(declared, value):
-        return _dataclass(declared, value["fields"], name, tensors)
+        return from_fields(declared, value["fields"], name, tensors)
     if origin in (tuple, list, Sequence) and isinstance(value, list):
         kinds = of if origin is tuple and of[-1] is not Ellipsis else of[:1] * len(value)
         if len(kinds) == len(value):
@@ -218,37 +219,27 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
         return _table(value)
     if declared is float and isinstance(value, int | str) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(declared, type) or is_dataclass(declared):
-        raise ValueError(f"expected {declared} as {name or 'its content':.200}; got {shown(value)}")
-    if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
-        value = tensors.get(value, value)
-    if not isinstance(value, declared) or (declared is int and isinstance(value, bool)):
-        raise ValueError(f"expected {declared.__name__} as {name:.200}; got {shown(value)}")
-    return value
+    if isinstance(declared, type) and not is_dataclass(declared):
+        if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
+            value = tensors.get(value, value)
+        if isinstance(value, declared) and not (declared is int and isinstance(value, bool)):
+            return value
+    raise ValueError(f"{name:.200} is {value!r:.80}, not {declared}")
 
 
-def from_fields(kind: type[Kind], content: Any) -> Kind:
-    """A result without tensors, from its fields as JSON.
+def from_fields(
+    kind: type, content: Mapping[str, Any], name: str = "", tensors: Mapping[str, Tensor] = NONE
+) -> Any:
+    """A result, from its fields as JSON and their tensors.
 
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type.
     """
-    if not isinstance(content, Mapping):
-        raise ValueError(f"expected the fields of a {kind.__name__}; got {str(content)[:60]!r}")
-    return _dataclass(kind, content, "", {})
-
-
-def _dataclass(
-    kind: type, content: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
-) -> Any:
     import pandas as pd
 
     declared = get_type_hints(kind, localns={"pd": pd})
-    known = {field.name for field in fields(kind)}
-    lacking = known - content.keys()
-    unknown = content.keys() - known
-    if lacking or unknown:
-        raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)!s:.200}")
+    if different := {field.name for field in fields(kind)} ^ content.keys():
+        raise ValueError(f"it lacks, or has unknown, {sorted(different)!s:.200}")
     with jaxtyped("context"):  # axes with the same name have the same size
         restored = {
             key: _restored(declared[key], value, _under(name, key), tensors)
@@ -280,7 +271,7 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"expected columns of a dtype and values; got {columns!r:.99}") from error
+        raise ValueError(f"{columns!r:.99} are no columns of a dtype and values") from error
 
 
 def _under(name: str, key: object) -> str:

@@ -26,8 +26,7 @@ def accept(
 def test_sizes_of_other_arguments() -> None:
     with pytest.raises(
         ValueError,
-        match=r"for weights; got a Tensor of float32 and shape \(3,\), where tokens is a Tensor of "
-        r"int64 and shape \(2, 5\)",
+        match=r"weights: .*row.* shape \(3,\)",
     ):
         accept(tokens=torch.zeros(2, 5, dtype=torch.long), weights=torch.zeros(3))
     accept(tokens=torch.zeros(2, 5, dtype=torch.long), weights=torch.zeros(2))
@@ -35,5 +34,5 @@ def test_sizes_of_other_arguments() -> None:
 
 @pytest.mark.parametrize("rate", [-1.0, 0.0, math.nan, math.inf, 1e300])
 def test_rates_out_of_range(rate: float) -> None:
-    with pytest.raises(ValueError, match="finite numbers above 0 .* for rates"):
+    with pytest.raises(ValueError, match="rates"):
         accept(rates={"*": rate})

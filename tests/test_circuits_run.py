@@ -21,7 +21,6 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
 from sparse_tl.runs import (
     circuits as run_module,
-    comparison as comparison_module,
     run_circuits,
 )
 
@@ -177,7 +176,7 @@ def test_an_interrupted_task_goes_on_after_its_last_result(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(comparison_module, "circuit_sizes_per_prompt", interrupt)
+        patch.setattr(run_module, "circuit_sizes_per_prompt", interrupt)
         run_circuits(out, model=str(models[0]), **options)
     results = {"circuit_edge_scores", "head_scores", "circuit_edges", "heads"}
     assert {file.name for file in side.iterdir()} == results

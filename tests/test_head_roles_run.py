@@ -14,8 +14,8 @@ from tiny import save_small_task_models, small_task_models
 
 from sparse_tl.cli import main
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.runs import HeadRolesRun, cells, head_roles, run_head_roles
-from sparse_tl.runs.cells import cells_of
+from sparse_tl.runs import HeadRolesRun, head_roles, run_head_roles
+from sparse_tl.runs.head_roles import cells_of
 
 pytestmark = pytest.mark.long
 
@@ -34,7 +34,7 @@ FEW: dict[str, Any] = {
 def small_tasks() -> Iterator[None]:
     """A smaller pair in the place of the built-in task models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "load_task_models", small_task_models)
+        patch.setattr(head_roles, "load_task_models", small_task_models)
         yield
 
 
@@ -91,8 +91,8 @@ def test_what_is_finished_is_not_fitted_again(
     again = run_head_roles(out, tasks=["addition", "ioi"], **FEW)
     assert again.metrics["tasks"] == run[1].metrics["tasks"]
     monkeypatch.setattr(head_roles, "fit_head_gates", None)
-    monkeypatch.setattr(cells, "load_addition_models", None)
-    monkeypatch.setattr(cells, "load_task_models", None)
+    monkeypatch.setattr(head_roles, "load_addition_models", None)
+    monkeypatch.setattr(head_roles, "load_task_models", None)
     (out / "checkpoints" / "ioi").mkdir(parents=True)  # left by a job that was killed at its end
     run_head_roles(out, tasks=["addition", "ioi"], **FEW)
     assert not (out / "checkpoints").exists()

@@ -230,7 +230,7 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
     else:
         del said["fields"]
     words.write_text(json.dumps(said))
-    expected = rf"expected a (complete {type(RESULTS[name]).__name__}|safetensors file)"
+    expected = rf"the {type(RESULTS[name]).__name__} in .* is damaged|expected a safetensors file"
     with pytest.raises(ValueError, match=expected):
         type(RESULTS[name]).load(folder)
 
@@ -242,9 +242,9 @@ def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
-    with pytest.raises(ValueError, match="expected a saved Circuit in .*; it holds Scores"):
+    with pytest.raises(ValueError, match="no saved Circuit .* but Scores"):
         Circuit.load(folder)
-    with pytest.raises(ValueError, match="it holds Scores"):
+    with pytest.raises(ValueError, match="but Scores"):
         HEADS.top(1).save(folder)
     with pytest.raises(ValueError, match=r"there is no result\.json"):
         Scores.load(tmp_path)
@@ -268,7 +268,7 @@ def test_numbers_that_json_lacks(tmp_path: Path) -> None:
     [(RESULTS["roles"], "removed"), (RESULTS["roles"], "dense_loss"), (DENSE, "loss")],
 )
 def test_nan_is_no_result(result: Any, field: str) -> None:
-    with pytest.raises(ValueError, match=f"finite numbers as {field} of"):
+    with pytest.raises(ValueError, match=f"{field} of .* NaN"):
         replace(result, **{field: getattr(result, field) * float("nan")})
 
 

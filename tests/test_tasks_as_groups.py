@@ -10,9 +10,9 @@ from made_tokenizers import byte_level
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.runs.cells import cells_of
-from sparse_tl.runs.jobs import PostTrainingJob
-from sparse_tl.runs.texts import GroupReader
+from sparse_tl.runs.head_roles import cells_of
+from sparse_tl.runs.jobs import HeadRolesJob, PostTrainingJob
+from sparse_tl.runs.post_training import GroupReader
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
 from sparse_tl.tasks.capitals import COUNTRIES
 
@@ -52,6 +52,5 @@ def test_tasks_are_rows_of_head_roles(model: Any) -> None:
     assert (cell.task, cell.row) == ("induction", "Induction")
     found = cell.prompts(model)
     assert (len(found), found.n_targets) == (12, 12)
-    message = r"expected tasks of \['syntax'.*'induction'.* got \['sums'"
-    with pytest.raises(ValueError, match=message):
-        cells_of(["some"], ["sums"], 12, None)
+    with pytest.raises(ValueError, match=r"--tasks: \['sums'\] are none of syntax.* induction"):
+        HeadRolesJob(model="some", tasks="sums")

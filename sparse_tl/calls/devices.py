@@ -1,10 +1,17 @@
-"""Devices: whether PyTorch can use one here, and how much work one should be given at once."""
+"""Devices: whether PyTorch can use one here, how much work one is given at once, and compiling."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
+
+COMPILED_ON = ("cuda",)
+"""Types of device on which functions are compiled."""
 
 
 def check_device(device: torch.device | str) -> None:
@@ -14,23 +21,54 @@ def check_device(device: torch.device | str) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
-            f"expected a device that PyTorch can use here, such as cpu or cuda; got "
-            f"{str(device)!r} ({reason}). `sparse-tl doctor` lists the devices."
+            f"PyTorch cannot use {str(device)!r} here ({reason}). `sparse-tl doctor` lists the "
+            "devices."
         ) from error
 
 
 @dataclass(frozen=True)
 class SizeByDevice:
-    """A size for CPUs, whose caches hold little, and one for devices that cost time per operation.
-
-    Args:
-        cpu: the size on a CPU.
-        elsewhere: the size on every other device.
-    """
+    """A size for CPUs, whose caches hold little, and one for devices that pay per operation."""
 
     cpu: int
     elsewhere: int
 
     def on(self, device: torch.device) -> int:
-        """The size on a device."""
         return self.cpu if device.type == "cpu" else self.elsewhere
+
+
+def fastest(function: Callable[..., Any], device: torch.device) -> tuple[Callable[..., Any], bool]:
+    """The compiled form of a function and True on a GPU; else the function itself and False.
+
+    Where the compiler is absent or fails, a warning says so once, and the function runs as written.
+    """
+    if device.type not in COMPILED_ON:
+        return function, False
+    compiled = _compiled(function)
+    return compiled, not compiled.failed
+
+
+class _Compiled:
+    """A function compiled once for all shapes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.failed = function, False
+        self.compiled = torch.compile(function, dynamic=True)
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.failed:
+            try:
+                return self.compiled(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of the compiler or of what it calls: many kinds
+                self.failed = True
+                warnings.warn(
+                    f"torch.compile failed, so gates run uncompiled, which is slower: "
+                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                    stacklevel=2,
+                )
+        return self.function(*args)
+
+
+_compiled = cache(_Compiled)

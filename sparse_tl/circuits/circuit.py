@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,8 +39,6 @@ class Circuit(Result):
     Raises:
         ValueError: the mask does not have the shape of the grid, or marks parts that do not exist.
     """
-
-    made_by: ClassVar[str] = "attribute_circuit_edges(...).top(100)"
 
     grid: Grid
     mask: Bool[Tensor, "*axes"]

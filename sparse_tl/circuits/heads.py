@@ -37,7 +37,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import pandas as pd
 import torch
@@ -103,8 +103,6 @@ class HeadBehaviour(Result):
             shares of the logit difference, and "inhibition", a share of the movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
-
-    made_by: ClassVar[str] = "head_behaviour(...)"
 
     scores: Mapping[str, Float[Tensor, "layer head"]]
     prompt_start: str | None = None

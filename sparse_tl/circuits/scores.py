@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -41,8 +41,6 @@ class Scores(Result):
     Raises:
         ValueError: the values do not have the shape of the grid, or are not finite.
     """
-
-    made_by: ClassVar[str] = "attribute_circuit_edges(...) or attribute_heads(...)"
 
     grid: Grid
     values: Float[Tensor, "*axes"]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,9 @@ def main() -> None:
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
-        with _plain_warnings(debug):
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _show_warning
             # Typer may turn Ctrl-C into exit code 130 itself, and returns codes instead of exiting.
             code = app(args=arguments, prog_name="sparse-tl", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -53,18 +52,17 @@ def main() -> None:
 
 def _explain(error: Exception, debug: bool) -> int:
     """Print what went wrong, whose fault it is and what to do; return the exit code."""
-    usage: int | None = getattr(error, "exit_code", None)
-    if usage is not None:
-        context: Any = getattr(error, "ctx", None)
-        message = getattr(error, "format_message", error.__str__)()
-        if not message:  # help was printed for a command without arguments
-            return usage
-        path = context.command_path if context is not None else "sparse-tl"
-        sentence = message if message.endswith(("?", ".")) else f"{message}."
-        _print_error(f"{sentence} See `{path} --help`.")
-        return usage
+    usage: Any = error
+    if hasattr(usage, "exit_code"):  # some versions of Typer have their own copy of Click's errors
+        message = usage.format_message()
+        if message:  # otherwise help was printed, for a command without arguments
+            context = getattr(usage, "ctx", None)
+            path = "sparse-tl" if context is None else context.command_path
+            sentence = message if message.endswith(("?", ".")) else f"{message}."
+            _print_error(f"{sentence} See `{path} --help`.")
+        return usage.exit_code
     if _is_expected(error):
-        _print_error(re.sub(r"^run_\w+: ", "", str(error)))  # options are the arguments of a job
+        _print_error(str(error))
     elif is_out_of_memory(error):
         _print_error(
             f"{reason(error)} Use a smaller --batch-size (with a larger --accumulate where the "
@@ -96,17 +94,8 @@ def _print_error(message: str) -> None:
     errors.print(f"[bold red]{title}:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
-@contextmanager
-def _plain_warnings(debug: bool) -> Iterator[None]:
-    """Print warnings as single lines, without Python's source code excerpt."""
-
-    def show(message: Any, *_: Any, **__: Any) -> None:
-        if console.quiet:
-            return
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a single line, without Python's source code excerpt."""
+    if not console.quiet:
         text = f"[bold yellow]Warning:[/] {escape(str(message))}"
         errors.print(text, highlight=False, soft_wrap=True)
-
-    with warnings.catch_warnings():
-        if not debug:
-            warnings.showwarning = show
-        yield

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.segment import Segment
 from rich.table import Table
 
 if TYPE_CHECKING:
     from sparse_tl.training import DenseAndSparse, HeldOut  # slow import: not needed for help
 
-# Control characters could be commands to the terminal; the others reorder or break lines.
-_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-class _Console(Console):
-    """A console that shows control characters in a text, as of file names, as escapes."""
-
-    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        for text, style, control in super().render(renderable, options):
-            shown = text if control else _UNPRINTABLE.sub(lambda c: ascii(c[0])[1:-1], text)
-            yield Segment(shown, style, control)
-
-
-console = _Console()
-errors = _Console(stderr=True)
+console = Console()
+errors = Console(stderr=True)
 
 
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1
 ) -> None:
-    """Print a table.
-
-    Args:
-        title: title above the table.
-        columns: column headings.
-        rows: cells as text.
-        names: number of leading columns that hold names; the others hold numbers.
-    """
+    """Print a table, whose first columns hold `names` and are aligned on the left."""
     drawn = Table(title=escape(title))
     for index, column in enumerate(columns):
         drawn.add_column(column, justify="left" if index < names else "right")
@@ -51,14 +29,7 @@ def table(
 
 
 def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, str]) -> None:
-    """Print held-out measurements of the dense and the sparse model.
-
-    Args:
-        title: title above the table.
-        measured: measurements by model name.
-        shown: fields to show, with their row titles; the share of possible attention edges and
-            the number of heads in use are always shown.
-    """
+    """Print held-out measurements by model: the fields `shown`, with the titles of their rows."""
     models = list(measured.values())
     possible = models[0].possible_attention_edges
     rows = {**shown, "active_share": f"share of {possible:.0f} possible"}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, checked
 from sparse_tl.calls.devices import SizeByDevice, check_device
-from sparse_tl.calls.wording import shown
 from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
@@ -48,7 +47,7 @@ class Rows:
         try:
             return self._each(lambda tensor: tensor[index])
         except IndexError as error:
-            raise ValueError(f"expected indices of {len(self)} rows; got {shown(index)}") from error
+            raise ValueError(f"expected indices of {len(self)} rows; got {index!r:.80}") from error
 
     def digest(self) -> str:
         """A short hash of the rows."""

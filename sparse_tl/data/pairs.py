@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import Rows, TokenBatch
 from sparse_tl.data.prompts import (
     Encoder,
@@ -238,7 +237,7 @@ class PromptPairs(Rows):
         if logits.shape[:2] != self.clean.shape:
             raise ValueError(
                 f"expected logits of {len(self)} prompts of {self.clean.shape[1]} tokens; got "
-                f"{shown(logits)}"
+                f"the shape {tuple(logits.shape)}"
             )
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 

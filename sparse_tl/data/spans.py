@@ -15,7 +15,7 @@ from sparse_tl.data.batches import Rows
 
 Positions = Literal["tokens", "spans"]
 """The unit of position: each token, in prompts of one length, or a named span."""
-Span = int | Sequence[int]
+Span = int | range | Sequence[int]
 """One or several columns; negative columns count from the end of the prompt."""
 REST = "rest"
 """The span of the tokens that belong to no other span."""

@@ -12,7 +12,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, Seed, checked
-from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
@@ -265,6 +264,6 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     records = []
     for _, line, record in json_rows(path):
         if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object in {line}; got {shown(record)}")
+            raise ValueError(f"expected a JSON object in {line}; got {record!r:.80}")
         records.append(record)
     return records

@@ -18,7 +18,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.wording import shown
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import Documents, separator, tokenised
 from sparse_tl.data.prompts import check_tokenizer
@@ -120,6 +119,8 @@ def cut_windows(
 ) -> Int[Tensor, "window pos"]:
     """The windows of `text_rows`, with placeholders that `window_rows` replaces."""
     check_window(tokenizer, window)
+    if isinstance(documents, str):
+        raise TypeError("documents are several texts, not one; `read_documents` reads a file")
     if isinstance(documents, Documents):
         parts = documents.since(None)
     else:
@@ -233,5 +234,5 @@ def check_window(tokenizer: Any, window: int) -> None:
 def _text(document: Any) -> str:
     """The document, which has to be a text."""
     if not isinstance(document, str):
-        raise TypeError(f"expected documents that are texts; got {shown(document)}")
+        raise TypeError(f"expected documents that are texts; got {document!r:.80}")
     return document

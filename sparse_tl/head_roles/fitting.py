@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.wording import shown
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
@@ -225,7 +224,7 @@ def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
         listed = iter(seeds)  # type: ignore[arg-type]
     chosen = tuple(map(index, islice(listed, MOST_SEEDS + 1)))
     if not 1 <= len(set(chosen)) == len(chosen) <= MOST_SEEDS or min(chosen) < 0:
-        raise ValueError(f"expected 1 to {MOST_SEEDS:,} different seeds from 0; got {shown(seeds)}")
+        raise ValueError(f"expected 1 to {MOST_SEEDS:,} different seeds from 0; got {seeds!r:.80}")
     return chosen
 
 

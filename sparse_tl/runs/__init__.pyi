@@ -1,7 +1,6 @@
 from .addition import AdditionRun as AdditionRun, run_addition as run_addition
-from .circuits import run_circuits as run_circuits
-from .comparison import Comparison as Comparison
+from .circuits import Comparison as Comparison, run_circuits as run_circuits
 from .doctor import Check as Check, run_doctor as run_doctor
 from .folder import SparseRun as SparseRun
 from .head_roles import HeadRolesRun as HeadRolesRun, run_head_roles as run_head_roles
-from .text import run_post_training as run_post_training
+from .post_training import run_post_training as run_post_training

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
@@ -15,7 +14,7 @@ from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
 from sparse_tl.plots.page.rendering import check_address_space
-from sparse_tl.runs.comparison import measure, measured_folder, report
+from sparse_tl.runs.circuits import ACCURACY, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.runs.jobs import AdditionJob, takes
 from sparse_tl.storage.files import digest, write_json
@@ -47,29 +46,27 @@ class AdditionRun(SparseRun):
 
 
 @takes(AdditionJob)
-@checked
 def run_addition(
-    out: str | Path,
+    out: Path,
+    job: AdditionJob,
     *,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
-    **settings: Any,
 ) -> AdditionRun:
     """Run all unfinished steps and return all results.
 
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
+        job: the settings; or give its fields as keywords. By default as in `addition_recipe`.
         device: device for training; by default a GPU if there is one.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
-        settings: the fields of `AdditionJob`; by default as in `addition_recipe`.
 
     Raises:
         ValueError: a setting is invalid, or the output folder cannot be used.
         MemoryError: the address space of this process is limited.
     """
-    job = AdditionJob(**settings)
     check_address_space()
     task, seed = AdditionTask(job.form), job.seed
     given = job.model_dump(include={"steps", "target_loss"}, exclude_none=True)
@@ -123,7 +120,7 @@ def _circuits(
         title = f"Addition, {digit}"
         names = {side: f"circuits/{measured_folder(digit, seed, side)}" for side in models}
         for side, name in names.items():
-            if folder.finished(name):
+            if folder.finished(f"{name}/{ACCURACY}"):
                 continue
             pairs, examples = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
             try:
@@ -132,7 +129,7 @@ def _circuits(
                     measure(models[side], pairs, skill, logit_difference, saved, progress=progress)
             except NoEffectError as error:  # the model has not learned to add
                 failed.append(f"{title}, {side} model: {error}")
-        if all(map(folder.finished, names.values())):
+        if all(folder.finished(f"{name}/{ACCURACY}") for name in names.values()):
             titles[digit] = title
     if not titles:
         return {}, failed

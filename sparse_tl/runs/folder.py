@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +25,9 @@ Saved = TypeVar("Saved", bound=Result)
 SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
 _EARLIER = "earlier-"
+"""Start of the names of the folders, in a run's folder, of the runs before each restart."""
 _LEFT = re.compile(r"\..+\.[0-9a-f]{8}")
 """Names of what a killed write left."""
-"""Start of the names of the folders, in a run's folder, of the runs before each restart."""
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -57,23 +57,6 @@ class SparseRun:
     metrics: dict[str, Any]
     sparse: SparseTransformer
 
-    @classmethod
-    def read(cls, folder: Path, sparse: SparseTransformer) -> SparseRun:
-        """Results from a folder's ``metrics.json``.
-
-        Raises:
-            ValueError: a number is missing or has the wrong type.
-        """
-        file = folder / "metrics.json"
-        results = cls(read_json(file), sparse)
-        try:
-            _ = results.held_out, results.texts
-            if not isinstance(results.verdict, str):
-                raise TypeError("the verdict is not a text")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected the metrics of a run in {file}; {error!r}") from error
-        return results
-
     @property
     def verdict(self) -> str:
         """Whether post-training met its target, and with how many attention edges."""
@@ -88,9 +71,7 @@ class SparseRun:
     def texts(self) -> dict[str, DenseAndSparse]:
         """Held-out measurements of both models on every text and task, if there are several."""
         return {
-            name: DenseAndSparse(
-                **{side: from_fields(HeldOut, numbers) for side, numbers in sides.items()}
-            )
+            name: DenseAndSparse(*(from_fields(HeldOut, sides[side]) for side in SIDES))
             for name, sides in self.metrics.get("texts", {}).items()
         }
 
@@ -109,31 +90,15 @@ class SparseRun:
         return table_html(self.to_pandas(), self.verdict)
 
 
-@dataclass(frozen=True)
-class _Record(Result):
-    """The content of ``run.json``."""
-
-    settings: dict[str, object]
-    seconds: dict[str, float]
-    pinned: dict[str, object]
-
-
 class RunFolder:
     """An output folder that a command can resume.
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
 
-    Args:
-        path: the folder; created if absent.
-        settings: everything that determines the results; a folder with other settings is refused.
-        reads_only: neither lock nor write the folder, which another process of this job does.
-        restart: first move all that an earlier run's folder holds into a folder ``earlier-1``,
-            ``earlier-2``, ... in it; nothing is deleted.
-
-    Raises:
-        ValueError: the folder is read-only, in use by another process, or holds another run or
-            other files.
+    A folder with other `settings`, or without a run, is refused. `restart` first moves all that an
+    earlier run's folder holds into a folder ``earlier-1``, ``earlier-2``, ... in it.
+    `reads_only` neither locks nor writes the folder, which another process of this job does.
     """
 
     def __init__(
@@ -170,11 +135,7 @@ class RunFolder:
         return (self.path / name).exists()
 
     def pin(self, name: str, value: Any) -> None:
-        """Record an input that is known only once it is loaded.
-
-        Raises:
-            ValueError: an earlier call used another input.
-        """
+        """Record an input that is known only once it is loaded; refuse another one."""
         earlier = self._record["pinned"].setdefault(name, value)
         if earlier != value:
             raise ValueError(
@@ -185,11 +146,7 @@ class RunFolder:
 
     @scope
     def stage(self, name: str, title: str = "") -> Iterator[None]:
-        """Add the duration of a block to a stage, even if it is interrupted.
-
-        Raises:
-            ValueError: from the block; the message is prefixed with `title`.
-        """
+        """Add the duration of a block to a stage, and `title` to the block's ValueErrors."""
         started = time.monotonic()
         try:
             yield
@@ -217,34 +174,25 @@ class RunFolder:
         results = {name for name in names if not name.startswith(".")}  # not left by a killed write
         if results and RUN_FILE not in results:
             raise ValueError(
-                f"expected an empty output folder, or one with the {RUN_FILE} of an earlier run; "
-                f"{self.path} holds {sorted(results)[:5]}"
+                f"{self.path} is neither empty nor the folder of an earlier run: it has no "
+                f"{RUN_FILE}, but {sorted(results)[:5]}. Choose another --out."
             )
         if restart and results:
-            asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
-            aside = next(folder for folder in asides if not folder.exists())
-            for nested in self.path.rglob(f".{RUN_FILE}.lock"):
-                with locked(nested.with_name(RUN_FILE)):  # a run in a folder of this one goes on
-                    pass
-            aside.mkdir()
-            # The record first: a folder that is half moved is refused, not resumed.
-            for name in [RUN_FILE, *names - {RUN_FILE}]:
-                (self.path / name).rename(aside / name)
+            self._set_aside(names)
             return None
         # What failed before it produced anything may be changed.
-        return self._read(file) if results - {RUN_FILE} else None
+        return read_json(file) if results - {RUN_FILE} else None
 
-    def _read(self, file: Path) -> dict[str, Any]:
-        content = read_json(file)
-        if isinstance(content, dict):
-            content.pop("wrote", None)  # version 0.2 listed its files there
-        try:
-            return asdict(from_fields(_Record, content))
-        except ValueError as error:
-            raise ValueError(
-                f"expected the {RUN_FILE} in {self.path} to be from this version; {error}. "
-                "Choose another --out, or start over with --restart."
-            ) from error
+    def _set_aside(self, names: set[str]) -> None:
+        asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
+        aside = next(folder for folder in asides if not folder.exists())
+        for nested in self.path.rglob(f".{RUN_FILE}.lock"):
+            with locked(nested.with_name(RUN_FILE)):  # a run in a folder of this one goes on
+                pass
+        aside.mkdir()
+        # The record first: a folder that is half moved is refused, not resumed.
+        for name in [RUN_FILE, *names - {RUN_FILE}]:
+            (self.path / name).rename(aside / name)
 
     def _write(self) -> None:
         if not self._reads_only:

@@ -1,6 +1,6 @@
 """The head-roles job: fit gates for several models and tasks, ablate heads, draw the grid.
 
-1. `run_head_roles` checks the settings and lists the cells: one per task and model.
+1. `run_head_roles` lists the cells of the grid: one per task and model.
 2. Each cell estimates its cost, fits gates on most of its prompts and measures ablation curves on
    the others. Every result is saved as soon as it is computed, and every stage saves checkpoints.
 3. `_report` draws the grid and writes the tables from saved results.
@@ -8,18 +8,20 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
+from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
@@ -27,15 +29,25 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.lens import HookedModel, read_parameters
+from sparse_tl.lens import HookedModel, adapt, check_folder, read_parameters
+from sparse_tl.models import (
+    TASKS,
+    load_addition_models,
+    load_named_model,
+    load_task_models,
+    task_pairs,
+)
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.progress import say
 from sparse_tl.results import table_html
-from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
-from sparse_tl.runs.folder import RunFolder, save_figure, saved
+from sparse_tl.runs.folder import SIDES, RunFolder, save_figure, saved
 from sparse_tl.runs.jobs import HeadRolesJob, takes
 from sparse_tl.storage.files import digest, read_json, write_csv, write_json
+from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask, Task
+from sparse_tl.tasks.questions import QUESTION_SETS
 
+WINDOW = 64
+"""Number of tokens per window of running text."""
 FEWEST = 8
 """Minimum number of prompts per task."""
 PROMPTS = "prompts.json"
@@ -67,29 +79,27 @@ class HeadRolesRun:
 
 
 @takes(HeadRolesJob)
-@checked
 def run_head_roles(
-    out: str | Path,
+    out: Path,
+    job: HeadRolesJob,
     *,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
-    **settings: Any,
 ) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
+        job: the settings; or give its fields as keywords.
         device: device to run on.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
-        settings: the fields of `HeadRolesJob`.
 
     Raises:
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    job = HeadRolesJob(**settings)
     if job.model:
         cells = cells_of(job.model, job.tasks, job.prompts, device)
     else:
@@ -208,3 +218,110 @@ def _numbers(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str,
             "change_when_ablated": sum(ends) / len(ends),
         }
     return numbers
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model on one task: names for files, titles of row and column, and how to load both."""
+
+    task: str
+    row: str
+    model: str
+    column: str
+    load: Callable[[], HookedModel]
+    prompts: Callable[[HookedModel], TargetDataset]
+
+
+def built_in_cells(
+    tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
+) -> list[Cell]:
+    """Cells of the built-in dense and sparse models on the given tasks; by default on all."""
+    known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
+    chosen = list(dict.fromkeys(tasks or known))
+
+    @cache
+    def pair(addition: bool) -> tuple[HookedModel, HookedModel]:
+        load_pair = load_addition_models if addition else load_task_models
+        return load_pair(seed, device=device, progress=progress)
+
+    def read(name: str, model: HookedModel) -> TargetDataset:
+        if name == "addition":
+            sums = AdditionTask("placeholder").split(seed=seed)[2]
+            return TargetDataset(sums).select(slice(0, prompts))
+        task = next(task for task in TASKS if task.name == name)
+        return TargetDataset.from_pairs(task_pairs(task, prompts, seed=seed), seed=seed)
+
+    def load(name: str, side: str) -> HookedModel:
+        dense, sparse = pair(name == "addition")
+        return dense if side == "dense" else sparse
+
+    cells = []
+    for side in SIDES:
+        for name in chosen:
+            functions = partial(load, name, side), partial(read, name)
+            cells.append(Cell(name, known[name], side, side.title(), *functions))
+    return cells
+
+
+def cells_of(
+    models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
+) -> list[Cell]:
+    """Cells of models, by name or folder, on question sets (by default all), tasks and text.
+
+    One model is in memory at a time.
+    """
+    chosen = list(dict.fromkeys(tasks or QUESTION_SETS))
+    rows = [_row(name, prompts) for name in chosen]
+    columns = _titled(models)
+    for model in models:
+        if Path(model).is_dir() or Path(model).suffix == ".gguf":
+            check_folder(model)
+    cache: dict[str, HookedModel] = {}
+
+    def load(model: str) -> HookedModel:
+        if model not in cache:
+            cache.clear()  # the previous model may fill the device
+            cache[model] = load_named_model(model, load_dense_or_sparse, device=device)
+        return cache[model]
+
+    return [
+        Cell(kind, title, _file_name(column), column, partial(load, model), read)
+        for column, model in columns.items()
+        for kind, title, read in rows
+    ]
+
+
+def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
+    """A task's name, title and prompts. Reads its source, so that errors come before long work."""
+    kind, _, source = name.partition("=")
+    if kind == "text":
+        next(iter(read_documents(source)), None)
+        return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
+    if name in TASKS_BY_NAME:
+        return name, TASKS_BY_NAME[name].title, partial(_prompts, TASKS_BY_NAME[name], prompts)
+    questions = QUESTION_SETS[kind]
+    questions.questions(source or None, 2)
+    return kind, questions.title, partial(questions.load, n=prompts, source=source or None)
+
+
+def _prompts(task: Task, n: int, model: HookedModel) -> TargetDataset:
+    return TargetDataset.from_pairs(task.pairs(model, n))
+
+
+def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
+    window = min(WINDOW, adapt(model).n_ctx)
+    windows = token_windows(read_documents(source), model.tokenizer, window, limit=n)
+    return TargetDataset.from_windows(windows)
+
+
+def _titled(models: Sequence[str]) -> dict[str, str]:
+    """Models by title: the last part of their name, or more parts if titles would clash."""
+    for n_parts in range(1, max(len(Path(model).parts) for model in models) + 1):
+        titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]
+        if len(set(map(_file_name, titles))) == len(models):
+            return dict(zip(titles, models, strict=True))
+    raise ValueError(f"expected each model once; got {list(models)}")
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", title).strip("-")

@@ -7,11 +7,13 @@ so that commands show their help and refuse wrong settings at once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,7 +30,13 @@ INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
 OWN = "own"
 """Name of the text that the model generates."""
-TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
+BuiltInTask = Literal["greater_than", "ioi", "docstring", "ioi_long"]
+"""Tasks of the built-in models, in the order of their panels."""
+Task = Literal[BuiltInTask, "subject_verb", "anaphor", "induction", "capitals"]
+TASK_NAMES = ", ".join(get_args(Task))
+SUMS = 1000
+"""Number of held-out sums in the addition task."""
+QUESTION_SETS = ("syntax", "common_sense", "math")
 
 
 def setting(default: Any, help: str, metavar: str = "N", panel: str = SETTINGS, **more: Any) -> Any:
@@ -60,9 +68,26 @@ def _seeds(value: Any) -> Any:
 COMMAS = BeforeValidator(_split)
 """Reads a list that is separated by commas, as in the terminal."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-Names = Annotated[tuple[str, ...], COMMAS]
 Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], BeforeValidator(_seeds)]
 Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
+
+
+def _loss(target: float | str) -> float | str:
+    from sparse_tl.training.constraint import TargetLoss  # slow import: not needed for help
+
+    TargetLoss.parse(target)
+    return target
+
+
+def _edges(target: float | str) -> float | str:
+    from sparse_tl.training.constraint import TargetEdges  # slow import: not needed for help
+
+    TargetEdges.parse(target)
+    return target
+
+
+Loss = Annotated[float | str, AfterValidator(_loss)]
+Edges = Annotated[float | str, AfterValidator(_edges)]
 
 
 class Job(BaseModel):
@@ -81,8 +106,11 @@ class Job(BaseModel):
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             message = wrong["msg"].removeprefix("Value error, ")
-            option = f"{option_name(str(wrong['loc'][0]))}: " if wrong["loc"] else ""
-            raise ValueError(f"{option}{message}; got {wrong['input']!r:.80}") from None
+            if wrong["loc"]:
+                message = f"{option_name(str(wrong['loc'][0]))}: {message}"
+                if wrong["type"] not in ("missing", "value_error"):
+                    message += f"; got {wrong['input']!r:.80}"
+            raise ValueError(message) from None
 
     def settings(self, **changed: Any) -> dict[str, Any]:
         """What determines the results, for ``run.json``."""
@@ -94,15 +122,33 @@ class Job(BaseModel):
 
 
 def takes(kind: type[Job]) -> Callable[[Any], Any]:
-    """Show the fields of a job in the signature of a function that takes them as ``**settings``."""
+    """Let a function of a folder and a job take the job's settings as keywords too."""
 
-    def shown(function: Any) -> Any:
-        *shared, _ = inspect.signature(function).parameters.values()
+    def register(function: Any) -> Any:
+        @wraps(function)
+        def run(out: str | Path, job: Job | None = None, **settings: Any) -> Any:
+            how = {name: settings.pop(name) for name in shared if name in settings}
+            if job is not None and settings:
+                raise TypeError(f"the job has its own {', '.join(settings)}")
+            return function(Path(out), job or kind(**settings), **how)
+
+        folder, _, *others = inspect.signature(function).parameters.values()
+        shared = [parameter.name for parameter in others]
         settings = inspect.signature(kind).parameters.values()
-        function.__signature__ = inspect.Signature([*shared, *settings])
-        return function
+        run.__signature__ = inspect.Signature([folder, *others, *settings])  # type: ignore[attr-defined]
+        return run
 
-    return shown
+    return register
+
+
+def check_tasks(names: Iterable[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--tasks: {unknown} are none of {', '.join(known)} here")
+
+
+def group_name(source: str) -> str:
+    """The name of a text in results: that of the file, without suffix, or of the dataset."""
+    return Path(source).stem if Path(source).is_file() else source
 
 
 def option_name(field: str) -> str:
@@ -121,7 +167,7 @@ class AdditionJob(Job):
     form: Literal["autoregressive", "placeholder"] = setting(
         "placeholder", "autoregressive or placeholder (answer columns hold '?').", "NAME", INPUT
     )
-    target_loss: float | str | None = setting(
+    target_loss: Loss | None = setting(
         None, "Loss per character: 0.01, or +0.01 over the dense model.", "NATS"
     )
     dense_steps: AtLeastOne | None = setting(None, "Maximum steps of dense training.")
@@ -147,8 +193,10 @@ class PostTrainingJob(Job):
         "SOURCE",
         INPUT,
     )
-    task: Texts = setting((), f"Task to preserve: {TASK_NAMES}. Repeatable.", "NAME", INPUT)
-    target_loss: float | str | None = setting(
+    task: Annotated[tuple[Task, ...], BeforeValidator(_listed)] = setting(
+        (), f"Task to preserve: {TASK_NAMES}. Repeatable.", "NAME", INPUT
+    )
+    target_loss: Loss | None = setting(
         None,
         "Per token, on every text and task: kl+0.05 (divergence from the dense model, the "
         "default), +0.05 (over its loss) or 2.5 (a loss).",
@@ -156,7 +204,7 @@ class PostTrainingJob(Job):
         INPUT,
         exclude=True,  # recorded as the target
     )
-    target_edges: float | str | None = setting(
+    target_edges: Edges | None = setting(
         None,
         "Instead of a target loss: attention edges per token, the mean over texts and tasks, such "
         "as 300, or 100x for a hundred times fewer than in the dense model.",
@@ -222,9 +270,19 @@ class PostTrainingJob(Job):
         return self.batch_size // self.n_groups
 
     @model_validator(mode="after")
-    def _sharded_on_text(self) -> PostTrainingJob:
+    def _consistent(self) -> PostTrainingJob:
+        if self.target_loss is not None and self.target_edges is not None:
+            raise ValueError("--target-edges cannot be combined with --target-loss")
         if self.shard and OWN in self.texts:
             raise ValueError("--shard needs --text: a sharded model cannot generate text")
+        names = [*map(group_name, self.texts), *self.task, *map(group_name, self.held_out_text)]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"texts and tasks need different names; {repeated} are given twice")
+        if not self.per_group:
+            raise ValueError(
+                f"--batch-size: each step needs a window of every text and task, {self.n_groups} "
+                f"with the model's own short text as one; got {self.batch_size}"
+            )
         return self
 
 
@@ -246,7 +304,7 @@ class CircuitsJob(Job):
     sparse: str | Path | None = setting(
         None, "The sparse model made from it; smollm2: the one in the package.", "FOLDER", INPUT
     )
-    tasks: Names = setting(
+    tasks: Annotated[tuple[Task, ...], COMMAS] = setting(
         (),
         f"Comma-separated: {TASK_NAMES}. Default: the first four, those of the built-in models.",
         "NAMES",
@@ -272,9 +330,11 @@ class CircuitsJob(Job):
     )
 
     @model_validator(mode="after")
-    def _sparse_with_dense(self) -> CircuitsJob:
+    def _consistent(self) -> CircuitsJob:
         if self.sparse is not None and self.model is None:
             raise ValueError("--sparse needs --model: the dense model that it was made from")
+        if self.model is None:
+            check_tasks(self.tasks, get_args(BuiltInTask))
         return self
 
 
@@ -292,7 +352,7 @@ class HeadRolesJob(Job):
     model: Texts = setting(
         (), f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair.", "NAME", INPUT
     )
-    tasks: Names = setting(
+    tasks: Annotated[tuple[str, ...], COMMAS] = setting(
         (),
         "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "
         "ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, folder or "
@@ -314,7 +374,18 @@ class HeadRolesJob(Job):
     seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
 
     @model_validator(mode="after")
-    def _with_a_penalty(self) -> HeadRolesJob:
+    def _consistent(self) -> HeadRolesJob:
         if self.lambda_ == 0:
             raise ValueError("--lambda: gates need a penalty, so it cannot be 0")
+        if not self.model:
+            check_tasks(self.tasks, ("addition", *get_args(BuiltInTask)))
+            if self.prompts > SUMS and "addition" in (self.tasks or ("addition",)):
+                raise ValueError(f"--prompts: addition has {SUMS} held-out sums")
+            return self
+        kinds = [name.partition("=")[0] for name in self.tasks if "=" in name]
+        check_tasks(kinds, (*QUESTION_SETS, "text"))
+        bare = [name for name in self.tasks if "=" not in name]
+        check_tasks(bare, (*QUESTION_SETS, "text=SOURCE", *get_args(Task)))
+        if len({*kinds, *bare}) < len(set(self.tasks)):
+            raise ValueError("--tasks: give each kind of task once")
         return self

@@ -116,27 +116,18 @@ def recover_folder(path: str | Path) -> bool:
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     """Check that rewriting a folder deletes nothing but an earlier folder of its kind.
 
-    Args:
-        folder: folder that will be replaced.
-        marker: file that every folder of this kind has.
-        others: names of further files in such a folder, or patterns of names.
+    Such a folder has the file `marker`, and `others`: further files, or patterns of their names.
 
     Raises:
         ValueError: the folder holds something but no marker, or files with other names.
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir()) if recover_folder(folder) else []
-    known = (marker, *others, "SHA256SUMS")  # checksums, in folders of version 0.2
-    unknown = [
-        name
-        for name in names
-        if marker not in names or not any(fnmatch(name, pattern) for pattern in known)
-    ]
-    if unknown:
+    known = (marker, *others) if marker in names else ()
+    if unknown := [name for name in names if not any(fnmatch(name, one) for one in known)]:
         raise ValueError(
-            f"expected an output folder that is empty, or holds nothing but an earlier {marker} "
-            f"and the files written with it; {folder} holds {unknown[:5]}, which would be deleted. "
-            "Choose another folder."
+            f"{folder} holds {unknown[:5]}, which would be deleted: no {marker} and files written "
+            "with it. Choose another folder."
         )
 
 
@@ -154,13 +145,11 @@ def read_json(path: str | Path) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: the file is not valid JSON; the message names it.
     """
+    text = Path(path).read_bytes()
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
         return json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except FileNotFoundError:
-        raise
-    except (ValueError, RecursionError, OSError) as error:  # syntax, encoding, numbers; nesting
-        raise ValueError(f"expected valid JSON in {path}; {error}") from error
+    except ValueError as error:  # syntax, encoding, or numbers
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def _finite(text: str) -> float:
@@ -194,21 +183,13 @@ def write_csv(path: str | Path, table: pd.DataFrame) -> None:
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Read a safetensors file onto the CPU.
-
-    Raises:
-        ValueError: the file is truncated or not safetensors; the message names it.
-    """
+    """Read a safetensors file onto the CPU; errors as in `tensor_file`."""
     with tensor_file(path):
         return load_file(path)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Read the metadata of a safetensors file.
-
-    Raises:
-        ValueError: the file is truncated or not safetensors; the message names it.
-    """
+    """Read the metadata of a safetensors file; errors as in `tensor_file`."""
     with tensor_file(path), safe_open(path, "pt") as file:
         return file.metadata() or {}
 
@@ -249,8 +230,7 @@ def check_writable(folder: str | Path) -> Path:
             pass
     except OSError as error:
         raise ValueError(
-            f"expected a writable folder; got {folder}: {error.strerror}. "
-            "Choose another output folder."
+            f"cannot write to {folder}: {error.strerror}. Choose another output folder."
         ) from error
     return folder
 

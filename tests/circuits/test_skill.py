@@ -88,5 +88,5 @@ def test_a_pair_without_a_wrong_answer(
 ) -> None:
     wrong = pairs.wrong.clone()
     wrong[4] = -1
-    with pytest.raises(ValueError, match="a wrong answer for every pair.*; pair 4 has none"):
+    with pytest.raises(ValueError, match="pair 4 has no wrong answer"):
         measure_skill(build_tiny(), replace(pairs, wrong=wrong), logit_difference)

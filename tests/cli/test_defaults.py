@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from sparse_tl.runs import run_post_training
-from sparse_tl.runs.jobs import CircuitsJob, HeadRolesJob, Job, PostTrainingJob
+from sparse_tl.runs.jobs import AdditionJob, CircuitsJob, HeadRolesJob, Job, PostTrainingJob
 from sparse_tl.training import post_train
 
 
@@ -25,6 +25,9 @@ def test_post_training_on_text_has_the_defaults_of_post_training() -> None:
         (PostTrainingJob, {}, "--model: Field required"),
         (PostTrainingJob, {"model": "gpt2", "stepz": 1}, "--stepz: "),
         (PostTrainingJob, {"model": "gpt2", "shard": True}, "--shard needs --text"),
+        (PostTrainingJob, {"model": "gpt2", "task": "sums"}, "--task: "),
+        (AdditionJob, {"target_loss": "x"}, "--target-loss: "),
+        (HeadRolesJob, {"model": "gpt2", "tasks": "ioi=a.txt"}, "--tasks: .* none of syntax"),
     ],
 )
 def test_a_wrong_setting_is_named_by_its_option(kind: type[Job], settings: dict, said: str) -> None:

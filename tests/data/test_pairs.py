@@ -151,7 +151,7 @@ def test_a_model_that_predicts_other_tokens_than_it_reads(metric: Metric) -> Non
     """Answers are output tokens: below d_vocab_out all is well, from there on it is refused."""
     pairs = _pairs()
     assert measure(metric, torch.randn(2, 7), pairs).shape == (2,)
-    with pytest.raises(ValueError, match="among the 5 tokens that the model predicts; got token 6"):
+    with pytest.raises(ValueError, match="predicts 5 tokens, and the answer 6 is none"):
         measure(metric, torch.randn(2, 5), pairs)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.calls import compiling
+from sparse_tl.calls import devices
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.distributions import BernoulliGate, with_pressure
 from sparse_tl.gates.sparse import straight_through
@@ -105,7 +105,7 @@ def test_values_counts_and_gradients(
 def test_the_compiled_form(monkeypatch: pytest.MonkeyPatch, by_share: bool, backend: str) -> None:
     """Equals the one that is written, at several scales of noise; so does what runs without it."""
     compile_with = partial(torch.compile, backend=backend) if backend != "broken" else _broken
-    compiling._compiled.cache_clear()
+    devices._compiled.cache_clear()
 
     def step(noise: float) -> list[Tensor]:
         scores, pattern, bias = _inputs("padded")
@@ -121,11 +121,11 @@ def test_the_compiled_form(monkeypatch: pytest.MonkeyPatch, by_share: bool, back
     # Shapes are symbols to the compiler.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setattr(torch, "compile", compile_with)
-    monkeypatch.setattr(compiling, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(devices, "COMPILED_ON", ("cpu",))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = [step(noise) for noise in (0.25, 0.0, 0.1)]
-    compiling._compiled.cache_clear()
+    devices._compiled.cache_clear()
     said = [str(w.message) for w in told if "torch.compile failed" in str(w.message)]
     assert len(said) == (2 if backend == "broken" else 0)  # of each pass, once
     for one, other in zip(expected, found, strict=True):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
 from sparse_tl.lens import Model, save_model
-from sparse_tl.runs import run_post_training, texts
+from sparse_tl.runs import post_training, run_post_training
 from sparse_tl.training.pretrain import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]
@@ -102,7 +102,7 @@ def test_the_command_streams_what_it_does_not_hold(
     steps: int,
 ) -> None:
     """And trains on every window but those that it holds out."""
-    monkeypatch.setattr(texts, "WINDOW_TOKENS", 50 * 8)
+    monkeypatch.setattr(post_training, "WINDOW_TOKENS", 50 * 8)
     seen: list[list[int]] = []
     batch = TextStream.batch
 

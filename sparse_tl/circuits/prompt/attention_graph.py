@@ -49,7 +49,6 @@ class AttentionGraph(Result):
         wrong: text of the wrong answer, for metrics that compare the two.
     """
 
-    made_by: ClassVar[str] = "trace_attention(...)"
     finite: ClassVar[bool] = False
 
     attention: Float[Tensor, "layer head query key"]

@@ -30,8 +30,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.calls.compiling import fastest
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.calls.devices import SizeByDevice, fastest
 from sparse_tl.gates.distributions import logistic_noise
 from sparse_tl.gates.sparse.computed_gates import GateSettings
 from sparse_tl.gates.sparse.counting import Counted, open_edges, possible_edges

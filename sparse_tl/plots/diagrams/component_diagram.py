@@ -143,7 +143,7 @@ def component_diagram(
     if isinstance(panels, Circuit):
         panels = {"Circuit": panels}
     if not panels:
-        raise ValueError(f'there is no panel; pass {{"Base Model": {Circuit.made_by}}}')
+        raise ValueError('there is no panel; pass {"Base Model": circuit}')
     if isinstance(scores, Scores):
         scores = dict.fromkeys(panels, scores)
     scores = scores or {}
