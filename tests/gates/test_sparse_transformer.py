@@ -302,7 +302,7 @@ def test_edges_of_pairs_are_those_of_their_clean_prompts(build_tiny: Callable[..
     one, ends = torch.ones(2, 1).long(), torch.tensor([5, 3])
     pairs = PromptPairs(tokens, tokens.flip(1), one, one + 1, ends)
     mask = (torch.arange(6) <= ends[:, None]).long()
-    expected = sparse.count_attention_edges(tokens.to(torch.uint8), attention_mask=mask)
+    expected = sparse.count_attention_edges(tokens.to(torch.int32), attention_mask=mask)
     assert torch.equal(sparse.count_attention_edges(pairs).active, expected.active)
     assert expected.tokens.tolist() == [6, 4]
     opened = sparse.open_attention_edges(tokens, attention_mask=mask)
