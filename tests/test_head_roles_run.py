@@ -165,7 +165,7 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
     assert first.load() is first.load()
     with pytest.raises(ValueError, match="each model once"):
         cells_of([folders[0], folders[0]], [f"text={text}"], 8, "cpu")
-    with pytest.raises(ValueError, match=r"config\.json .* in .*; found \['dense'\]"):
+    with pytest.raises(ValueError, match="no model in .*config.json"):
         cells_of([str(other.parent)], [f"text={text}"], 8, "cpu")
 
 

@@ -176,7 +176,7 @@ class TextStream:
         seed: Seed = 0,
         *,
         shuffle: AtLeastOne = 1024,
-        left_out: range = range(0),
+        left_out: Any = range(0),
         boundaries: Boundaries = "predict",
         accumulate: AtLeastOne = 1,
     ) -> None:

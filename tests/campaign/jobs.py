@@ -89,8 +89,6 @@ def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
     import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
-    import_module("sparse_tl.head_roles.likelihood").SAVE_AFTER = 0.0
-    import_module("sparse_tl.head_roles.likelihood").ACTIVATIONS_AT_ONCE = 4096
 
 
 def _head_gates(folder: Path) -> str:
@@ -98,14 +96,6 @@ def _head_gates(folder: Path) -> str:
     how: dict[str, Any] = {**FITTING, "updates": 6}
     model = tiny_model(n_layers=1)
     return facts(stl.fit_head_gates(model, targets(), checkpoint=folder / "c", **how))
-
-
-def _ablation(folder: Path) -> str:
-    _often()
-    model = tiny_model(n_layers=1)
-    roles = stl.fit_head_gates(model, targets(), **FITTING)
-    how: dict[str, Any] = {"max_heads": 2, "checkpoint": folder / "c"}
-    return facts(stl.ablation_curve(model, roles, targets(), **how, **QUIET))
 
 
 def _contrastive(folder: Path) -> str:
@@ -192,7 +182,6 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "sampled_windows": _sampled,
     "fit_head_gates": _head_gates,
     "fit_contrastive_head_gates": _contrastive,
-    "ablation_curve": _ablation,
     "built-in pair": _pair,
     "addition": _addition,
     "post-train": _post_training,

@@ -22,7 +22,7 @@ from sparse_tl.storage.files import read_json, read_tensors, recover_folder
 SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 IN_A_ROW = 5
 """Kills of one job before it may end."""
-QUICK = ("post_train", "ablation_curve")
+QUICK = ("post_train", "fit_head_gates")
 """Jobs of the normal run."""
 LONG = {"addition"}
 """Jobs that are attacked once, and not until there are enough kills."""

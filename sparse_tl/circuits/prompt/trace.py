@@ -251,7 +251,7 @@ def _run(
             mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0].cpu()
         else:
             logits = model(batch)
-    logits = logits[0]
+        logits = logits[0]
     check_numbers(adapter, logits)
     attention = torch.cat([kept[name] for name in patterns])
     allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in layers])
