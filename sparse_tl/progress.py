@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from html import escape
 from typing import Any
 
@@ -17,15 +18,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from sparse_tl.calls.scopes import scope
-
 DELAY, PAUSE = 0.5, 0.2
 """Seconds until a notebook shows anything, and minimum seconds between its updates."""
 LOG_DELAY, LOG_PAUSE = 10.0, 60.0
 """The same for lines of a log."""
 
 
-@scope
+@contextmanager
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:

@@ -26,7 +26,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -81,7 +80,7 @@ def evaluate(
     site = Heads() if grid == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
     by_batch: list[tuple[Tensor, ...]] = []
-    with autograd(False), tracked("evaluating", len(listed) * len(runs), progress) as step:
+    with torch.no_grad(), tracked("evaluating", len(listed) * len(runs), progress) as step:
         for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
             values = [clean, measure(metric, runs.everything_patched(run), batch)]
@@ -243,7 +242,7 @@ class FaithfulnessRuns:
         searched, *others = (self._on(runs, mask) for runs in self._runs)
         return searched, others[0] if others else None
 
-    @autograd(False)
+    @torch.no_grad()
     def _on(self, runs: PairRuns, mask: Bool[Tensor, "*axes"]) -> Faithfulness:
         measured = []
         for batch, run in runs:

@@ -46,7 +46,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.logits import towards_answers
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
@@ -206,7 +206,7 @@ class HeadBehaviour(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def head_behaviour(
     model: HookedModel,
     pairs: PromptPairs | None = None,

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
@@ -126,7 +125,7 @@ class PairRuns(PatchedPairs):
             self._runs[index] = run
         return run
 
-    @autograd(False)
+    @torch.no_grad()
     def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
         """Logits of a batch with everything patched: of the corrupted run, under corrupted patches.
 

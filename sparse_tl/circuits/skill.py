@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
@@ -104,7 +103,7 @@ class Skill(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def measure_skill(
     model: HookedModel,
     pairs: PromptPairs,
@@ -145,7 +144,7 @@ def measure_skill(
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def accuracy(
     model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
 ) -> float:

@@ -19,7 +19,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.prompt.removal import (
     AttentionEdge,
@@ -418,7 +417,7 @@ class AblatedModel:
         tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
         return self._table(tokens, read_at, {"": after, "_before": before})
 
-    @autograd(False)
+    @torch.no_grad()
     def logit_lens(self, level: int, column: int, top: int) -> pd.DataFrame:
         """The most likely tokens by the logit lens at a node of the residual stream."""
         logits = self.adapter.logits(self.now.streams[level, None])[0, column].cpu().double()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
-from sparse_tl.calls.scopes import Scope, scope
 from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, Columns, meant
 from sparse_tl.gates.patches import Patch, ReferencePrompts
 from sparse_tl.gates.run import gated
@@ -39,7 +39,7 @@ def ablate_heads(
     *,
     reference: ReferencePrompts | None = None,
     seed: Seed = 0,
-) -> Scope[None]:
+) -> AbstractContextManager[None]:
     """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
 
     Args:
@@ -69,7 +69,7 @@ def ablate_attention_edges(
     heads: Sequence[HeadOrName] | None = None,
     query: Columns | None = None,
     key: Columns | None = None,
-) -> Scope[None]:
+) -> AbstractContextManager[None]:
     """Inside the block, attention is 0 at these edges, whatever the learned gates are.
 
     Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
@@ -123,7 +123,7 @@ def ablate_attention_edges(
 
 
 @checked
-@scope
+@contextmanager
 def steer(
     model: HookedModel,
     name: str,

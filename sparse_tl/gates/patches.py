@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
@@ -81,7 +80,7 @@ class PatchValues:
             if patch == "mean":
                 self.values = mean_activations(adapter, [prompts], names, order)
             else:
-                with autograd(False):
+                with torch.no_grad():
                     self.values, self.final = _recorded(adapter, prompts, names, order)
 
     def draw(self, n_prompts: int) -> None:
@@ -171,7 +170,7 @@ def drawn(
     return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
 
-@autograd(False)
+@torch.no_grad()
 def mean_activations(
     adapter: Adapter,
     batches: Iterable[Int[Tensor, "_ pos"]],

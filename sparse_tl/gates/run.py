@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
 from sparse_tl.gates.sites import GatedPass, Site, SiteGates
@@ -36,7 +36,7 @@ from sparse_tl.lens import (
 
 
 @checked
-@scope
+@contextmanager
 def gated(
     model: HookedModel,
     site: Site,
@@ -147,7 +147,7 @@ class GatedRun:
     def _clean(self) -> tuple[Float[Tensor, "label d_model"], Float[Tensor, "label vocab"]]:
         return clean_outputs(self.adapter, self.tokens, self.read, self.attention_mask)
 
-    @autograd(False)
+    @torch.no_grad()
     def start_from(self, gates: SiteGates | None) -> Float[Tensor, "label vocab"]:
         """Logits under one setting (None: the whole model); later passes start from its state.
 
@@ -236,7 +236,7 @@ class GatedRun:
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 
 
-@autograd(False)
+@torch.no_grad()
 def clean_outputs(
     adapter: Adapter,
     tokens: Int[Tensor, "batch pos"],

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import Spans
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
@@ -300,7 +299,7 @@ def hook_points(
         sample = torch.zeros(1, 1, dtype=torch.long, device=adapter.device)
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     notes: list[Hook] = [(name, Order.FIRST, seen[name].append) for name in chosen]
-    with attached(adapter, notes), autograd(False):
+    with attached(adapter, notes), torch.no_grad():
         model(sample, return_type=None)
     silent = [name for name in chosen if not seen[name]]
     if silent:

@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
@@ -92,7 +91,7 @@ def _losses(
 
 
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def target_log_probabilities(
     model: HookedModel,
     rows: TokenBatch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain, repeat
 from typing import Any
@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.numerics import HALVES
 from sparse_tl.lens.core.places import Forward, stand_in
 from sparse_tl.lens.core.points import HookedModel
@@ -23,7 +22,7 @@ from sparse_tl.lens.models import adapt
 
 
 @checked
-@scope
+@contextmanager
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 
@@ -43,7 +42,7 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
         yield
 
 
-@scope
+@contextmanager
 def all_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, passes keep all activations, even within `checkpointed_activations`."""
     with ExitStack() as removed:

@@ -43,7 +43,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.devices import has_sharded_weights
 from sparse_tl.lens.core.hooks import (
@@ -144,7 +143,7 @@ def check_whole(adapter: Adapter) -> None:
         )
 
 
-@autograd(False)
+@torch.no_grad()
 def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
     on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
     if on and lora_layers(adapter.model):
@@ -310,7 +309,7 @@ def _check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
     _edits_reach(adapter, tokens)
 
 
-@autograd(False)
+@torch.no_grad()
 def check_sums_under_hooks(
     adapter: Adapter, tokens: Int[Tensor, "batch pos"] | None = None
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.attention import ENTRY, EVERYTHING, Expression
 from sparse_tl.lens.core.hooks import AttachedHooks

@@ -16,6 +16,7 @@ Reference: RelP, arXiv 2508.21258.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.hooks import Hook, Order, attached
 from sparse_tl.lens.core.limits import check_supported
@@ -31,7 +31,7 @@ from sparse_tl.lens.core.numerics import Norm
 from sparse_tl.lens.core.places import hooks_on
 
 
-@scope
+@contextmanager
 def relevance_rules(adapter: Adapter) -> Iterator[None]:
     """Inside the block, gradients follow these rules, if there is one for every part."""
     check_supported(adapter, "relp")

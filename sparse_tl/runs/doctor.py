@@ -16,7 +16,6 @@ from rich.filesize import decimal
 
 from sparse_tl import __version__
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
@@ -145,7 +144,7 @@ def _circuits(adapter: Adapter) -> str:
     )
 
 
-@autograd(False)
+@torch.no_grad()
 def _padding(adapter: Adapter) -> str:
     length = min(4, adapter.n_ctx - 1)
     tokens = torch.arange(length, device=adapter.device)[None] % adapter.d_vocab

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.results import Result, from_fields, table_html
@@ -144,7 +143,7 @@ class RunFolder:
             )
         self._write()
 
-    @scope
+    @contextmanager
     def stage(self, name: str, title: str = "") -> Iterator[None]:
         """Add the duration of a block to a stage, and `title` to the block's ValueErrors."""
         started = time.monotonic()

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
@@ -23,8 +23,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparse_tl.calls.scopes import scope
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 _EARLIER = ".earlier"
 
 
-@scope
+@contextmanager
 def beside(path: Path) -> Iterator[Path]:
     """A temporary path of the same name, in a hidden folder beside `path` that is removed again.
 
@@ -65,7 +63,7 @@ def complete(temporary: Path) -> None:
                         raise
 
 
-@scope
+@contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """A temporary path that replaces `path` if the block ends without an exception."""
     path = Path(path)
@@ -75,7 +73,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
 
 
-@scope
+@contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A temporary folder that replaces `path` if the block ends without an exception.
 
@@ -194,7 +192,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-@scope
+@contextmanager
 def tensor_file(path: str | Path) -> Iterator[None]:
     """Name the file if the block cannot read it as safetensors.
 
@@ -235,7 +233,7 @@ def check_writable(folder: str | Path) -> Path:
     return folder
 
 
-@scope
+@contextmanager
 def locked(path: Path | None) -> Iterator[None]:
     """Hold a lock on a file or folder, and remove what killed writes left of it.
 

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.effect import mean_interval, sign_test, wilson_interval
 from sparse_tl.circuits.pair_runs import PairBatches
 from sparse_tl.data import PromptPairs
@@ -96,7 +95,7 @@ class SkillComparison(Result):
 
 
 @checked
-@autograd(False)
+@torch.no_grad()
 def measure_skills(
     dense: Model | SparseTransformer,
     sparse: SparseTransformer,

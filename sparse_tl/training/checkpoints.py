@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import HookedModel, processes, read_parameters, weights_digest, whole
 from sparse_tl.storage.files import (
@@ -167,7 +166,7 @@ def load_checkpoint(
         for like in group["params"]
     ]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(restored))})
-    with autograd(False):
+    with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(spread(groups["weights"][name], parameter))
     return state

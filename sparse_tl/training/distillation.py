@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import log_probabilities
 
 LOGITS_PER_CHUNK = SizeByDevice(cpu=2**19, elsewhere=2**25)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.attention import costs_of_first
@@ -107,7 +106,7 @@ class HeldOut(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def evaluate_held_out(
     model: Model | SparseTransformer,
     examples: TokenBatch,

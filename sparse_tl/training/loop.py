@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -37,7 +37,7 @@ from sparse_tl.calls.arguments import (
     Seed,
     checked,
 )
-from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import (
@@ -348,7 +348,7 @@ class Run:
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
 
-    @autograd(False)
+    @torch.no_grad()
     def restore_best(self) -> None:
         for name, parameter in self.trained.items():
             parameter.copy_(ranks.spread(self.state.best_weights.get(name), parameter))
@@ -363,7 +363,7 @@ class Run:
         return {"step": self.state.step, "seconds": time.monotonic() - self.started}
 
 
-@scope
+@contextmanager
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Enable gradients for the trained parameters only, and restore all flags at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -393,7 +393,7 @@ def _optimizer(
     return torch.optim.AdamW(groups, fused=fused, **how)
 
 
-@scope
+@contextmanager
 def _repeatable() -> Iterator[None]:
     """Use deterministic algorithms, and restore the previous setting at the end.
 
@@ -488,7 +488,7 @@ class MasterWeights:
             (weight, self.by_name[name]) for name, weight in weights.items() if is_half(weight)
         ]
 
-    @scope
+    @contextmanager
     def taking_gradients(self) -> Iterator[None]:
         """Move each gradient to its master as soon as it exists, so that few are held twice."""
         for weight, _ in self._copied:
@@ -508,7 +508,7 @@ class MasterWeights:
         for weight, master in self._copied:
             _move(weight, master)
 
-    @autograd(False)
+    @torch.no_grad()
     def write(self) -> None:
         """Write the rounded master weights into the model."""
         for weight, master in self._copied:
@@ -520,7 +520,7 @@ def is_half(weight: nn.Parameter) -> bool:
     return weight.dtype == torch.bfloat16
 
 
-@autograd(False)
+@torch.no_grad()
 def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
     if weight.grad is None:
         return
@@ -535,7 +535,7 @@ _SIGNALS = [
 """Signals that ask a process to stop; SIGHUP does not exist on every platform."""
 
 
-@scope
+@contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
@@ -146,7 +146,7 @@ def training_memory(
         )
 
 
-@scope
+@contextmanager
 def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
     """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
     try:

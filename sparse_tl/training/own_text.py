@@ -31,7 +31,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.documents import separator
@@ -71,7 +70,7 @@ _IDENTITY = "sampled_windows"
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def sampled_windows(
     model: Model | SparseTransformer,
     n: AtLeastOne,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.sparse.attention import attention_by_blocks
@@ -63,7 +63,7 @@ def needs_copy(sparse: SparseTransformer, trained: Iterable[str]) -> bool:
     return any(id(parameters[name]) in dense for name in trained)
 
 
-@scope
+@contextmanager
 def under_gates(model: Reference) -> Iterator[SparseTransformer]:
     """Wrap a dense model in gates within the block; a sparse model is its own wrapper."""
     if isinstance(model, SparseTransformer):
@@ -76,7 +76,7 @@ def under_gates(model: Reference) -> Iterator[SparseTransformer]:
         wrapped.unwrap()
 
 
-@scope
+@contextmanager
 def as_dense(reference: Reference) -> Iterator[None]:
     """Make a reference compute as the dense model within the block."""
     if not isinstance(reference, SparseTransformer):
@@ -86,7 +86,7 @@ def as_dense(reference: Reference) -> Iterator[None]:
         yield
 
 
-@scope
+@contextmanager
 def predicting(reference: Reference) -> Iterator[None]:
     """Make a reference predict as the dense model within the block, long prompts by blocks."""
     with as_dense(reference):
@@ -123,7 +123,7 @@ class DensePredictions:
         self.model, self._free = model, capacity
         self._kept: dict[str, Tensor] = {}
 
-    @autograd(False)
+    @torch.no_grad()
     def logits(self, batch: TokenBatch) -> Float[Tensor, "label vocab"]:
         """The logits at the labels of a batch, in row-major order, as a new tensor."""
         adapter = adapt(self.model)
@@ -132,7 +132,7 @@ class DensePredictions:
                 return logits_at(self.model(batch.tokens, **batch.model_kwargs))
         return self.unembed(self.final(batch))
 
-    @autograd(False)
+    @torch.no_grad()
     def final(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
         """The residual stream after the last layer at the labels of a batch."""
         if adapt(self.model).core.training:  # with dropout, every pass differs
@@ -155,7 +155,7 @@ class DensePredictions:
         ]
         return torch.cat(parts)
 
-    @autograd(False)
+    @torch.no_grad()
     def unembed(self, final: Float[Tensor, "label d_model"]) -> Float[Tensor, "label vocab"]:
         """The logits for a final residual stream."""
         return adapt(self.model).unembed(final)

@@ -28,7 +28,6 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, Positive, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, check_grid, reaches_logits
 from sparse_tl.circuits.evaluation import FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -122,7 +121,7 @@ def acdc(
     runs.check_effect(metric)
     report = FaithfulnessRuns(runs, metric, held_out)
     search = _Search(initial, runs, metric, threshold or 1e-4)
-    with autograd(False):
+    with torch.no_grad():
         search.run_pass(size, progress)
         while size is not None and len(search.circuit) > size:
             search.threshold *= 2

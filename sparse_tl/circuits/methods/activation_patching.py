@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
@@ -120,7 +119,7 @@ class ActivationPatching(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def patch_activations(
     model: HookedModel,
     pairs: PromptPairs,

@@ -35,7 +35,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, Grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -216,7 +215,7 @@ class Elimination:
         An effect above 1 counts as equally far below.
         """
         found = list[Float[Tensor, "circuit pair"]]()
-        with autograd(False):
+        with torch.no_grad():
             for batch, run in self.runs:
                 at_once = max(1, ROWS // len(batch))
                 logits = [row for some in masks.split(at_once) for row in run.logits(some)]

@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import check_grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -82,7 +81,7 @@ def patch_exactly(
     indices = [grid.index(name) for grid, name in zip(grids, names, strict=True)]
     layers = [grid.layer(index) for grid, index in zip(grids, indices, strict=True)]
     total = len(names) * len(pairs.split(batch_size))
-    with autograd(False), tracked("patching", total, progress) as step:
+    with torch.no_grad(), tracked("patching", total, progress) as step:
         for site, grid in ((CircuitEdges(), edges), (Heads(), heads)):
             # Group parts by layer: a pass starts at the first layer that differs.
             numbers = sorted(

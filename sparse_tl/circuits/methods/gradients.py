@@ -33,8 +33,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vecdot
 
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import PatchValues
@@ -152,7 +152,7 @@ class AttributionPasses:
         clean = {name: one.kept[name] for name in (*points, *(self.wanted if patches else ()))}
         change = {name: patch.change(name, clean[name]) for name in points}
         if patch.final is not None:
-            with autograd(False):
+            with torch.no_grad():
                 self._changed |= is_changed(one.values, self._measured(patch.final, batch))
         else:  # whether any write changes: the metric would take another pass
             self._changed |= any(
@@ -246,7 +246,7 @@ class AttributionPasses:
         logits = self.adapter.logits_at(final, repeated(read_mask(batch), copies))
         return torch.cat([measure(self.metric, one, batch) for one in logits.chunk(copies)])
 
-    @autograd(False)
+    @torch.no_grad()
     def _check_without_influence(
         self,
         name: str,
@@ -300,7 +300,7 @@ class ReadGradients:
         """The gradient with respect to the final residual stream, which the logits read."""
         return self._sums["final"]
 
-    @autograd(False)
+    @torch.no_grad()
     def add(self, one: GradientPass) -> None:
         """Add a pass's gradients at every destination."""
         gradients = dict(one.gradients)
@@ -323,7 +323,7 @@ class ReadGradients:
             more = one.over_copies(gradient)
             self._sums[name] = self._sums[name] + more if name in self._sums else more
 
-    @autograd(False)
+    @torch.no_grad()
     def layer(
         self, layer: int, places: Places, out: Float[Tensor, "destination place d_model"]
     ) -> Float[Tensor, "some place d_model"]:
@@ -347,7 +347,7 @@ class ReadGradients:
             done += 1
         return out[:done]
 
-    @autograd(False)
+    @torch.no_grad()
     def summed(
         self, readers: Bool[Tensor, "batch pos destination"]
     ) -> Float[Tensor, "batch pos d_model"]:

@@ -24,7 +24,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.gradients import AttributionPasses, ReadGradients
@@ -223,7 +222,7 @@ class _Source:
     positions: Positions | None
     directions: Float[Tensor, "neuron d_model"]
 
-    @autograd(False)
+    @torch.no_grad()
     def run(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Tensor, Tensor]:
         """Each neuron's activation, and the coefficient of the direction that it writes."""
         block = f"blocks.{self.mlp.layer}"
@@ -319,7 +318,7 @@ def _rank(
     return total / sum(map(len, patched.batches)), peaks
 
 
-@autograd(False)
+@torch.no_grad()
 def _patch(
     source: _Source,
     pairs: PatchedPairs,
@@ -350,7 +349,7 @@ def _patch(
     return effects / sum(map(len, pairs.batches))
 
 
-@autograd(False)
+@torch.no_grad()
 def _added_logits(
     source: _Source, neurons: Int[Tensor, " chosen"]
 ) -> Float[Tensor, "chosen vocab"]:

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, Positive, Seed, checked
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.circuit import check_grid
 from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
@@ -219,7 +219,7 @@ def _expected_share(first: float, last: float, progress: float) -> float:
     return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))
 
 
-@autograd(False)
+@torch.no_grad()
 def _shifted(
     logits: Float[Tensor, " gate"], expected: float, noise: float
 ) -> Float[Tensor, " gate"]:

@@ -30,7 +30,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import EffectCurve, Evaluation
 from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, evaluate, log_sizes
@@ -395,7 +394,7 @@ def circuit_sizes_per_prompt(
         raise ValueError("give at least one size")
     needed = []
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
-    with autograd(False), tracked("circuits of single prompts", len(pairs), progress) as step:
+    with torch.no_grad(), tracked("circuits of single prompts", len(pairs), progress) as step:
         for values, (pair, run) in zip(scores.values, runs, strict=True):
             of_pair = Scores(graph, values, scores.method)
             connected = (of_pair.top(size).connected(patch=patch) for size in top_sizes)

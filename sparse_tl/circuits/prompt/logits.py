@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.pair_runs import PairBatches, read_mask
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
@@ -93,7 +92,7 @@ class LogitLens(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = None) -> LogitLens:
     """What the model would predict if it ended before a layer, at each layer and position.
 
@@ -198,7 +197,7 @@ class LogitAttribution(Result):
 
 @checked
 @in_evaluation_mode
-@autograd(False)
+@torch.no_grad()
 def attribute_logits(
     model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
 ) -> LogitAttribution:

@@ -25,7 +25,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
@@ -81,7 +80,7 @@ class LeaveOneOut:
         per_token = self.adapter.activations_per_token + 3 * self.adapter.n_heads * len(tokens)
         self._most_rows = max(1, MOST_NUMBERS // (len(tokens) * per_token))
 
-    @autograd(False)
+    @torch.no_grad()
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
     ) -> RemovalEffects:

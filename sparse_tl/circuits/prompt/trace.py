@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparse_tl.calls.arguments import Count, NotNegative, checked
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.prompt.removal import EdgeEffects, LeaveOneOut
 from sparse_tl.circuits.prompt.tokens import (
@@ -292,7 +292,7 @@ def _carried_points(adapter: Adapter, layer: int) -> list[str]:
     return [f"blocks.{layer}.hook_resid_pre", *attention, adapter.heads_point(layer)]
 
 
-@autograd(False)
+@torch.no_grad()
 def _carried(
     adapter: Adapter, layer: int, kept: Mapping[str, Tensor]
 ) -> Float[Tensor, "head query key"]:

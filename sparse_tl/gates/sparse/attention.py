@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +26,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
@@ -313,7 +313,7 @@ def _initial(adapter: Adapter, value: float) -> Float[Tensor, "layer head"]:
     return torch.full(shape, value, device=adapter.device, dtype=adapter.gate_dtype)
 
 
-@autograd(False)
+@torch.no_grad()
 def _query_size(adapter: Adapter) -> int:
     """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
     sizes: list[int] = []
@@ -327,7 +327,7 @@ def _query_size(adapter: Adapter) -> int:
     return sizes[0]
 
 
-@scope
+@contextmanager
 def attention_by_blocks(model: HookedModel) -> Iterator[None]:
     """Inside the scope, a model without gates computes attention of long prompts by blocks."""
     adapter = adapt(model)

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.gates.sparse.straight_through import EDGES_AT_ONCE
 from sparse_tl.lens import AttentionMask, Block, Deferred, Expression, function_name

@@ -7,7 +7,7 @@ the same gates again, is the same for gates on attention edges and on MLPs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.calls.scopes import Scope, scope
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -104,7 +103,7 @@ class ComputedGates(nn.Module):
         return self.distribution.is_open(logits) & possible, probability * possible
 
 
-@scope
+@contextmanager
 def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
     """Inside the block, override fields of the `GateSettings` of these gates."""
     before = [some.settings for some in gates]
@@ -117,7 +116,7 @@ def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
             some.settings = own
 
 
-def as_now(gates: Sequence[ComputedGates]) -> Callable[[], Scope[None]]:
+def as_now(gates: Sequence[ComputedGates]) -> Callable[[], AbstractContextManager[None]]:
     """Keep the settings of these gates for the repetition of a layer in the backward pass.
 
     Returns:
@@ -128,7 +127,7 @@ def as_now(gates: Sequence[ComputedGates]) -> Callable[[], Scope[None]]:
     counting, generator = gates[0].settings.counts is not None, gates[0].settings.generator
     state = None if generator is None else generator.get_state()
 
-    @scope
+    @contextmanager
     def opened() -> Iterator[None]:
         again = None
         if generator is not None and state is not None:

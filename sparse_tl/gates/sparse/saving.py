@@ -12,10 +12,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from sparse_tl.calls.scopes import autograd
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
 from sparse_tl.gates.sparse.computed_gates import MLPGates
@@ -204,7 +204,7 @@ def _write_adapters(model: Model, folder: Path) -> _Adapters:
     return _Adapters(rank=rank, base=model.cfg.model_name, base_weights=digest(base))
 
 
-@autograd(False)
+@torch.no_grad()
 def _put_adapters(model: Model, file: Path, said: _Adapters) -> Model:
     """Load adapters onto their base model, in place.
 

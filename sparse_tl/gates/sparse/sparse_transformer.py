@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
-from sparse_tl.calls.scopes import Scope, autograd, scope
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
@@ -158,22 +158,22 @@ class SparseTransformer(nn.Module):
 
     def sampled(
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
-    ) -> Scope[None]:
+    ) -> AbstractContextManager[None]:
         """Inside the block, gates are sampled, as in training; `noise` scales their noise."""
         return self._set(mode=GateMode.SAMPLED, generator=generator, noise=noise)
 
-    def opened(self) -> Scope[None]:
+    def opened(self) -> AbstractContextManager[None]:
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
         return self._set(mode=GateMode.OPEN)
 
-    @scope
+    @contextmanager
     def _set(self, **settings: Any) -> Iterator[None]:
         """Inside the block, override settings of all gates."""
         with in_use(self.model), using(self._all_gates(), **settings):
             yield
 
     @in_evaluation_mode
-    @autograd(False)
+    @torch.no_grad()
     def count_attention_edges(
         self, tokens: Prompts, *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
@@ -190,7 +190,7 @@ class SparseTransformer(nn.Module):
         return AttentionEdgeCounts.concatenate([*self._counted(tokens, batch_size, kwargs)])
 
     @in_evaluation_mode
-    @autograd(False)
+    @torch.no_grad()
     def open_attention_edges(
         self, tokens: Prompts, *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> pd.DataFrame:
@@ -324,7 +324,7 @@ class SparseTransformer(nn.Module):
         core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)
         core._sparse_tl_again = partial(as_now, self._all_gates())
 
-    @scope
+    @contextmanager
     def _detached(self) -> Iterator[None]:
         was_on = self._hooks_on is not None
         self.unwrap()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.numerics import Norm
 from sparse_tl.lens.core.places import Place, Viewed, before
 from sparse_tl.lens.core.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, hook_point
@@ -168,7 +167,7 @@ class Adapter(ABC):
                 until.enter_context(sees_first(attention, len(inputs)))
             return self._final(rows, from_layer, mask)
 
-    @scope
+    @contextmanager
     def only_at(
         self, read: Bool[Tensor, "batch pos"]
     ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:

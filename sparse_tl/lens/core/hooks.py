@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.calls.scopes import autograd, scope
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.lens.core import modes
 from sparse_tl.lens.core.adapter import Adapter
 from sparse_tl.lens.core.attention import AttentionMask
@@ -109,7 +110,7 @@ class AttachedHooks:
         self._attached, self._handles = [], []
 
 
-@scope
+@contextmanager
 def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, and remove them even if it raises."""
     with modes.in_use(adapter.model):
@@ -144,7 +145,7 @@ def gate_hooks(adapter: Adapter) -> Set[int]:
     return getattr(core, "_sparse_tl_wrapped", frozenset())
 
 
-@scope
+@contextmanager
 def without_user_hooks(model: HookedModel) -> Iterator[None]:
     """Inside the block, hook points run only hooks attached in it; others are restored after it."""
     kept = [
@@ -230,7 +231,7 @@ def mask_hooks(adapter: Adapter, masks: dict[int, AttentionMask]) -> list[Hook]:
     ]
 
 
-@autograd(False)
+@torch.no_grad()
 def source_outputs(
     adapter: Adapter, values: Activations
 ) -> Float[Tensor, "source batch pos d_model"]:
@@ -255,7 +256,7 @@ def source_outputs(
 _enters: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
 
 
-@autograd(False)
+@torch.no_grad()
 def enters(adapter: Adapter) -> bool:
     """Whether a pass from a later layer on ends like a full pass; tested once per model.
 

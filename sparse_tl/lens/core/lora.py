@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -32,7 +33,6 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.lens.core.hooks import without_user_hooks
 from sparse_tl.lens.core.numerics import HALVES
 from sparse_tl.lens.core.places import hooks_on
@@ -113,7 +113,7 @@ def takes_lora(model: Model) -> TypeGuard[TransformerBridge]:
 
 
 @checked
-@autograd(False)
+@torch.no_grad()
 def merge_lora(model: Model) -> Model:
     """Merge low-rank adapters into the weights that they adapt, and remove them, in place.
 
@@ -160,7 +160,7 @@ def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     ]
 
 
-@scope
+@contextmanager
 def lora_off(model: nn.Module) -> Iterator[None]:
     """Inside the block, the model computes as if it had no low-rank adapters."""
     layers = lora_layers(model)
@@ -194,7 +194,7 @@ def effective(module: Any) -> nn.Module:
     return plain
 
 
-@scope
+@contextmanager
 def effective_weight(component: Any) -> Iterator[None]:
     """Inside the block, the weight that is read from a bridge's component includes its adapter."""
     inner = component.original_component
@@ -209,7 +209,7 @@ def _components(model: TransformerBridge) -> list[Any]:
     return [m for m in model.blocks.modules() if isinstance(m, GeneralizedComponent)]
 
 
-@autograd(False)
+@torch.no_grad()
 def _projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in module order."""
     called: set[nn.Module] = set()
@@ -235,7 +235,7 @@ def _projections(model: TransformerBridge) -> list[Any]:
 # ---- merged, while training ----------------------------------------------------------------------
 
 
-@scope
+@contextmanager
 def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
     """Inside the block, adapters act through merged weights, and frozen linear maps are converted.
 
@@ -301,7 +301,7 @@ class _Adapted(_Map):
         self.merged = torch.empty_like(weight, dtype=self.weight.dtype)
         self.weight = self.merged.T if transposed else self.merged
 
-    @autograd(False)
+    @torch.no_grad()
     def merge(self) -> None:
         if self.merged.dtype == self.a.dtype:
             torch.addmm(*self.terms, alpha=self.scale, out=self.merged)

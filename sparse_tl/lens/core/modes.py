@@ -9,14 +9,13 @@ ever. In evaluation mode, since dropout would be mistaken for an effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from threading import RLock, get_ident
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
-
-from sparse_tl.calls.scopes import scope
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -32,7 +31,7 @@ def _core(model: Any) -> nn.Module:
     return getattr(inner, "original_model", inner)
 
 
-@scope
+@contextmanager
 def in_use(model: Any) -> Iterator[None]:
     """Inside the block, only this thread can use a model, even without this package.
 
@@ -59,7 +58,7 @@ def in_use(model: Any) -> Iterator[None]:
         lock.release()
 
 
-@scope
+@contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
     """Use a model in evaluation mode inside the block; then restore each of its modules' mode."""
     core = _core(model)
@@ -92,7 +91,7 @@ def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
     return run
 
 
-@scope
+@contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Inside the block, weights get no gradients, so passes keep nothing for them."""
     training = [weight for weight in model.parameters() if weight.requires_grad]

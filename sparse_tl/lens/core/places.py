@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
-
-from sparse_tl.calls.scopes import scope
 
 Forward = Callable[..., Any]
 """The `forward` of a module."""
@@ -127,7 +125,7 @@ def read_call(
     return [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]
 
 
-@scope
+@contextmanager
 def hooks_on(
     hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
 ) -> Iterator[None]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.places import hooked
 
 MOSTLY = 0.7
 """Share of read positions above which selecting them costs more than it saves."""
 
 
-@scope
+@contextmanager
 def mlp_only_at(
     mlp: nn.Module, behind: Sequence[nn.Module], own: Set[int], read: Bool[Tensor, "batch pos"]
 ) -> Iterator[None]:
@@ -51,7 +51,7 @@ def mlp_only_at(
         yield
 
 
-@scope
+@contextmanager
 def logits_only_at(
     unembed: nn.Module, read: Bool[Tensor, "batch pos"]
 ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
@@ -74,7 +74,7 @@ def logits_only_at(
         yield lambda logits: logits[0] if selected else logits[read]
 
 
-@scope
+@contextmanager
 def sees_first(attention: nn.Module, n_rows: int) -> Iterator[None]:
     """Inside the block, an attention layer sees only the first rows of its inputs."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,7 +29,6 @@ from transformer_lens.model_bridge.sources import (
 )
 from transformers import PreTrainedModel
 
-from sparse_tl.calls.scopes import autograd, scope
 from sparse_tl.lens.core.devices import has_sharded_weights, whole
 from sparse_tl.lens.core.hooks import without_user_hooks
 from sparse_tl.lens.core.lora import BASE, effective, has_adapters, lora_layers
@@ -103,7 +103,7 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 # ---- the same as transformers --------------------------------------------------------------------
 
 
-@autograd(False)
+@torch.no_grad()
 def _few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos vocab"]]:
     """A fixed random prompt, and a `transformers` model's logits on it."""
     kind = type(model).__name__
@@ -124,7 +124,7 @@ def _few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos 
     return tokens, logits
 
 
-@autograd(False)
+@torch.no_grad()
 def _check_same(bridge: TransformerBridge, tokens: Tensor, expected: Tensor) -> None:
     """Check that a bridge without hooks gives these logits.
 
@@ -288,7 +288,7 @@ def _unnamed(whole: nn.Module, parts: Sequence[str]) -> ValueError:
     )
 
 
-@scope
+@contextmanager
 def _holding(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
     """Inside the block, a module has these values as its parameters."""
     kept = dict(module._parameters)
@@ -310,7 +310,7 @@ class _Split(NamedTuple):
     parts: list[nn.Module]
 
 
-@autograd(False)
+@torch.no_grad()
 def _joined(split: _Split) -> dict[str, Tensor]:
     """The weights of the joint projection, reassembled from the parts, whatever its layout.
 

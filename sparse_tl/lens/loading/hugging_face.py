@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from sparse_tl.calls.scopes import scope
 from sparse_tl.lens.core.architecture import dtype_named
 from sparse_tl.lens.loading.gguf_files import read_header, split_as_said, take_fields
 from sparse_tl.storage.files import read_json
@@ -37,7 +36,7 @@ _LARGE = 2 * 10**9  # bytes; smaller models load too fast for a bar
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-@scope
+@contextmanager
 def quietly() -> Iterator[None]:
     """Hide the progress bars of transformers."""
     shown = logging.is_progress_bar_enabled()
@@ -222,7 +221,7 @@ def _class_of(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-@scope
+@contextmanager
 def _naming_source(source: Path, what: str) -> Iterator[None]:
     """Inside the block, errors that transformers or tokenizers raise name the folder or file."""
     try:

@@ -26,7 +26,7 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
 )
 from transformers import DynamicCache
 
-from sparse_tl.calls.scopes import autograd
+from sparse_tl.calls.autograd import autograd
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.core import places
 from sparse_tl.lens.core.adapter import Adapter
@@ -157,7 +157,7 @@ class BridgeAdapter(Adapter):
 
     # ---- running ---------------------------------------------------------------------------------
 
-    @autograd(False)
+    @torch.no_grad()
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
         """See `Adapter`."""
         if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
@@ -296,7 +296,7 @@ def _block_norms(model: TransformerBridge) -> list[dict[NormPlace, str]]:
     return _found[model]
 
 
-@autograd(False)
+@torch.no_grad()
 def _calls(model: TransformerBridge) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """What the parts of each block are given and what they write, by name."""
     calls = [(dict[str, Tensor](), dict[str, Tensor]()) for _ in model.blocks]

@@ -1,16 +1,14 @@
-"""Autograd in blocks of `with` and decorated functions."""
+"""Gradients, switched on for what needs them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager as Scope, contextmanager as scope
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Scope", "autograd", "scope"]
 
-
-@scope
+@contextmanager
 def autograd(on: bool) -> Iterator[None]:
     """Switch torch's autograd on or off within the block or the decorated function.
 
