@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
 from pathlib import Path
-from typing import Annotated, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
-from annotated_types import Ge, Le
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -38,7 +37,6 @@ FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 
 MOST_SEEDS = 10_000
 """Maximum number of seeds, all of whose gates are in memory together."""
-SeedCount = Annotated[int, Ge(1), Le(MOST_SEEDS)]
 Seeds = SupportsIndex | Iterable[SupportsIndex]
 
 
