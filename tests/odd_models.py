@@ -91,4 +91,6 @@ def native() -> Any:
     config = TransformerBridgeConfig(
         **sizes, n_ctx=CONTEXT, d_vocab=VOCABULARY, d_mlp=48, act_fn="relu"
     )
-    return TransformerBridge.boot_native(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TransformerBridge.boot_native(config)

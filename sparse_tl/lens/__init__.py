@@ -41,6 +41,7 @@ from sparse_tl.lens.core.hooks import (
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
+    without_user_hooks as without_user_hooks,
 )
 from sparse_tl.lens.core.limits import (
     HeadOrName as HeadOrName,

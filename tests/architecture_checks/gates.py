@@ -33,7 +33,7 @@ def open_gates(subject: Subject) -> None:
 def gates_by_hand(subject: Subject) -> float:
     """Logits under hard gates, compared with a plain transformers model with the same gates written
     into its attention function by hand (float32)."""
-    sparse = SparseTransformer(subject.build())
+    sparse = SparseTransformer(subject.build(), gates="score")
     sparse.gates.bias.normal_(0, 1.5, generator=torch.Generator().manual_seed(0))
     logits, counts = sparse.run_with_counts(PAIRS.clean)
     require(bool((counts.active < counts.possible).any()), "no gate was closed")

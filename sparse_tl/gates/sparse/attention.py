@@ -48,6 +48,7 @@ from sparse_tl.lens import (
     defer_scores,
     explicit,
     mask_hooks,
+    without_user_hooks,
 )
 
 GateKind = Literal["score", "share"]
@@ -322,7 +323,8 @@ def _query_size(adapter: Adapter) -> int:
         sizes.append(query.shape[-1])
 
     # Run the whole model: passes of a sharded model cannot stop after one layer.
-    with attached(adapter, [("blocks.0.attn.hook_q", Order.LAST, note)]):
+    hook = "blocks.0.attn.hook_q", Order.LAST, note
+    with without_user_hooks(adapter.model), attached(adapter, [hook]):
         adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
     return sizes[0]
 
