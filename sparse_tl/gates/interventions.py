@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, Columns, meant
 from sparse_tl.gates.patches import Patch, ReferencePrompts
 from sparse_tl.gates.run import gated
@@ -123,7 +124,7 @@ def ablate_attention_edges(
 
 
 @checked
-@contextmanager
+@scope
 def steer(
     model: HookedModel,
     name: str,

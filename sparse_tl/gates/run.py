@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import scope
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
 from sparse_tl.gates.sites import GatedPass, Site, SiteGates
@@ -36,7 +36,7 @@ from sparse_tl.lens import (
 
 
 @checked
-@contextmanager
+@scope
 def gated(
     model: HookedModel,
     site: Site,

@@ -242,6 +242,9 @@ class HookPoints(_Activations):
                 f"a site needs hook points, and a size for each axis; got {self.names}, axes "
                 f"{self.axes} and sizes {self.sizes}"
             )
+        spans = self.spans
+        if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
+            raise ValueError(f"a site with spans has axis 1 and {len(spans.names)} gates")
 
     def _close(
         self,

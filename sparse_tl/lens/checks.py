@@ -346,7 +346,7 @@ def _points(adapter: Adapter) -> list[str]:
 def _own_pass(
     adapter: Adapter, tokens: Tensor, names: Sequence[str]
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Activations and logits as the model itself computes them, without fused normalisations."""
+    """Activations and logits as the model itself computes them."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     with attached(adapter, [(name, Order.LAST, found[name].append) for name in found]):
         logits = adapter.model(tokens)

@@ -25,7 +25,7 @@ import torch
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, load_model, merge_lora, save_model
+from sparse_tl.lens import Model, adapt, load_model, merge_lora, processes, save_model
 from sparse_tl.lens.loading.load import fetch
 from sparse_tl.models.pairs import SHIPPED, cache_folder
 from sparse_tl.progress import say
@@ -289,6 +289,8 @@ def _of_file(name: str, file: Path, options: dict[str, Any]) -> Model:
             return load_model(folder, **options)
     if not is_whole(name, file):
         raise _wrong_file(name, file)
+    if processes().num_processes > 1:  # of which only the first would write
+        return load_model(file, **options)
     try:
         with atomic_folder(folder) as temporary:
             save_model(load_model(file, device="cpu"), temporary)

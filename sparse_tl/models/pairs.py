@@ -27,7 +27,7 @@ from sparse_tl import __version__
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, boot, checked_device, load_model, save_model
+from sparse_tl.lens import Model, boot, checked_device, load_model, processes, save_model
 from sparse_tl.storage.files import atomic_folder, read_json, write_csv, write_json
 from sparse_tl.training import PostTraining, post_train, pretrain
 
@@ -276,6 +276,8 @@ def build_cached(
 
     if is_current() and (folder / "dense").exists() and (folder / "sparse").exists():
         return folder
+    if processes().num_processes > 1:
+        raise ValueError(f"build the {recipe.name} models of seed {seed} in one process first")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Cluster jobs share the user's cache folder: one builds, the others wait.
     lock = FileLock(folder.with_suffix(".lock"))

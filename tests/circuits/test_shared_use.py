@@ -83,9 +83,44 @@ def test_inference_mode_is_named(build_tiny: Build, name: str) -> None:
         call(ANALYSES[name], shaken(build_tiny()), random_pairs())
 
 
+class _Elsewhere:
+    """A pass of a model in another thread, held up in its first layer until the block ends."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor) -> None:
+        self.inside, self.leave = threading.Event(), threading.Event()
+
+        def hold(*_: Any) -> None:
+            self.inside.set()
+            assert self.leave.wait(60)
+
+        self.handle = model.blocks[0].register_forward_pre_hook(hold)
+        self.pool = ThreadPoolExecutor(1)
+        self.pending = self.pool.submit(lambda: model(tokens))
+        assert self.inside.wait(60)
+        self.handle.remove()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        self.leave.set()
+        self.found = self.pending.result(60)
+        self.pool.shutdown()
+
+
 def _in_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result(60)
+
+
+def test_a_model_that_another_thread_runs_is_refused(build_tiny: Build) -> None:
+    model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
+    plain = model(pairs.clean)
+    expected = patch_exactly(model, pairs, logit_difference, progress=False)
+    with (held := _Elsewhere(model, pairs.clean)), pytest.raises(RuntimeError, match="thread"):
+        patch_exactly(model, pairs, logit_difference, progress=False)
+    assert torch.equal(held.found, plain)
+    check_same(expected, patch_exactly(model, pairs, logit_difference, progress=False))
 
 
 def test_an_analysed_model_is_refused_to_other_threads(build_tiny: Build) -> None:

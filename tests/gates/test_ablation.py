@@ -36,6 +36,11 @@ def _z(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [cache[f"blocks.{layer}.attn.hook_z"] for layer in range(2)]
 
 
+def test_a_call_without_with_warns_that_it_does_nothing(build_tiny: Build) -> None:
+    with pytest.warns(UserWarning, match="only in a `with` block"):
+        ablate_heads(build_tiny(), HEADS)
+
+
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
 def test_zeroed_heads_write_nothing(build_tiny: Build, kind: str) -> None:
     model, tokens = build_tiny(kind), _tokens(3)

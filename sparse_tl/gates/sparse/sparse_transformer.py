@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
+from sparse_tl.calls.scopes import scope
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
@@ -166,7 +167,7 @@ class SparseTransformer(nn.Module):
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
         return self._set(mode=GateMode.OPEN)
 
-    @contextmanager
+    @scope
     def _set(self, **settings: Any) -> Iterator[None]:
         """Inside the block, override settings of all gates."""
         with in_use(self.model), using(self._all_gates(), **settings):

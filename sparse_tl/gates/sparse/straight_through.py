@@ -22,8 +22,7 @@ makes a few kernels of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,73 +72,88 @@ def gated_pattern(
         valid: pairs of real tokens that the layer's mask allows, which are counted; None to count
             nothing.
     """
-    shape, edges = pattern.shape[:2], pattern.shape[2:]
-    _, fused = fastest(_gated, pattern.device)
-    size = shape.numel()
-    if not fused:
-        size = max(1, EDGES_AT_ONCE.on(pattern.device) // edges.numel())
-    inputs = [pattern, row.expand(*shape, edges[0], 1), scores, cost, valid]
-    pieces = zip(*(_split(values, shape, size) for values in inputs), strict=False)
-    gated, expected, weighted, others = zip(
-        *(_StraightThrough.apply(*piece, temperature, now) for piece in pieces), strict=True
+    shape = pattern.shape[:2]
+    given = None if cost is None else cost.expand(shape[1], *pattern.shape[2:])
+    rows = row.expand(*shape, pattern.shape[2], 1).flatten(0, 1)
+    scores = None if scores is None else scores.flatten(0, 1)
+    gated, expected, weighted, whole = _GatedPattern.apply(
+        scores, pattern.flatten(0, 1), rows, shape, temperature, now, given, valid
     )
-    found = torch.cat(gated).view(pattern.shape) if len(gated) > 1 else gated[0].view(pattern.shape)
+    gated = gated.view(pattern.shape)
     if valid is None:
-        return found, {}
-    sums = {"expected": expected} | {name: [some[name] for some in others] for name in others[0]}
-    if cost is not None:
-        sums["cost"] = weighted
-    counts = {name: torch.cat(parts).view(shape) for name, parts in sums.items()}
-    return found, possible_edges(valid, *shape) | counts
+        return gated, {}
+    counts = {**possible_edges(valid, *shape), **whole, "expected": expected}
+    return gated, counts if cost is None else counts | {"cost": weighted}
 
 
-def _split(values: Tensor | None, shape: torch.Size, size: int) -> Iterable[Tensor | None]:
-    """The values of a few prompts and heads at a time, ``[some, query, key]``."""
-    if values is None:
-        return repeat(None)
-    values = values[(None,) * (4 - values.ndim)]
-    if values.shape[:2] == (1, 1) and shape.numel() > 1:
-        return repeat(values[0])
-    return values.expand(*shape, -1, -1).flatten(0, 1).split(size)
-
-
-class _StraightThrough(torch.autograd.Function):
+class _GatedPattern(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
+        scores: Tensor | None,
         pattern: Tensor,
         row: Tensor,
-        scores: Tensor | None,
-        cost: Tensor | None,
-        valid: Tensor | None,
+        shape: torch.Size,
         temperature: float,
         now: GateSettings,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Counted]:
-        gate, _ = fastest(_gated, pattern.device)
-        noise = logistic_noise(row.expand(pattern.shape), now.generator) if now.noise else None
+        cost: Tensor | None,
+        valid: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        gate, fused = fastest(_gated, pattern.device)
+        pieces = list(_pieces(pattern, whole=fused))
+        gated, noisy = pattern, None
+        if len(pieces) > 1:
+            gated = torch.empty_like(pattern)
+            noisy = torch.empty_like(pattern, dtype=row.dtype) if now.noise else None
         scale = row.new_full((), now.noise)  # a number would be compiled into the kernel
-        gated, noisy, counts = gate(scores, pattern, row, noise, scale, valid, cost)
-        noisy = noisy if now.noise else None
+        sums: dict[str, list[Tensor]] = {}
+        for some in pieces:
+            p, r = _part(pattern, some), _part(row, some)
+            noise = None
+            if now.noise:
+                noise = logistic_noise(r.expand(p.shape), now.generator)
+            here, weights = _counted(shape, some, valid, cost)
+            found = gate(_part(scores, some), p, r, noise, scale, here, weights)
+            if len(pieces) == 1:
+                gated, drawn, counts = found
+                noisy = drawn if now.noise else None
+            else:
+                _part(gated, some).copy_(found[0])
+                if noisy is not None:
+                    _part(noisy, some).copy_(found[1])
+                counts = found[2]
+            for name, count in counts.items():
+                sums.setdefault(name, []).append(count)
+        whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
+        expected = whole.pop("expected", row.new_zeros(shape))
+        weighted = whole.pop("cost", row.new_zeros(shape))
         ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
-        ctx.temperature, ctx.pressure = temperature, now.pressure
-        return gated, counts.pop("expected", None), counts.pop("cost", None), counts
+        ctx.shape, ctx.temperature, ctx.pressure = shape, temperature, now.pressure
+        return gated, expected, weighted, whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # type: ignore[override]
-        ctx: Any, by_gated: Tensor, by_expected: Any, by_cost: Any, _: Any
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, *gradients: Any
+    ) -> tuple[Any, ...]:
         scores, pattern, row, noisy, cost, valid = ctx.saved_tensors
-        share = None
-        if valid is not None:
-            share = by_expected[:, None, None]
-            if cost is not None:
-                share = share + by_cost[:, None, None] * cost
-        slopes, _ = fastest(_slopes, pattern.device)
-        by_scores, by_pattern, by_row = slopes(
-            scores, pattern, row, noisy, by_gated, valid, share, ctx.temperature, ctx.pressure
-        )
-        return by_pattern, by_row, by_scores, None, None, None, None
+        by_gated, by_expected, by_cost, _ = gradients
+        slopes, fused = fastest(_slopes, pattern.device)
+        by_scores = None if scores is None else torch.empty_like(scores)
+        by_pattern, by_row = torch.empty_like(pattern), row.new_empty(row.shape)
+        for some in _pieces(pattern, whole=fused):
+            here, weights = _counted(ctx.shape, some, valid, cost)
+            share = None
+            if here is not None:
+                share = by_expected.flatten()[some, None, None]
+                if weights is not None:
+                    share = share + by_cost.flatten()[some, None, None] * weights
+            parts = [_part(values, some) for values in (scores, pattern, row, noisy, by_gated)]
+            found = slopes(*parts, here, share, ctx.temperature, ctx.pressure)
+            for total, part in zip((by_scores, by_pattern, by_row), found, strict=True):
+                if total is not None:
+                    _part(total, some).copy_(part)
+        return by_scores, by_pattern, by_row, *[None] * 5
 
 
 def _gated(
@@ -198,3 +212,41 @@ def _slopes(
 def _positive(values: Tensor) -> Tensor:
     """1 where a value is above 0, else 0; as floats, since CPUs multiply by booleans slowly."""
     return values.sign().clamp_min_(0)
+
+
+def _part(values: Any, some: slice) -> Any:
+    """The values of some prompts and heads, as in `_pieces`."""
+    whole = values is None or some.stop - some.start == len(values)
+    return values if whole else values[some]
+
+
+def _pieces(pattern: Float[Tensor, "all query key"], whole: bool) -> Iterator[slice]:
+    """A few prompts and heads at a time, as a slice of the flattened axes; or all at once."""
+    n, *edges = pattern.shape
+    size = max(1, EDGES_AT_ONCE.on(pattern.device) // max(1, edges[0] * edges[1]))
+    size = n if whole else size
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def _counted(
+    shape: torch.Size, some: slice, valid: Tensor | None, cost: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The valid pairs of some prompts and heads, and the costs of edges that are not all 1."""
+    if valid is None:
+        return None, None
+    if cost is not None:
+        cost = cost[[place % shape[1] for place in range(some.start, some.stop)]]
+    return _rows(valid, shape, some), cost
+
+
+def _rows(
+    valid: Bool[Tensor, "#prompt #head query key"], shape: torch.Size, some: slice
+) -> Bool[Tensor, "#some query key"]:
+    """The valid pairs of some prompts and heads, as in `_pieces`."""
+    if valid.shape[0] == valid.shape[1] == 1:
+        return valid[0]
+    if some.stop - some.start == shape.numel():
+        return valid.expand(*shape, -1, -1).flatten(0, 1)
+    places = torch.arange(some.start, some.stop, device=valid.device)
+    return valid.expand(*shape, -1, -1)[places // shape[1], places % shape[1]]

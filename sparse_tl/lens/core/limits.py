@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
         raise ValueError(
             f"a prompt may have at most {adapter.n_ctx} tokens, the model's context; got "
             f"{tokens.shape[-1]}"
+        )
+    # Dynamic scaling grows with the longest prompt so far, and is reset by shorter ones only.
+    if tokens.shape[-1] == adapter.n_ctx and any(
+        vars(module).get("max_seq_len_cached", 0) > vars(module).get("original_max_seq_len", inf)
+        for module in adapter.core.modules()
+    ):
+        raise ValueError(
+            f"the rotary positions of {adapter.name!r} are still scaled for a longer prompt; run "
+            "one that is shorter than its context first"
         )
     _check_vocabulary(tokens, adapter.d_vocab, f"{adapter.name!r} reads")
 

@@ -8,6 +8,7 @@ ever. In evaluation mode, since dropout would be mistaken for an effect.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -53,9 +54,22 @@ def in_use(model: Any) -> Iterator[None]:
         raise refusal
     try:
         with core.register_forward_pre_hook(refuse_others, prepend=True):
+            if _called_elsewhere(core, model):
+                raise refusal
             yield
     finally:
         lock.release()
+
+
+def _called_elsewhere(*modules: Any) -> bool:
+    """Whether another thread is inside a call of one of these modules."""
+    for thread, frame in sys._current_frames().items():
+        while thread != get_ident() and frame is not None:
+            named = frame.f_code.co_varnames[:1] == ("self",)
+            if named and any(frame.f_locals.get("self") is module for module in modules):
+                return True
+            frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -86,6 +86,8 @@ def load_model(
     if isinstance(source, (str, Path)):
         folder, name = Path(source).expanduser(), None
         if not folder.is_dir() and find_gguf(folder) is None:
+            if dtype is not None:
+                dtype_named(str(dtype))  # before a download
             folder, name = fetch(str(source))
         if (folder / GATES_FILE).exists():
             raise ValueError(
