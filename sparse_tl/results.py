@@ -160,6 +160,7 @@ def _content(folder: Path, kind: type) -> dict[str, Any]:
     if not (folder / RESULT_FILE).is_file():
         raise ValueError(f"{folder} holds no saved {kind.__name__}: there is no {RESULT_FILE}")
     content = read_json(folder / RESULT_FILE)
+    content = content if isinstance(content, dict) else {}
     saved, schema = content.get("kind"), content.get("schema")
     if saved != kind.__name__ or schema != SCHEMA:
         raise ValueError(

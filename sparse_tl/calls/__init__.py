@@ -1,1 +1,1 @@
-"""What public calls share: checks of arguments, scopes, and errors that name the remedy."""
+"""What public calls share: argument checks, gradients, blocks of `with`, devices, memory errors."""

@@ -119,6 +119,8 @@ def _listed(value: Any) -> Any:
 
 def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
     first = error.errors(include_url=False)[0]
+    if first["type"] == "unexpected_positional_argument":
+        return f"too many positional arguments; got {first['input']!r:.80}"
     argument, *inside = first["loc"]
     name = [*parameters][argument] if isinstance(argument, int) else argument
     value = first["input"]

@@ -100,6 +100,9 @@ def from_eap_ig(
     numbers = {name: number for number, name in enumerate(ungrouped.names(ungrouped.places))}
     for name in edges.keys() - numbers.keys():
         ungrouped.index(name)  # raises, and says why
+    for name, edge in edges.items():
+        if type(edge["in_graph"]) is not bool or type(edge.get("score", 0.0)) not in (int, float):
+            raise ValueError(f"{name} needs in_graph as true or false, and a number as score")
     rows, columns = ungrouped.places[[numbers[name] for name in edges]].T
     scores = torch.zeros(ungrouped.exists.shape, dtype=torch.float64)
     values = [edge.get("score", 0.0) for edge in edges.values()]

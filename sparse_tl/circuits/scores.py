@@ -122,6 +122,8 @@ class Scores(Result):
         """One row per part, by decreasing absolute score: all parts, or the first `top`."""
         import pandas as pd
 
+        if top is not None and top < 0:
+            raise ValueError(f"top is a number of parts; got {top}")
         places = self.order()[:top]
         return pd.DataFrame(self.grid.columns(places)).assign(score=self._at(places).tolist())
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 
 if TYPE_CHECKING:
     from sparse_tl.training import DenseAndSparse, HeldOut  # slow import: not needed for help
 
-console = Console()
-errors = Console(stderr=True)
+# Control characters could be commands to the terminal; the others reorder or break lines.
+_UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+class _Console(Console):
+    """A console that shows control characters in a text, as of file names, as escapes."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            shown = text if control else _UNPRINTABLE.sub(lambda c: ascii(c[0])[1:-1], text)
+            yield Segment(shown, style, control)
+
+
+console = _Console()
+errors = _Console(stderr=True)
 
 
 def table(

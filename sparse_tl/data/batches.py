@@ -162,6 +162,8 @@ class TokenBatch(Rows):
         """
         if n_ranks == 1:
             return self
+        if rank >= n_ranks:
+            raise ValueError(f"the rank must be in 0..{n_ranks - 1}; it is {rank}")
         labelled = self.loss_mask.any(dim=1)
         n_labelled = int(labelled.sum())
         if n_labelled < n_ranks:

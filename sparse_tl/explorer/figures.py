@@ -163,6 +163,8 @@ def attention_view(
         layers = range(adapter.n_layers) if layer is None else [layer]
         heads = list(product(layers, range(adapter.n_heads)))
     heads = heads_of(adapter, heads)
+    if not heads:
+        raise ValueError("there is no head: pass (layer, head) pairs")
     # A bidirectional model runs the whole prompt for any position.
     positions = None if adapter.causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)

@@ -387,6 +387,10 @@ class CircuitExplorer(anywidget.AnyWidget):
         """Send all traits again, to a page that missed an update."""
         self.send_state(self.trait_names(late=True))
 
+    def set_state(self, sync_data: Any) -> None:
+        """Refuse values from the front end, which must send requests."""
+        self._notify("the page sends requests, not values")
+
     def _notify(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})
 

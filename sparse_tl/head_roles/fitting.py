@@ -26,7 +26,9 @@ from sparse_tl.head_roles.likelihood import (
     LARGEST_LOGIT,
     GatedHeads,
     Likelihood,
+    label_losses,
     target_log_probabilities,
+    target_losses,
 )
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
 from sparse_tl.lens import HookedModel, adapt, check_rows, in_evaluation_mode
@@ -264,6 +266,26 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             "expected prompts of one length for a model with bidirectional attention, which "
             "attends to padding; got padded prompts. Fit each length separately."
         )
+    _check_copies(model, dataset)
+
+
+@torch.no_grad()
+def _check_copies(model: HookedModel, dataset: TargetDataset) -> None:
+    """Refuse hooks of the user's that hold for one batch size or one column alone."""
+    adapter = adapt(model)
+    batch = dataset.rows.select(slice(0, 2)).to(adapter.device)
+    if batch.tokens.shape[1] > adapter.n_ctx:
+        batch = batch.trimmed(causal=True)
+    ones = torch.ones(2, adapter.n_layers, adapter.n_heads)
+    advice = "Remove hooks that assume one batch size or position."
+    try:
+        final = adapter.final(batch.tokens, **batch.model_kwargs)[batch.loss_mask]
+        alone = label_losses(model, final[None], batch.labels[batch.loss_mask])[0]
+        copied = target_losses(model, batch, ones)[1]
+    except RuntimeError as error:
+        raise ValueError(f"copies of prompts cannot run in one batch: {error}. {advice}") from error
+    if bool(((alone - copied).abs() > 0.01 * (1 + alone.abs())).any()):
+        raise ValueError(f"copies of prompts in one batch have other losses than alone. {advice}")
 
 
 def measured_roles(

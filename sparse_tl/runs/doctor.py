@@ -18,7 +18,15 @@ from sparse_tl import __version__
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    adapt,
+    check_gates,
+    check_raw,
+    check_scores,
+    tolerance,
+)
 from sparse_tl.models import build_addition_model, load_named_model
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.storage.files import check_writable
@@ -132,7 +140,11 @@ def _describe(model: HookedModel) -> str:
 
 
 def _gates(adapter: Adapter) -> str:
-    check_scores(adapter)
+    check_gates(adapter)
+    try:
+        check_scores(adapter)
+    except ValueError:  # share gates do not read scores
+        return "gates act on its attention edges and heads, if they are share gates"
     return "gates act on its attention edges and heads"
 
 

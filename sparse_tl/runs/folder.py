@@ -89,6 +89,9 @@ class SparseRun:
         return table_html(self.to_pandas(), self.verdict)
 
 
+_RECORD = {"settings", "seconds", "pinned"}
+
+
 class RunFolder:
     """An output folder that a command can resume.
 
@@ -180,7 +183,10 @@ class RunFolder:
             self._set_aside(names)
             return None
         # What failed before it produced anything may be changed.
-        return read_json(file) if results - {RUN_FILE} else None
+        record = read_json(file) if results - {RUN_FILE} else None
+        if record is not None and not (isinstance(record, dict) and record.keys() >= _RECORD):
+            raise ValueError(f"{file} is from another version. Choose another --out, or --restart.")
+        return record
 
     def _set_aside(self, names: set[str]) -> None:
         asides = (self.path / f"{_EARLIER}{number}" for number in count(1))

@@ -1,8 +1,8 @@
 """The head-roles job: fit gates for several models and tasks, ablate heads, draw the grid.
 
 1. `run_head_roles` lists the cells of the grid: one per task and model.
-2. Each cell estimates its cost, fits gates on most of its prompts and measures ablation curves on
-   the others. Every result is saved as soon as it is computed, and every stage saves checkpoints.
+2. Each cell fits gates on most of its prompts and measures ablation curves on the others. Every
+   result is saved as soon as it is computed, and fits save checkpoints.
 3. `_report` draws the grid and writes the tables from saved results.
 """
 

@@ -341,11 +341,11 @@ class CircuitsJob(Job):
 class HeadRolesJob(Job):
     """Find which heads facilitate a task, are irrelevant to it or interfere, and ablate them.
 
-    Fits causal head gates for every task and model, and estimates the cost of each fit first.
-    Writes a grid of ablation curves (ablation_grid.html, .svg, .png), metrics.json, scores.csv and
-    curves.csv; for each task and model also the roles, a heat map of the heads and the trajectories
-    of their gates. Without --model, it uses the built-in models; seeds that do not ship with the
-    package are trained first and cached. Run the command again to resume an interrupted run.
+    Fits causal head gates for every task and model. Writes a grid of ablation curves
+    (ablation_grid.html, .svg, .png), metrics.json, scores.csv and curves.csv; for each task and
+    model also the roles, a heat map of the heads and the trajectories of their gates. Without
+    --model, it uses the built-in models; seeds that do not ship with the package are trained
+    first and cached. Run the command again to resume an interrupted run.
     """
 
     command = "head-roles"

@@ -121,7 +121,7 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir()) if recover_folder(folder) else []
-    known = (marker, *others) if marker in names else ()
+    known = (marker, *others, "SHA256SUMS") if marker in names else ()  # before version 0.3
     if unknown := [name for name in names if not any(fnmatch(name, one) for one in known)]:
         raise ValueError(
             f"{folder} holds {unknown[:5]}, which would be deleted: no {marker} and files written "

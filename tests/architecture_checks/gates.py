@@ -104,7 +104,7 @@ def _gate_by_hand(plain: Any, bias: Tensor, gate: Callable[[Tensor], Tensor]) ->
 def generation(subject: Subject) -> float:
     """Logits under gates of a prompt that is fed in three pieces with a key-value cache, compared
     with one pass (float32); tokens generated with such a cache match those of full passes."""
-    sparse, tokens = SparseTransformer(subject.build(), initial_bias=-0.5), PAIRS.clean
+    sparse, tokens = SparseTransformer(subject.build(), initial_threshold=0.2), PAIRS.clean
     pieces = list(in_pieces(sparse, (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:])))
     off = near(torch.cat(pieces, dim=1), sparse(tokens), FLOAT32, "the logits of pieces")
     options = {"max_new_tokens": 8, "do_sample": False, "use_past_kv_cache": True}

@@ -69,3 +69,20 @@ def test_a_hook_of_the_users_own_is_part_of_the_model(build_tiny: Callable[..., 
     assert (expected - plain).abs().max() > 0.1
     found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
     assert found.dense_loss == pytest.approx(expected.mean().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["batch size", "rows", "last column"])
+def test_a_hook_that_is_meant_for_one_batch_is_refused(
+    build_tiny: Callable[..., Model], kind: str
+) -> None:
+    model, dataset = build_tiny(), _random_rows()
+    noise = torch.randn(12, 1, 16)
+    hooks: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "batch size": lambda out: out + noise,
+        "rows": lambda out: torch.cat([out[:1], 0 * out[1:]]),
+        "last column": lambda out: torch.cat([0 * out[:, :-1], 5 + out[:, -1:]], dim=1),
+    }
+    point = "blocks.0.hook_attn_out"
+    model.add_hook(point, lambda out, hook: hooks[kind](out), is_permanent=True)
+    with pytest.raises(ValueError, match="copies of prompts .*Remove hooks"):
+        fit_head_gates(model, dataset, **SETTINGS)

@@ -8,7 +8,7 @@ stream, and from ``(l, key)`` through every attention edge of layer ``l`` from `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import pandas as pd
 import torch
@@ -65,6 +65,14 @@ class AttentionGraph(Result):
     metric: str = "answer_logit"
     answers: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n = self.n_columns
+        if {len(self.input_tokens), len(self.output_tokens)} != {n} or not all(
+            0 <= place < n for target in self.targets for place in target
+        ):
+            raise ValueError(f"tokens and targets do not fit the {n} columns of `attention`")
 
     @property
     def unit(self) -> str:
@@ -133,10 +141,11 @@ class AttentionGraph(Result):
         if kind == "attention":
             return self.attention
         scores = {"carried": self.carried, "effect": self.effect, "first-order": self.attribution}
-        weights = scores[kind]
+        weights = scores.get(kind)
         if weights is None:
-            option = "max_effects=..." if kind == "effect" else "attribution=True"
-            raise ValueError(f"the graph has no {kind} scores: trace the model with {option}")
+            how = {"effect": "max_effects=...", "first-order": "attribution=True"}.get(kind)
+            remedy = f"trace the model with {how}" if how else f"kinds are {get_args(EdgeWeight)}"
+            raise ValueError(f"the graph has no weights of kind {kind!r}: {remedy}")
         return weights if kind == "carried" else weights[target]
 
     def to_pandas(self, target: int = -1) -> pd.DataFrame:

@@ -195,6 +195,8 @@ def _targets(
     read_in_place = masked if causal else range(n)
     if positions is None:
         positions = masked or ([n] if causal else [])
+    elif not positions:
+        raise ValueError("positions is empty")
     if not positions:
         raise ValueError(
             "there is no position to predict: pass positions=, which a bidirectional model needs "

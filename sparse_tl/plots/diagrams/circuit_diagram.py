@@ -195,9 +195,11 @@ class _RoundedGraph:
 def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
     """The graphs with weights on one scale for all panels."""
     carried = {
-        name: None if graph.carried is None else graph.carried.detach().double().cpu()
+        name: None if graph.carried is None else _finite(graph.carried, name)
         for name, graph in panels.items()
     }
+    if any(shares is not None and bool((shares < 0).any()) for shares in carried.values()):
+        raise ValueError("what edges carry is a share of the residual stream, at least 0")
     most = max(
         (float(shares.max()) for shares in carried.values() if shares is not None), default=0
     )
@@ -216,6 +218,11 @@ def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
             raise ValueError(
                 f"attention weights of panel {name!r} are not in 0..1; pass gate times attention "
                 "probability as `attention`, and signed scores as `effect` or `attribution`"
+            )
+        if graph.causal and attention.triu(diagonal=1).any():
+            raise ValueError(
+                f"panel {name!r} has attention from later positions: the last two axes are "
+                "(query, key); pass causal=False if attention is bidirectional"
             )
         if attention[~graph.gates.cpu()].any():
             raise ValueError(
@@ -245,6 +252,8 @@ def _scores(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor
     for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
         if given is None:
             continue
+        if given.shape != (len(graph.targets), *graph.attention.shape):
+            raise ValueError(f"{kind} scores of panel {name!r} are not one per target and edge")
         values = given.detach().double().cpu()
         if kind == "effect":
             exact = ~values.isnan().any(dim=0)
