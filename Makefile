@@ -69,7 +69,7 @@ check: $(INSTALLED)
 # What differs between versions of TransformerLens: the seam to it, what only HookedTransformer has
 # (bidirectional attention, masks of -1e5, fewer outputs than tokens), and the main job on top.
 contract: $(INSTALLED)
-	$(PYTEST) tests/lens tests/gates/test_numbers.py tests/head_roles/test_models.py \
+	$(PYTEST) tests/backend tests/gates/test_numbers.py tests/head_roles/test_models.py \
 		tests/circuits/test_trace.py tests/explorer/test_exploration.py \
 		tests/cli/test_addition_command.py::test_addition_writes_everything
 

@@ -28,6 +28,7 @@ import torch
 from random_gpt2 import add_hooked, random_gpt2
 
 from sparse_tl import load_language_model
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     acdc,
     attribute_circuit_edges,
@@ -36,7 +37,6 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 from sparse_tl.tasks import TASKS_BY_NAME
 

@@ -23,9 +23,9 @@ from sparse_tl import (
     load_task_models,
     patch_exactly,
 )
-from sparse_tl.lens import HookedModel
+from sparse_tl.backend import HookedModel
 from sparse_tl.metrics import Metric
-from sparse_tl.models import TASKS
+from sparse_tl.zoo import TASKS
 
 METHODS = ("eap", "eap-ig", "relp")
 KINDS = {"a": "heads", "m": "MLPs"}

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from sparse_tl.backend import HookedModel, load_model, read_parameters
 from sparse_tl.circuits import (
     Circuit,
     EffectCurve,
@@ -39,11 +40,10 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, load_model, read_parameters
+from sparse_tl.jobs.folder import RunFolder
 from sparse_tl.metrics import Metric
-from sparse_tl.models import TASKS, load_task_models, task_pairs
-from sparse_tl.runs.folder import RunFolder
 from sparse_tl.storage.files import digest
+from sparse_tl.zoo import TASKS, load_task_models, task_pairs
 
 METHODS = {
     "eap-ig": "EAP-IG ranking",

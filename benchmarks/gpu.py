@@ -33,8 +33,8 @@ from sparse_tl import (
     checkpointed_activations,
     logit_difference,
 )
+from sparse_tl.backend import Model, adapt
 from sparse_tl.data import TokenBatch
-from sparse_tl.lens import Model, adapt
 from sparse_tl.training.own_text import Starts, sampled
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}

@@ -23,12 +23,12 @@ from jaxtyping import Float
 from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 from torch import Tensor
 
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
-from sparse_tl.lens import Model
-from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
+from sparse_tl.zoo.addition import ARCHITECTURE
 
 LENGTH, ROWS, SEEDS = 128, 2, 2
 """Of the memory's measurement."""

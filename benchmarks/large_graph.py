@@ -23,9 +23,9 @@ import torch
 from random_gpt2 import random_gpt2
 
 from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, logit_difference
+from sparse_tl.backend import adapt
 from sparse_tl.circuits import log_sizes
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import adapt
 
 SHAPE = {
     "n_layer": 32,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, load_task_models
 from sparse_tl.circuits import EffectCurve, Evaluation
-from sparse_tl.models import TASKS
+from sparse_tl.zoo import TASKS
 
 COUNTS = (4, 8, 16, 32, 64, 128)
 RANKED_ON, EVALUATED_ON, SAME = 64, 192, 64

@@ -33,10 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_tl.backend import add_lora, load_model, read_parameters
 from sparse_tl.cli.app import keep_freed_memory
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import add_lora, load_model, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.constraint import LossConstraint

@@ -32,16 +32,16 @@ from own_process import own_process, peak
 from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2, random_smollm2
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_tl.backend import Model, adapt, add_lora, merged_lora, read_parameters
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, add_lora, merged_lora, read_parameters
-from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.loop import Objective, choose_trained
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.pretrain import PlainLoss
 from sparse_tl.training.reference import reference_of
+from sparse_tl.zoo.addition import ARCHITECTURE
 
 VARIANTS = ("plain", "gated", "paired", "lora")
 

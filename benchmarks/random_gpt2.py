@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparse_tl.lens import Model, build_model, load_model
+from sparse_tl.backend import Model, build_model, load_model
 
 GPT2_SMALL: dict[str, Any] = {
     "n_layer": 12,

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparse_tl import find_circuit, load_language_models
+from sparse_tl.backend import HookedModel
 from sparse_tl.circuits import (
     Circuit,
     FoundCircuit,
@@ -35,8 +36,7 @@ from sparse_tl.circuits import (
     prune_circuit_edges,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import HookedModel
-from sparse_tl.models import TASKS, load_task_models, task_pairs
+from sparse_tl.zoo import TASKS, load_task_models, task_pairs
 
 SIDES = ("dense", "sparse")
 MODELS = (*SIDES, "smollm2", "sparse-smollm2")

@@ -34,10 +34,10 @@ from sparse_tl import (
     load_model,
     logit_difference,
 )
+from sparse_tl.backend import HookedModel
 from sparse_tl.circuits import EffectCurve, accuracy, multiplier
 from sparse_tl.data.pairs import padded
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
-from sparse_tl.lens import HookedModel
 
 BOYS, GIRLS = ("Max", "Bob"), ("Sue", "Mia", "Sally")
 FEELINGS = ("happy", "sad", "scared", "tired")

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from sparse_tl import SparseTransformer, load_language_model, measure_skills
+from sparse_tl.backend import adapt, merge_lora
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
-from sparse_tl.lens import adapt, merge_lora
-from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
 from sparse_tl.training.constraint import parse_target
 from sparse_tl.training.post_train import EVALUATIONS, Validation
+from sparse_tl.zoo.pairs import SHIPPED
 
 
 def main() -> None:

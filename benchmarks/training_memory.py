@@ -19,9 +19,9 @@ import torch
 from own_process import own_process, peak
 from random_gpt2 import GPT2_SMALL, random_gpt2
 
+from sparse_tl.backend import Model, checkpointed_activations, load_model, read_parameters
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, checkpointed_activations, load_model, read_parameters
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.loop import MasterWeights
 from sparse_tl.training.memory import TrainingMemory, training_memory

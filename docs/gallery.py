@@ -37,13 +37,13 @@ from sparse_tl import (
 )
 from sparse_tl.circuits import Circuit, SeedCurves
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.models import TASKS
+from sparse_tl.jobs import run_circuits
+from sparse_tl.jobs.circuits import effect_curves
+from sparse_tl.jobs.head_roles import run_head_roles
 from sparse_tl.plots import Figure
 from sparse_tl.plots.panels.curves import Parts
-from sparse_tl.runs import run_circuits
-from sparse_tl.runs.circuits import effect_curves
-from sparse_tl.runs.head_roles import run_head_roles
 from sparse_tl.storage.files import read_json
+from sparse_tl.zoo import TASKS
 
 OUT = Path(__file__).parent / "gallery"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}

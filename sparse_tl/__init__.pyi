@@ -1,3 +1,11 @@
+from .backend import (
+    add_lora as add_lora,
+    checkpointed_activations as checkpointed_activations,
+    load_model as load_model,
+    merge_lora as merge_lora,
+    save_model as save_model,
+    shard_model as shard_model,
+)
 from .circuits import (
     Circuit as Circuit,
     Scores as Scores,
@@ -57,32 +65,17 @@ from .gates import (
     hook_points as hook_points,
     steer as steer,
 )
+from .graph.circuit_graph import CircuitGraph as CircuitGraph
 from .head_roles import (
     ablation_curve as ablation_curve,
     fit_contrastive_head_gates as fit_contrastive_head_gates,
     fit_head_gates as fit_head_gates,
-)
-from .lens import (
-    add_lora as add_lora,
-    checkpointed_activations as checkpointed_activations,
-    load_model as load_model,
-    merge_lora as merge_lora,
-    save_model as save_model,
-    shard_model as shard_model,
 )
 from .metrics import (
     log_probability as log_probability,
     logit_difference as logit_difference,
     probability_difference as probability_difference,
 )
-from .models import (
-    get_language_model as get_language_model,
-    load_addition_models as load_addition_models,
-    load_language_model as load_language_model,
-    load_language_models as load_language_models,
-    load_task_models as load_task_models,
-)
-from .parts.graph import CircuitGraph as CircuitGraph
 from .plots import (
     ablation_grid as ablation_grid,
     component_diagram as component_diagram,
@@ -108,6 +101,13 @@ from .training import (
     evaluate_held_out as evaluate_held_out,
     post_train as post_train,
     sampled_windows as sampled_windows,
+)
+from .zoo import (
+    get_language_model as get_language_model,
+    load_addition_models as load_addition_models,
+    load_language_model as load_language_model,
+    load_language_models as load_language_models,
+    load_task_models as load_task_models,
 )
 
 __version__: str

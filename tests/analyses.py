@@ -16,8 +16,8 @@ import torch
 
 import sparse_tl
 from sparse_tl import PromptPairs, TargetDataset, evaluate, fit_head_gates, logit_difference
+from sparse_tl.backend import adapt
 from sparse_tl.circuits import Scores
-from sparse_tl.lens import adapt
 
 
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:

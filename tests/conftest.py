@@ -20,8 +20,8 @@ from type_checks import checks_begin_anew  # noqa: F401 - before the package is 
 if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
     import torch
 
+    from sparse_tl.backend import Model
     from sparse_tl.data.batches import TokenBatch
-    from sparse_tl.lens import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,7 +93,7 @@ def shared_data() -> Path:
 def smollm2() -> Path:
     """The file of SmolLM2-135M-Instruct, or a skipped test where it is not."""
     pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
-    from sparse_tl.models.language import cached_file, installed_file
+    from sparse_tl.zoo.language import cached_file, installed_file
 
     for file in (cached_file("smollm2"), installed_file("smollm2")):
         if file is not None and file.is_file():

@@ -8,7 +8,7 @@ import torch
 import transformers
 from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY
 
-from sparse_tl.lens import boot
+from sparse_tl.backend import boot
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (

@@ -4,7 +4,7 @@ Each destination reads a residual stream of its own. It is put in the place of t
 whole forward pass, of which nothing is kept but what that destination makes of it: the q of a head,
 say. Attention then runs with the q, k and v that were collected so. Where what attention writes is
 normalised or multiplied, each head gets its share of what came of their sum. Nothing of
-`sparse_tl.lens` is used, and nothing but plain hooks that every kind of model has: this is what
+`sparse_tl.backend` is used, and nothing but plain hooks that every kind of model has: this is what
 fast paths are tested by.
 """
 
@@ -17,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import Model
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model
+from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph, Destination
 from sparse_tl.metrics import Metric, explained_effect
-from sparse_tl.parts.graph import CircuitEdge, CircuitGraph, Destination
 
 Reading = Callable[[Destination, Tensor], Tensor]
 

@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from tiny import save_small_task_models, save_taught_task_models
 
+from sparse_tl.backend import load_model
 from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
 from sparse_tl.cli import printing
 from sparse_tl.cli.printing import comparison
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import load_model
-from sparse_tl.runs import (
+from sparse_tl.jobs import (
     circuits as run_module,
     run_circuits,
 )
@@ -116,7 +116,7 @@ def test_the_language_models_of_the_package(
     def pair(device: str) -> tuple[Any, Any]:
         return load_model(models[0]), SparseTransformer.from_pretrained(models[1], device=device)
 
-    monkeypatch.setattr("sparse_tl.runs.circuits.load_language_models", pair)
+    monkeypatch.setattr("sparse_tl.jobs.circuits.load_language_models", pair)
     options = {"pairs": 8, "device": "cpu", "progress": False}
     outcome = run_circuits(
         tmp_path / "out", model="smollm2", sparse="smollm2", tasks=TASKS, **options

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparse_tl import load_addition_models
+from sparse_tl.backend import Model, save_model
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, save_model
-from sparse_tl.runs import Check, run_doctor
+from sparse_tl.jobs import Check, run_doctor
 from sparse_tl.training.memory import TrainingMemory, training_memory
 
 
@@ -73,7 +73,7 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
     assert 10 * width * 4 * layers < memory.checkpointed < memory.activations
     monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 8))
-    monkeypatch.setattr("sparse_tl.lens.deferred.LONG", 4)
+    monkeypatch.setattr("sparse_tl.backend.deferred.LONG", 4)
     exact = training_memory(sparse, 8).activations
     monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 6))
     assert training_memory(sparse, 8).activations == pytest.approx(exact, rel=0.02)

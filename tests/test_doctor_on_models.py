@@ -10,8 +10,8 @@ from architectures import plain_transformer
 from tiny import tiny_model
 
 from sparse_tl import SparseTransformer, save_model
-from sparse_tl.lens import boot
-from sparse_tl.runs import run_doctor
+from sparse_tl.backend import boot
+from sparse_tl.jobs import run_doctor
 
 PARTS = ("gates", "circuits", "padding", "saving")
 

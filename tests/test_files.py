@@ -13,9 +13,9 @@ import torch
 from architectures import plain_transformer
 from filelock import FileLock
 
+from sparse_tl.backend import Model, boot, load_model, save_model
 from sparse_tl.circuits import Faithfulness
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, boot, load_model, save_model
 from sparse_tl.storage.files import (
     atomic_file,
     atomic_folder,

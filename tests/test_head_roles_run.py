@@ -14,8 +14,8 @@ from tiny import save_small_task_models, small_task_models
 
 from sparse_tl.cli import main
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.runs import HeadRolesRun, head_roles, run_head_roles
-from sparse_tl.runs.head_roles import cells_of
+from sparse_tl.jobs import HeadRolesRun, head_roles, run_head_roles
+from sparse_tl.jobs.head_roles import cells_of
 
 pytestmark = pytest.mark.long
 

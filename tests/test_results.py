@@ -39,16 +39,16 @@ from sparse_tl.circuits.evaluation import SearchResult
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
-from sparse_tl.models import build_addition_model
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.grids import AttentionGrid
+from sparse_tl.jobs import Comparison, SparseRun
+from sparse_tl.jobs.addition import AdditionRun, draw
 from sparse_tl.results import Result, table_html
-from sparse_tl.runs import Comparison, SparseRun
-from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.zoo import build_addition_model
 
 FILES = ["result.json", "result.safetensors"]
 GRAPH = CircuitGraph(2, 2, 2)

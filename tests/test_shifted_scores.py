@@ -21,9 +21,9 @@ from tiny import HAS_HOOKED, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
+from sparse_tl.backend import deferred
 from sparse_tl.explorer import Exploration
 from sparse_tl.gates.sparse import blockwise
-from sparse_tl.lens import deferred
 from sparse_tl.metrics import logit_difference
 from sparse_tl.plots import figure
 from sparse_tl.training import evaluate_held_out

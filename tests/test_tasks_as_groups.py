@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from made_tokenizers import byte_level
 
+from sparse_tl.backend import Model
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
-from sparse_tl.runs.head_roles import cells_of
-from sparse_tl.runs.jobs import HeadRolesJob, PostTrainingJob
-from sparse_tl.runs.post_training import GroupReader
+from sparse_tl.jobs.head_roles import cells_of
+from sparse_tl.jobs.post_training import GroupReader
+from sparse_tl.jobs.settings import HeadRolesJob, PostTrainingJob
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
 from sparse_tl.tasks.capitals import COUNTRIES
 

@@ -17,9 +17,9 @@ from tiny import tokenizer_of
 from torch import Tensor, nn
 
 import sparse_tl as st
+from sparse_tl.backend import boot
 from sparse_tl.circuits import Circuit
 from sparse_tl.data import PromptPairs, TargetDataset, TokenBatch
-from sparse_tl.lens import boot
 from sparse_tl.metrics import logit_difference as metric
 
 DROPPED = {"attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3}

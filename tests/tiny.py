@@ -18,8 +18,8 @@ import pytest
 if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
     import torch
 
+    from sparse_tl.backend import Model
     from sparse_tl.data.batches import TokenBatch
-    from sparse_tl.lens import Model
 
 HAS_HOOKED = version("transformer-lens").startswith("3.")
 hooked_alone = pytest.mark.skipif(
@@ -97,8 +97,8 @@ def small_task_models(*_: Any, **__: Any) -> tuple[Model, Any]:
 
 def save_small_task_models(folder: Path, **size: int) -> tuple[Path, Path]:
     """The same as folders; fields of `GPT2Config` make them smaller still."""
+    from sparse_tl.backend import save_model
     from sparse_tl.gates import SparseTransformer
-    from sparse_tl.lens import save_model
 
     dense = _small_task_model(**size)
     save_model(dense, folder / "dense")
@@ -110,9 +110,9 @@ def save_taught_task_models(folder: Path, **size: int) -> tuple[Path, Path]:
     """As `save_small_task_models`, of a model that does Greater-Than after a few steps."""
     import torch
 
+    from sparse_tl.backend import save_model
     from sparse_tl.gates import SparseTransformer
-    from sparse_tl.lens import save_model
-    from sparse_tl.models import TASKS, task_pairs
+    from sparse_tl.zoo import TASKS, task_pairs
 
     dense = _small_task_model(logits=1.0, **size)
     pairs = task_pairs(TASKS[0], 512, part="training")
@@ -135,7 +135,7 @@ def _small_task_model(logits: float = 10.0, **size: int) -> Model:
     """Its logits are ten times as large as an untrained model's, so that parts matter."""
     import torch
 
-    from sparse_tl.models import task_recipe
+    from sparse_tl.zoo import task_recipe
 
     recipe = task_recipe()
     small = {**recipe.architecture, "n_layer": 4, "n_head": 8, "n_embd": 64, "n_inner": 64, **size}
@@ -168,7 +168,7 @@ def tokenizer_of(words: Sequence[str], folder: Path, unknown: str | None = None)
 
 def save_tiny(folder: Path, words: Sequence[str], unknown: str | None = None) -> Path:
     """Save a "grouped" tiny model with a tokenizer of these words, for commands."""
-    from sparse_tl.lens import save_model
+    from sparse_tl.backend import save_model
 
     tokenizer = tokenizer_of(words, folder, unknown)
     save_model(tiny_model("grouped", d_vocab=len(words), tokenizer=tokenizer), folder)
@@ -196,7 +196,7 @@ def _hooked(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
 def _bridge(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
     import torch
 
-    from sparse_tl.lens import boot
+    from sparse_tl.backend import boot
 
     fields = dict(description)
     name, dtype = fields.pop("model_name"), fields.pop("dtype", "float32")
@@ -267,7 +267,7 @@ def in_pieces(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tens
     """Logits of a prompt that is given piece by piece, with a key-value cache between them."""
     import torch
 
-    from sparse_tl.lens import adapt
+    from sparse_tl.backend import adapt
 
     inner: Any = adapt(model).model
     if type(inner).__name__ == "HookedTransformer":

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.effect import Evaluation
@@ -32,11 +33,10 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effect, measure
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.grids import HeadGrid
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

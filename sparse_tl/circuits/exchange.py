@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
@@ -35,10 +36,9 @@ from sparse_tl.circuits.evaluation import evaluate
 from sparse_tl.circuits.paths import PositionedNode, path_graph
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import HookedModel
+from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import Metric
-from sparse_tl.parts.graph import CircuitGraph, Destination
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.results import Result
 from sparse_tl.storage.files import (
     atomic_folder,

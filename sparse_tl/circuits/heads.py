@@ -45,12 +45,7 @@ from annotated_types import Ge, Le
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.autograd import autograd
-from sparse_tl.circuits.prompt.logits import towards_answers
-from sparse_tl.data import PromptPairs
-from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Adapter,
     HookedModel,
     Norm,
@@ -62,7 +57,12 @@ from sparse_tl.lens import (
     record,
     tolerance,
 )
-from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.autograd import autograd
+from sparse_tl.circuits.prompt.logits import towards_answers
+from sparse_tl.data import PromptPairs
+from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
+from sparse_tl.graph.grids import HeadGrid
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

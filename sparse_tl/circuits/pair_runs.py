@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, Order, adapt, check_pairs
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.gates.run import clean_outputs
-from sparse_tl.lens import HookedModel, Order, adapt, check_pairs
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.progress import tracked
 

@@ -20,11 +20,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
-from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
 from sparse_tl.results import Result
 

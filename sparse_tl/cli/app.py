@@ -17,7 +17,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from sparse_tl.cli.printing import console
-from sparse_tl.runs.jobs import COMMAS, RUN, Job, option_name
+from sparse_tl.jobs.settings import COMMAS, RUN, Job, option_name
 
 _EXAMPLES: dict[str | None, str] = {
     None: """
@@ -183,7 +183,7 @@ def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any])
     keep_freed_memory()
     outcome = function(out, job, **how)
     if n_processes > 1:
-        from sparse_tl.lens import processes  # slow import
+        from sparse_tl.backend import processes  # slow import
 
         processes().destroy_process_group()
     return outcome

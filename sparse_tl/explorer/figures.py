@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from sparse_tl import plots
+from sparse_tl.backend import HookedModel, adapt, heads_of
 from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
@@ -21,9 +22,8 @@ from sparse_tl.circuits.prompt.trace import (
     predicted_columns,
 )
 from sparse_tl.explorer.exploration import by_title
-from sparse_tl.lens import HookedModel, adapt, heads_of
+from sparse_tl.graph.nodes import Node
 from sparse_tl.metrics import Metric, log_probability
-from sparse_tl.parts.nodes import Node
 
 MAX_SCORES = 1_000_000
 """Maximum number of effects to compute by default: a few seconds at GPT-2 small's size."""

@@ -27,13 +27,13 @@ from uuid import uuid4
 import anywidget
 import traitlets
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import NotNegative, checked
 from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
 from sparse_tl.circuits.prompt.removal import AttentionEdge
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import ExactEffects, node_payload, panels_payload
-from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.circuit_diagram import Threshold

@@ -28,13 +28,13 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import EMBEDDED, SLOTS, Adapter, Hook, Order, check_sums_under_hooks
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights, read_columns, sources_before
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import GatedPass, Site
 from sparse_tl.gates.source_changes import SourceChanges
-from sparse_tl.lens import EMBEDDED, SLOTS, Adapter, Hook, Order, check_sums_under_hooks
 
 _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""

@@ -9,13 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Seed, checked
-from sparse_tl.calls.scopes import scope
-from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, Columns, meant
-from sparse_tl.gates.patches import Patch, ReferencePrompts
-from sparse_tl.gates.run import gated
-from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     EMBEDDED,
     HeadOrName,
     Hook,
@@ -26,7 +20,13 @@ from sparse_tl.lens import (
     evaluation_mode,
     heads_of,
 )
-from sparse_tl.parts.grids import AttentionGrid
+from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import scope
+from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, Columns, meant
+from sparse_tl.gates.patches import Patch, ReferencePrompts
+from sparse_tl.gates.run import gated
+from sparse_tl.gates.sites import AttentionEdges, Heads
+from sparse_tl.graph.grids import AttentionGrid
 
 AttentionEdgeOrName = tuple[int, int, int, int] | str
 """An attention edge: (layer, head, query, key), or its name, such as "a3.h2:5->8"."""

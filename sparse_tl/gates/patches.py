@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.data import PromptPairs
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Activations,
     Adapter,
     Order,
@@ -21,6 +20,7 @@ from sparse_tl.lens import (
     record,
     repeated,
 )
+from sparse_tl.data import PromptPairs
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | Activations

@@ -11,12 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Seed, checked
-from sparse_tl.calls.scopes import scope
-from sparse_tl.gates.closed_edges import ClosedEdges
-from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
-from sparse_tl.gates.sites import GatedPass, Site, SiteGates
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     OWN,
     Adapter,
     HookedModel,
@@ -33,6 +28,11 @@ from sparse_tl.lens import (
     record,
     source_outputs,
 )
+from sparse_tl.calls.arguments import Seed, checked
+from sparse_tl.calls.scopes import scope
+from sparse_tl.gates.closed_edges import ClosedEdges
+from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
+from sparse_tl.gates.sites import GatedPass, Site, SiteGates
 
 
 @checked

@@ -17,11 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.data import Spans
-from sparse_tl.gates.closed_edges import ClosedEdges
-from sparse_tl.gates.patches import PatchValues, gate
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Adapter,
     Hook,
     HookedModel,
@@ -31,6 +27,10 @@ from sparse_tl.lens import (
     check_gates,
     repeated,
 )
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.data import Spans
+from sparse_tl.gates.closed_edges import ClosedEdges
+from sparse_tl.gates.patches import PatchValues, gate
 
 
 @dataclass

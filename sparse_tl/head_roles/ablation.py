@@ -23,12 +23,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.results import Result
 
 Order = Literal[Role, "random"]

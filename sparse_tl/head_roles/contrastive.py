@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, in_evaluation_mode
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import (
@@ -24,7 +25,6 @@ from sparse_tl.head_roles.fitting import (
 )
 from sparse_tl.head_roles.likelihood import Contrast, GatedHeads, target_log_probabilities
 from sparse_tl.head_roles.roles import head_table, mean_table
-from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.results import Result
 
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, check_rows, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
@@ -31,7 +32,6 @@ from sparse_tl.head_roles.likelihood import (
     target_losses,
 )
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
-from sparse_tl.lens import HookedModel, adapt, check_rows, in_evaluation_mode
 from sparse_tl.training import Selection, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)

@@ -25,10 +25,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.progress import tracked
 from sparse_tl.training.loop import Objective
 

@@ -20,9 +20,9 @@ from sparse_tl.circuits import (
     SeedCurves,
 )
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.page.rendering import Figure

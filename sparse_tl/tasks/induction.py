@@ -16,10 +16,10 @@ from typing import Annotated, NamedTuple
 import torch
 from annotated_types import Ge, Le
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.data.prompts import Tokens, ordinary_tokens, start_of_prompts
-from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import Pairs, Task, draw_distinct
 

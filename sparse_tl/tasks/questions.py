@@ -19,10 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.data.documents import dataset_rows
 from sparse_tl.data.prompts import prepends_bos, prompt_start
 from sparse_tl.data.targets import TargetDataset, read_jsonl
-from sparse_tl.lens import HookedModel
 
 Record = Mapping[str, Any]
 Question = tuple[str, str]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data.prompts import chat_start, prepends_bos
-from sparse_tl.lens import HookedModel
 from sparse_tl.results import Result, table_html
 from sparse_tl.tasks.agreement import AnaphorTask, SubjectVerbTask
 from sparse_tl.tasks.capitals import CapitalsTask

@@ -16,12 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.backend import Model, evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.effect import mean_interval, sign_test, wilson_interval
 from sparse_tl.circuits.pair_runs import PairBatches
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, evaluation_mode
 from sparse_tl.metrics import check_wrong, chooses_right, is_right
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

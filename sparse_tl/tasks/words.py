@@ -12,10 +12,10 @@ from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 from annotated_types import Ge, Le
 
+from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PairTexts, PromptPairs, pairs_of_texts
 from sparse_tl.data.prompts import Encoder, prepends_bos
-from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 
 Pairs = Annotated[int, Ge(1), Le(1_000_000)]

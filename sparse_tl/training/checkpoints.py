@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_tl.backend import HookedModel, processes, read_parameters, weights_digest, whole
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import HookedModel, processes, read_parameters, weights_digest, whole
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,

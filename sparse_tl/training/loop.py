@@ -28,6 +28,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.backend import (
+    HookedModel,
+    adapt,
+    has_sharded_weights,
+    in_use,
+    is_sharded,
+    lora_parameters,
+    merged_lora,
+    processes,
+    read_parameters,
+    whole,
+)
 from sparse_tl.calls.arguments import (
     AtLeastOne,
     Count,
@@ -40,18 +52,6 @@ from sparse_tl.calls.arguments import (
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import ResumableStream, TokenStream
-from sparse_tl.lens import (
-    HookedModel,
-    adapt,
-    has_sharded_weights,
-    in_use,
-    is_sharded,
-    lora_parameters,
-    merged_lora,
-    processes,
-    read_parameters,
-    whole,
-)
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage.files import locked

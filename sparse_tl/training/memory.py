@@ -10,12 +10,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
-from sparse_tl.data import TokenBatch
-from sparse_tl.data.streams import TokenStream
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     HookedModel,
     adapt,
     all_activations,
@@ -23,6 +18,11 @@ from sparse_tl.lens import (
     checkpointed_activations,
     read_parameters,
 )
+from sparse_tl.calls.autograd import autograd
+from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
+from sparse_tl.data import TokenBatch
+from sparse_tl.data.streams import TokenStream
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.loop import choose_trained, is_half
 from sparse_tl.training.objectives import SparsityObjective

@@ -29,15 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.data import TokenBatch
-from sparse_tl.data.batches import log_probabilities
-from sparse_tl.data.documents import separator
-from sparse_tl.data.prompts import check_known
-from sparse_tl.data.windows import check_window
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Adapter,
     Model,
     adapt,
@@ -46,6 +38,14 @@ from sparse_tl.lens import (
     in_evaluation_mode,
     processes,
 )
+from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.data import TokenBatch
+from sparse_tl.data.batches import log_probabilities
+from sparse_tl.data.documents import separator
+from sparse_tl.data.prompts import check_known
+from sparse_tl.data.windows import check_window
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import tracked
 from sparse_tl.storage.files import check_writable, read_metadata, read_tensors, write_tensors
 from sparse_tl.training.checkpoints import run_identity

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import adapt, check_gates, check_raw
+from sparse_tl.backend.core.devices import precision_of
 from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.sparse.attention import check_edge_cost
-from sparse_tl.lens import adapt, check_gates, check_raw
-from sparse_tl.lens.core.devices import precision_of
 from sparse_tl.storage.files import digest
 from sparse_tl.training.constraint import (
     GAP_LEAD,

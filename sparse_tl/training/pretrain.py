@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, Model, adapt, check_raw
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import TokenStream
-from sparse_tl.lens import HookedModel, Model, adapt, check_raw
 from sparse_tl.training import ranks
 from sparse_tl.training.evaluation import evaluate_held_out
 from sparse_tl.training.loop import (

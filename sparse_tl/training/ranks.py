@@ -16,8 +16,8 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object, re
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from sparse_tl.backend import HookedModel, has_sharded_weights, is_sharded, processes
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.lens import HookedModel, has_sharded_weights, is_sharded, processes
 
 Value = TypeVar("Value")
 

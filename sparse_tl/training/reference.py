@@ -11,11 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.attention import attention_by_blocks
-from sparse_tl.gates.sparse.computed_gates import using
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Model,
     adapt,
     check_raw,
@@ -25,6 +21,10 @@ from sparse_tl.lens import (
     lora_parameters,
     read_parameters,
 )
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import using
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""

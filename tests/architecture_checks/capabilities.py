@@ -40,8 +40,8 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.lens import adapt, boot, load_model, save_model
-from sparse_tl.runs import run_doctor
+from sparse_tl.backend import adapt, boot, load_model, save_model
+from sparse_tl.jobs import run_doctor
 from sparse_tl.storage.files import write_json
 
 

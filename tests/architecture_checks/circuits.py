@@ -29,7 +29,7 @@ from sparse_tl import (
     logit_difference,
     patch_exactly,
 )
-from sparse_tl.lens import adapt
+from sparse_tl.backend import adapt
 from sparse_tl.metrics import divergence
 
 POINTS = 3

@@ -11,7 +11,7 @@ from oracle import by_head
 from torch import Tensor
 
 from sparse_tl import PromptPairs, ShuffledStream, TokenBatch, logit_difference
-from sparse_tl.lens import boot
+from sparse_tl.backend import boot
 from sparse_tl.training import pretrain
 
 FLOAT32, FLOAT64 = 1e-5, 1e-9

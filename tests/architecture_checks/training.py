@@ -30,7 +30,7 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.lens import adapt
+from sparse_tl.backend import adapt
 
 
 def head_gating(subject: Subject) -> float:

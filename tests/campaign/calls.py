@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import sparse_tl as stl
+from sparse_tl.backend import adapt, checkpointed_activations
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.lens import adapt, checkpointed_activations
 from sparse_tl.metrics import logit_difference
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.memory import training_memory

@@ -18,13 +18,13 @@ from tiny import save_taught_task_models, save_tiny, tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl as stl
-import sparse_tl.runs.addition
+import sparse_tl.jobs.addition
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.models import pairs as built
-from sparse_tl.models.addition import addition_recipe
-from sparse_tl.runs import run_addition, run_circuits, run_head_roles, run_post_training
+from sparse_tl.jobs import run_addition, run_circuits, run_head_roles, run_post_training
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import pretrain
+from sparse_tl.zoo import pairs as built
+from sparse_tl.zoo.addition import addition_recipe
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 
@@ -127,7 +127,7 @@ def _few_sums() -> None:
         return split(self, validation=16, test=16, seed=seed)
 
     AdditionTask.split = small  # type: ignore[method-assign]
-    module: Any = sparse_tl.runs.addition
+    module: Any = sparse_tl.jobs.addition
     module.PAIRS, module.EXAMPLES, module.DIGITS = 8, 8, ("units",)
 
 

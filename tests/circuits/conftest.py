@@ -8,8 +8,8 @@ import pytest
 from double_precision import DoublePrecision
 from random_models import KINDS, ROUNDED, random_pairs, shaken
 
+from sparse_tl.backend import Model
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from wiring import blank_model, normalise
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt
+from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.parts.graph import CircuitGraph
 
 ANSWER, WRONG = 0, 1
 

@@ -27,10 +27,10 @@ from wiring import (
     spaces,
 )
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt
+from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.parts.graph import CircuitGraph
 
 
 @dataclass(frozen=True, eq=False)

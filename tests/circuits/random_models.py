@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model
 
 KINDS: dict[str, dict[str, Any]] = {
     "sequential": {},

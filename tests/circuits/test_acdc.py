@@ -14,6 +14,7 @@ from oracle import run_patched
 from planted import PLANTED, Planted
 from torch import Tensor
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     Circuit,
     acdc,
@@ -25,9 +26,8 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import GatedRun
-from sparse_tl.lens import Model, adapt
+from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import logit_difference
-from sparse_tl.parts.graph import CircuitGraph
 
 Build = Callable[..., Model]
 acdc_module = __import__("sys").modules[acdc_function.__module__]

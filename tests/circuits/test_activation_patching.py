@@ -16,8 +16,8 @@ from random_models import random_pairs
 from torch import Tensor
 
 from sparse_tl import SparseTransformer, logit_difference, patch_activations
+from sparse_tl.backend import Model, boot
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, boot
 from sparse_tl.metrics import NoEffectError
 
 Build = Callable[..., Model]

@@ -22,7 +22,7 @@ from sparse_tl import (
     evaluate,
     logit_difference,
 )
-from sparse_tl.lens import adapt, boot
+from sparse_tl.backend import adapt, boot
 
 theirs = pytest.importorskip("transformer_lens.tools.analysis.attribution_patching")
 try:

@@ -10,10 +10,10 @@ import torch
 from architectures import plain_transformer
 from torch import Tensor
 
+from sparse_tl.backend import Model, boot
 from sparse_tl.circuits import attribute_attention_edges
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, boot
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

@@ -14,13 +14,13 @@ from oracle import slow_scores
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
+from sparse_tl.backend import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods import gradients
 from sparse_tl.circuits.methods.gradients import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

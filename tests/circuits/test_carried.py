@@ -12,8 +12,8 @@ from tiny import KINDS
 from torch import Tensor
 from wiring import blank_model
 
+from sparse_tl.backend import boot
 from sparse_tl.circuits import trace_attention
-from sparse_tl.lens import boot
 
 TOKENS = torch.tensor([3, 5, 2, 7, 3, 8])
 

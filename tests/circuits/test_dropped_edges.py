@@ -23,10 +23,10 @@ from sparse_tl import (
     load_addition_models,
     logit_difference,
 )
+from sparse_tl.backend import Model, adapt, record
 from sparse_tl.circuits.exchange import MIB_FRACTIONS
-from sparse_tl.lens import Model, adapt, record
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.positioned_graph import PositionedGraph
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.positioned_graph import PositionedGraph
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 

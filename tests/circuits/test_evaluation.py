@@ -14,6 +14,7 @@ from random_models import shaken
 from torch import Tensor
 
 from sparse_tl import TargetDataset, fit_head_gates
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     Circuit,
     Scores,
@@ -27,11 +28,10 @@ from sparse_tl.circuits.effect import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.grids import HeadGrid
 from sparse_tl.head_roles import HeadRoles
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference, measure
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.grids import HeadGrid
 
 Build = Callable[..., Model]
 

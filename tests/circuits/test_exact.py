@@ -10,9 +10,9 @@ import torch
 from oracle import run_patched
 from torch import Tensor
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads, patch_exactly
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

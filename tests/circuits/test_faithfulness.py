@@ -14,10 +14,10 @@ from planted import PLANTED, Planted
 from random_models import random_pairs, shaken
 from torch import Tensor
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import Circuit, Faithfulness, Scores, acdc, prune_circuit_edges
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import HardConcreteGate
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 QUIET: dict[str, Any] = {"progress": False, "batch_size": 2}

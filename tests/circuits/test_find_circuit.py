@@ -16,6 +16,7 @@ from planted import PLANTED, Planted
 from random_models import random_pairs, shaken
 from torch import Tensor
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     Evaluation,
     FoundCircuit,
@@ -30,7 +31,6 @@ from sparse_tl.circuits.methods.search import reached
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 Build = Callable[..., Model]

@@ -17,6 +17,7 @@ from oracle import run_patched, run_split, slow_scores, written_by
 from random_models import KINDS, shaken
 from torch import Tensor
 
+from sparse_tl.backend import Model, adapt, boot, record, source_outputs
 from sparse_tl.circuits import (
     Circuit,
     acdc,
@@ -29,7 +30,6 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import BernoulliGate, SigmoidGate, SparseTransformer
-from sparse_tl.lens import Model, adapt, boot, record, source_outputs
 from sparse_tl.metrics import divergence, logit_difference
 
 Build = Callable[..., Model]

@@ -24,8 +24,8 @@ from sparse_tl import (
     head_behaviour,
     load_language_model,
 )
+from sparse_tl.backend import Model
 from sparse_tl.circuits import HeadBehaviour, accuracy
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 BY_ATTENTION = ("previous token", "duplicate token", "induction", "sink")

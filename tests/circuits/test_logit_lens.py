@@ -19,8 +19,8 @@ from sparse_tl import (
     logit_difference,
     logit_lens,
 )
+from sparse_tl.backend import Model
 from sparse_tl.circuits import LogitAttribution, LogitLens
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 

@@ -18,11 +18,11 @@ from oracle import run_patched
 from random_models import shaken
 
 from sparse_tl import Circuit, CircuitGraph, Scores, evaluate_mib, load_mib, save_mib
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import MIBEvaluation
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

@@ -17,6 +17,7 @@ from tiny import tokenizer_of
 from torch import Tensor
 from wiring import attend, blank_model, embed, move, spaces
 
+from sparse_tl.backend import Model, adapt, boot
 from sparse_tl.circuits import (
     Circuit,
     NeuronEffects,
@@ -25,9 +26,8 @@ from sparse_tl.circuits import (
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt, boot
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
-from sparse_tl.parts.positioned_graph import PositionedGraph
 
 Build = Callable[..., Model]
 Q: dict[str, Any] = {"progress": False}

@@ -12,8 +12,8 @@ from analyses import call, taking
 from random_models import random_pairs, shaken
 
 from sparse_tl import PromptPairs, acdc, attribute_circuit_edges, evaluate, patch_exactly
+from sparse_tl.backend import Model
 from sparse_tl.circuits import Evaluation, MIBEvaluation, attribute_attention_edges
-from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 Build = Callable[..., Model]

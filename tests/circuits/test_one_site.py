@@ -10,6 +10,7 @@ import torch
 from random_models import random_pairs, shaken
 
 from sparse_tl import CircuitEdges, GatedRun, Heads, ablate_heads, gated, patch_exactly
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     Circuit,
     acdc,
@@ -25,7 +26,6 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import target_log_probabilities
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

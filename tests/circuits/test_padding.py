@@ -21,8 +21,8 @@ from sparse_tl import (
     logit_difference,
     patch_exactly,
 )
+from sparse_tl.backend import Model, boot
 from sparse_tl.circuits import attribute_heads
-from sparse_tl.lens import Model, boot
 
 Build = Callable[..., Model]
 ANALYSES = of_prompts()

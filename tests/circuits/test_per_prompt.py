@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.circuits import (
     CircuitSizes,
     attribute_circuit_edges,
@@ -16,7 +17,6 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 METHODS = ("eap", "eap-ig", "eap-ig-activations")

@@ -16,6 +16,7 @@ from random_models import MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl import CircuitEdges, GatedRun
+from sparse_tl.backend import Model, adapt, relevance_rules
 from sparse_tl.circuits import (
     Circuit,
     Scores,
@@ -27,9 +28,8 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.methods.gradients import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt, relevance_rules
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
-from sparse_tl.parts.positioned_graph import PositionedGraph
 
 Build = Callable[..., Model]
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

@@ -26,7 +26,7 @@ from sparse_tl import (
     patch_activations,
     prune_circuit_edges,
 )
-from sparse_tl.lens import Model
+from sparse_tl.backend import Model
 
 QUIET: dict[str, Any] = {"progress": False}
 

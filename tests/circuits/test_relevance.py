@@ -10,7 +10,7 @@ import torch
 from random_models import MORE_KINDS, shaken
 from torch import Tensor
 
-from sparse_tl.lens import EMBEDDED, Model, adapt, record, relevance_rules
+from sparse_tl.backend import EMBEDDED, Model, adapt, record, relevance_rules
 
 Build = Callable[..., Model]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     ScoreCheck,
     Scores,
@@ -18,7 +19,6 @@ from sparse_tl.circuits import (
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

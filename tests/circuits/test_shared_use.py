@@ -24,9 +24,9 @@ from sparse_tl import (
     post_train,
     trace_attention,
 )
+from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 ANALYSES = of_prompts()

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.circuits import Skill, accuracy, measure_skill
 from sparse_tl.data import PromptPairs
-from sparse_tl.lens import Model
 from sparse_tl.metrics import logit_difference
 
 

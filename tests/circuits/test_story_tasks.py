@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sparse_tl.backend import load_model
 from sparse_tl.circuits import accuracy
-from sparse_tl.lens import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import story_tasks  # noqa: E402

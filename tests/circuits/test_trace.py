@@ -11,12 +11,12 @@ from sparse_tl import (
     load_addition_models,
     trace_attention,
 )
+from sparse_tl.backend import boot
 from sparse_tl.circuits.prompt.trace import predicted_columns
-from sparse_tl.lens import boot
 from sparse_tl.metrics import answer_logit, log_probability, logit_difference
-from sparse_tl.models import build_addition_model
 from sparse_tl.plots import figure
 from sparse_tl.tasks.addition import addition_tokenizer
+from sparse_tl.zoo import build_addition_model
 
 
 @pytest.fixture(scope="module")

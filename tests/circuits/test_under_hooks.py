@@ -31,10 +31,10 @@ from sparse_tl import (
     steer,
     trace_attention,
 )
+from sparse_tl.backend import Model
 from sparse_tl.circuits import Circuit
 from sparse_tl.gates import CircuitEdges
-from sparse_tl.lens import Model
-from sparse_tl.parts.graph import CircuitGraph
+from sparse_tl.graph.circuit_graph import CircuitGraph
 
 Build = Callable[..., Model]
 Hook = Callable[..., Any]

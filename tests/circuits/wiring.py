@@ -12,7 +12,7 @@ import torch
 from tiny import small_model
 from torch import Tensor
 
-from sparse_tl.lens import Model
+from sparse_tl.backend import Model
 
 
 def blank_model(**description: Any) -> Model:

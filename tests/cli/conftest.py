@@ -24,9 +24,9 @@ def few_sums() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AdditionTask, "split", small)
-        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
-        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
-        patch.setattr("sparse_tl.runs.addition.DIGITS", ("tens", "units"))
+        patch.setattr("sparse_tl.jobs.addition.PAIRS", 8)
+        patch.setattr("sparse_tl.jobs.addition.EXAMPLES", 8)
+        patch.setattr("sparse_tl.jobs.addition.DIGITS", ("tens", "units"))
         yield
 
 

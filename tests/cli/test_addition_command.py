@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 from command_line import ADDITION, Outcome, no_training, run_command
 
+from sparse_tl.backend import load_model
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import HeldOut, evaluate_held_out
@@ -75,7 +75,7 @@ def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
     def refuse(*_: Any, **__: Any) -> None:
         raise NoEffectError("there is no effect to explain")
 
-    monkeypatch.setattr("sparse_tl.runs.addition.measure", refuse)
+    monkeypatch.setattr("sparse_tl.jobs.addition.measure", refuse)
     outcome = run_command(*ADDITION, "--out", out, "--device", "cpu")
     assert outcome.code == 0, outcome.err
     assert "No circuit: Addition, units, sparse model: there is no effect" in outcome.out

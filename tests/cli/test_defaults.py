@@ -6,8 +6,8 @@ import inspect
 
 import pytest
 
-from sparse_tl.runs import run_post_training
-from sparse_tl.runs.jobs import AdditionJob, CircuitsJob, HeadRolesJob, Job, PostTrainingJob
+from sparse_tl.jobs import run_post_training
+from sparse_tl.jobs.settings import AdditionJob, CircuitsJob, HeadRolesJob, Job, PostTrainingJob
 from sparse_tl.training import post_train
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from command_line import run_command
 
-from sparse_tl.models import language
+from sparse_tl.zoo import language
 
 CONTENT = b"the weights"
 

@@ -33,9 +33,9 @@ def test_every_example_can_be_read_by_its_command(
         raise ValueError("far enough")
 
     for job in ("addition", "post_training", "circuits", "head_roles", "doctor"):
-        monkeypatch.setattr(f"sparse_tl.runs.run_{job}", stop)
+        monkeypatch.setattr(f"sparse_tl.jobs.run_{job}", stop)
     for name in ("get_language_model", "cached_file"):
-        monkeypatch.setattr(f"sparse_tl.models.{name}", stop)
+        monkeypatch.setattr(f"sparse_tl.zoo.{name}", stop)
     assert len(examples) >= 2
     for words in examples:
         assert run_command(*words).code == 1, words
@@ -56,7 +56,7 @@ def _circuits_that_raise(monkeypatch: pytest.MonkeyPatch, error: Exception) -> N
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("sparse_tl.runs.run_circuits", fail)
+    monkeypatch.setattr("sparse_tl.jobs.run_circuits", fail)
 
 
 def test_a_bug_is_called_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import torch
 from command_line import Outcome, no_training, run_command
 from tiny import HAS_HOOKED
 
+from sparse_tl.backend import adapt, load_model, lora_parameters
 from sparse_tl.data import read_documents, text_rows
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, load_model, lora_parameters
-from sparse_tl.runs import post_training
+from sparse_tl.jobs import post_training
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.training import HeldOut, evaluate_held_out
 

@@ -74,7 +74,7 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShuffledStream, "batch", noted)
         # What comes after training is tested elsewhere, and takes far longer than these steps.
-        patch.setattr("sparse_tl.runs.addition.DIGITS", ())
+        patch.setattr("sparse_tl.jobs.addition.DIGITS", ())
         assert run_command(*ADDITION, "--device", "cpu", "--out", out).code == 0
         data, trained = steps[:2], steps[2:]
         assert data == [0, 1], "whether it is the same data"

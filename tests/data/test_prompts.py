@@ -15,7 +15,7 @@ from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import PromptPairs, TargetDataset, load_model, logit_lens
-from sparse_tl.lens import Model
+from sparse_tl.backend import Model
 
 Build = Callable[..., Model]
 WORDS = (" time", " upon", " a", " 19", " 1945", "45", "()", "Once", " the", " lived", " king")

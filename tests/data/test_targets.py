@@ -15,7 +15,7 @@ from tokenizers import normalizers
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.models import task_tokenizer
+from sparse_tl.zoo import task_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from made_tokenizers import byte_level, sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import logit_difference, logit_lens, patch_activations, trace_attention
+from sparse_tl.backend import Model
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import PromptPairs
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 FACE = "\N{GRINNING FACE}"

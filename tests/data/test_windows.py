@@ -19,8 +19,8 @@ from sparse_tl import (
     text_rows,
     token_windows,
 )
+from sparse_tl.backend import Model
 from sparse_tl.data import documents
-from sparse_tl.lens import Model
 from sparse_tl.training import evaluate_held_out
 
 WORDS = ["<s>", "</s>", *"abcdefghijk"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
 from sparse_tl.tasks.addition import addition_tokenizer
 
 PROMPT = "36+28=?????"

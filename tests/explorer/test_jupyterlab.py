@@ -12,7 +12,7 @@ from lab import Lab, command, open_notebook, running_lab, wait_for_kernel
 SETUP = """
 import warnings; warnings.simplefilter("ignore")
 from sparse_tl import SparseTransformer
-from sparse_tl.models import build_addition_model
+from sparse_tl.zoo import build_addition_model
 from sparse_tl.explorer import explore
 dense, other = build_addition_model(0, "cpu"), build_addition_model(1, "cpu")
 models = {"Dense": dense, "Sparse": SparseTransformer(other, initial_bias=0.0)}
@@ -22,7 +22,7 @@ FIGURES = """
 import torch
 from IPython.display import display
 from sparse_tl import Scores, circuit_diagram
-from sparse_tl.parts.grids import HeadGrid
+from sparse_tl.graph.grids import HeadGrid
 from sparse_tl.plots import head_map
 display(circuit_diagram({"Dense": dense}, "36+28=?????"))
 drawn = head_map({"Dense": Scores(HeadGrid(2, 2), torch.eye(2), "eap")})

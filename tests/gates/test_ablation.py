@@ -12,6 +12,7 @@ import torch
 from tiny import in_pieces, tokenizer_of
 
 from sparse_tl import AdditionTask, PromptPairs, load_addition_models
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import (
     GatedRun,
@@ -21,7 +22,6 @@ from sparse_tl.gates import (
     ablate_heads,
 )
 from sparse_tl.head_roles import target_log_probabilities
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 HEADS = [(0, 1), (1, 0)]

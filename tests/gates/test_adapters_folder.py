@@ -10,9 +10,9 @@ import torch
 from architectures import VOCABULARY, plain_transformer
 from torch import Tensor
 
+from sparse_tl.backend import add_lora, boot, load_model, save_model
+from sparse_tl.backend.core.lora import lora_off, lora_parameters
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import add_lora, boot, load_model, save_model
-from sparse_tl.lens.core.lora import lora_off, lora_parameters
 
 NAMES = ["llama", "gpt2", "mixtral"]
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
+from sparse_tl.backend import AttentionMask, Deferred, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
 from sparse_tl.gates.sparse.attention import attention_by_blocks
-from sparse_tl.lens import AttentionMask, Deferred, deferred
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24

@@ -9,9 +9,9 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
+from sparse_tl.backend import load_model
 from sparse_tl.gates import HardConcreteGate, SparseTransformer
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
-from sparse_tl.lens import load_model
 from sparse_tl.storage.files import read_json, write_json
 from sparse_tl.tasks.addition import addition_tokenizer
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
+from sparse_tl.backend import Model, read_parameters
 from sparse_tl.gates import AttentionEdgeCounts
-from sparse_tl.lens import Model, read_parameters
 
 Build = Callable[..., Model]
 

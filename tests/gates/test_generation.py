@@ -20,7 +20,7 @@ from sparse_tl import (
     gated,
     steer,
 )
-from sparse_tl.lens import Model, adapt
+from sparse_tl.backend import Model, adapt
 
 Build = Callable[..., Model]
 WIDTH = 8

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sparse_tl import SparseTransformer
+from sparse_tl.backend import boot, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates.sparse import blockwise
-from sparse_tl.lens import boot, deferred
 
 LENGTH = 12
 SMALL: dict[str, Any] = {

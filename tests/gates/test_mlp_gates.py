@@ -18,6 +18,7 @@ from tiny import HAS_HOOKED, tiny_model
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
+from sparse_tl.backend import Model, adapt, boot, checkpointed_activations, read_parameters
 from sparse_tl.gates import (
     BernoulliGate,
     HardConcreteGate,
@@ -26,7 +27,6 @@ from sparse_tl.gates import (
     SigmoidGate,
     gated,
 )
-from sparse_tl.lens import Model, adapt, boot, checkpointed_activations, read_parameters
 
 TINY: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -12,9 +12,9 @@ from tiny import hooked_alone
 from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import SparseTransformer, evaluate_held_out
+from sparse_tl.backend import Model, adapt, checkpointed_activations, deferred
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates.sparse import blockwise
-from sparse_tl.lens import Model, adapt, checkpointed_activations, deferred
 
 Build = Callable[..., Model]
 # A bridge keeps keys and values unless told otherwise; layers that run again would add them twice.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sparse_tl import GatedRun, gated
+from sparse_tl.backend import Adapter, Hook, Model, Order
 from sparse_tl.gates import PatchValues, Site
 from sparse_tl.gates.sites import GatedPass
-from sparse_tl.lens import Adapter, Hook, Model, Order
 
 Build = Callable[..., Model]
 

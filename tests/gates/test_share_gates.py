@@ -16,12 +16,12 @@ from small_models import random_model
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
+from sparse_tl.backend import adapt, boot, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import HardConcreteGate, ShareGates
 from sparse_tl.gates.sparse import blockwise
 from sparse_tl.gates.sparse.computed_gates import GateSettings
 from sparse_tl.gates.sparse.straight_through import gated_pattern
-from sparse_tl.lens import adapt, boot, deferred
 from sparse_tl.storage.files import read_json, write_json
 
 LENGTH = 12

@@ -11,9 +11,9 @@ from tiny import HAS_HOOKED
 from typing_extensions import get_protocol_members
 
 from sparse_tl import PromptPairs, SparseTransformer
+from sparse_tl.backend import HookedModel, Model, read_parameters
 from sparse_tl.data.prompts import ModelWithTokenizer
 from sparse_tl.gates import BernoulliGate, HardConcreteGate
-from sparse_tl.lens import HookedModel, Model, read_parameters
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
 

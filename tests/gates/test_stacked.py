@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model, adapt
 from sparse_tl.gates import GatedRun, Heads, SparseTransformer
-from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]

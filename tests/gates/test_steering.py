@@ -18,7 +18,7 @@ from sparse_tl import (
     load_addition_models,
     steer,
 )
-from sparse_tl.lens import Model, boot
+from sparse_tl.backend import Model, boot
 
 Build = Callable[..., Model]
 TOKENS = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(0))

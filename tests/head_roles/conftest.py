@@ -11,9 +11,9 @@ from planted_heads import INTERFERER, WRONG
 from tiny import learn_echo
 
 from sparse_tl import ablate_heads
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.lens import Model
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import ContrastiveGates, fit_contrastive_head_gates
 from sparse_tl.head_roles.likelihood import Contrast, GatedHeads
-from sparse_tl.lens import Model
 
 LOW, HIGH = 0, 6
 SETTINGS: dict[str, Any] = {"updates": 60, "batch_size": 16, "progress": False}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from finite_differences import derivative
 
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates import SparseTransformer
@@ -21,7 +22,6 @@ from sparse_tl.head_roles import (
 )
 from sparse_tl.head_roles.fitting import check_fits, first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
-from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 SETTINGS: dict[str, Any] = {"updates": 6, "batch_size": 8, "record_every": 2, "progress": False}

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import HeadRoles, ablation_curve, fit_head_gates, fitting
 from sparse_tl.head_roles.fitting import has_fitted
-from sparse_tl.lens import Model
 
 SETTINGS = {"updates": 25, "batch_size": 16, "progress": False}
 

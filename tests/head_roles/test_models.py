@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import fit_head_gates
 from sparse_tl.head_roles.fitting import check_fits
 from sparse_tl.head_roles.likelihood import target_losses
-from sparse_tl.lens import Model
 
 SETTINGS: dict[str, Any] = {"updates": 2, "batch_size": 8, "seeds": 1, "progress": False}
 

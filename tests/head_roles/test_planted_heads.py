@@ -8,6 +8,7 @@ import pytest
 import torch
 from planted_heads import DEAD, INTERFERER
 
+from sparse_tl.backend import Model
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import (
     AblationCurve,
@@ -17,7 +18,6 @@ from sparse_tl.head_roles import (
     likelihood,
 )
 from sparse_tl.head_roles.likelihood import target_log_probabilities
-from sparse_tl.lens import Model
 
 
 @pytest.fixture(scope="module")

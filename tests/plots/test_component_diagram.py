@@ -11,9 +11,9 @@ import torch
 from component_examples import ATTACK, EDGES, Scored, draw
 
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.head_roles import HeadRoles
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE

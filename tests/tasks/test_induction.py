@@ -9,8 +9,8 @@ import torch
 from made_tokenizers import byte_level
 from reading import Reader
 
+from sparse_tl.backend import Model
 from sparse_tl.data import PromptPairs
-from sparse_tl.lens import Model
 from sparse_tl.tasks import InductionTask
 
 

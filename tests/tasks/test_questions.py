@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from sparse_tl.lens import Model
+from sparse_tl.backend import Model
 from sparse_tl.tasks.questions import (
     COMMON_SENSE,
     MATHEMATICS,

@@ -7,10 +7,10 @@ from tiny import small_task_models
 
 from sparse_tl import load_task_models, task_report
 from sparse_tl.circuits import accuracy
-from sparse_tl.models import TASKS
-from sparse_tl.runs.jobs import TASK_NAMES
+from sparse_tl.jobs.settings import TASK_NAMES
 from sparse_tl.tasks import TASKS_BY_NAME, IOITask, TaskReport
 from sparse_tl.tasks.report import by_name
+from sparse_tl.zoo import TASKS
 
 
 @pytest.fixture(scope="module")

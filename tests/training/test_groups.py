@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data import MixedStream, ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
 
 Build = Callable[..., Model]

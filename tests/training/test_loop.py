@@ -18,10 +18,10 @@ import pandas as pd
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 
 Build = Callable[..., Model]

@@ -16,7 +16,7 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.lens import Model, checkpointed_activations, read_parameters
+from sparse_tl.backend import Model, checkpointed_activations, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.loop import in_precision
 from sparse_tl.training.memory import training_memory

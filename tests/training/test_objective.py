@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparse_tl.backend import Model, read_parameters
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, read_parameters
 from sparse_tl.training import LossConstraint, TargetLoss
 from sparse_tl.training.constraint import START
 from sparse_tl.training.objectives import MARGIN, NO_NOISE, NOISE, SparsityObjective

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import sparse_tl
 from sparse_tl import SparseTransformer, sampled_windows
-from sparse_tl.lens import boot
+from sparse_tl.backend import boot
 from sparse_tl.training import own_text
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -324,7 +324,7 @@ def test_a_cache_that_the_model_does_not_read(
 ) -> None:
     """As with versions of transformers and TransformerLens that do not fit each other."""
     model = sure(tiny_model("grouped", tokenizer=tokenizer))
-    adapter = type(sparse_tl.lens.adapt(model))
+    adapter = type(sparse_tl.backend.adapt(model))
     monkeypatch.setattr(adapter, "empty_cache", lambda self, n_prompts: {})
     with pytest.raises(ValueError, match="the same with a key-value cache as without"):
         sampled_windows(model, 4, 12, beginnings=[], **QUIET)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from tiny import keep_last_weights
 
+from sparse_tl.backend import Model, adapt, read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, read_parameters
 from sparse_tl.training import (
     PostTraining,
     evaluate_held_out,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import BernoulliGate, SparseTransformer
-from sparse_tl.lens import Model
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
 from sparse_tl.training.objectives import NO_NOISE
 

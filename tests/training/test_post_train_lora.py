@@ -12,9 +12,9 @@ from architectures import VOCABULARY, plain_transformer
 from tiny import keep_last_weights
 from torch import Tensor
 
+from sparse_tl.backend import adapt, add_lora, boot, lora_parameters, read_parameters
 from sparse_tl.data import ShuffledStream, TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, add_lora, boot, lora_parameters, read_parameters
 from sparse_tl.storage.files import read_tensors
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
 from sparse_tl.training.reference import as_dense, reference_of

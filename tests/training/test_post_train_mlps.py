@@ -14,10 +14,10 @@ import pytest
 import torch
 from tiny import small_model
 
+from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
 from sparse_tl.training import (
     LossConstraint,
     PostTraining,

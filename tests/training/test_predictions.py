@@ -11,9 +11,9 @@ import torch
 from architectures import VOCABULARY, plain_transformer
 from torch import Tensor, nn
 
+from sparse_tl.backend import Model, adapt, add_lora, boot, lora_parameters
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, add_lora, boot, lora_parameters
 from sparse_tl.training.reference import KEPT, DensePredictions
 
 Build = Callable[..., Model]

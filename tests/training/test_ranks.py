@@ -14,7 +14,7 @@ from several_ranks import on_ranks
 from torch import nn
 
 from sparse_tl import AdditionTask, ShuffledStream, load_addition_models, post_train
-from sparse_tl.lens import checked_device, processes
+from sparse_tl.backend import checked_device, processes
 from sparse_tl.training import ranks
 
 

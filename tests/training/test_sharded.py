@@ -20,10 +20,10 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
+from sparse_tl.backend import add_lora, boot, processes, read_parameters, shard_model, whole
 from sparse_tl.circuits import attribute_circuit_edges
 from sparse_tl.data import PromptPairs, ShuffledStream, TokenBatch
 from sparse_tl.gates import Heads, SparseTransformer, gated
-from sparse_tl.lens import add_lora, boot, processes, read_parameters, shard_model, whole
 from sparse_tl.metrics import logit_difference
 from sparse_tl.training import (
     LossConstraint,

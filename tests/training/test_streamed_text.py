@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from sparse_tl.backend import Model, save_model
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
-from sparse_tl.lens import Model, save_model
-from sparse_tl.runs import post_training, run_post_training
+from sparse_tl.jobs import post_training, run_post_training
 from sparse_tl.training.pretrain import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]

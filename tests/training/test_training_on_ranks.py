@@ -17,10 +17,10 @@ import torch
 from several_ranks import CallingAt, assert_same, on_ranks, stop
 from torch import Tensor
 
+from sparse_tl.backend import Model, read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, read_parameters
 from sparse_tl.training import (
     HeldOut,
     LossConstraint,

@@ -27,16 +27,16 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Count, Positive, checked
 from sparse_tl.circuits.circuit import Circuit, check_grid, reaches_logits
 from sparse_tl.circuits.evaluation import FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.grids import HeadGrid
 from sparse_tl.metrics import Metric, divergence, measure
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.grids import HeadGrid
 from sparse_tl.progress import tracked
 
 ROWS = 256

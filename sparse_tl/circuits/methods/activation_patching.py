@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import HookPoints
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

@@ -29,6 +29,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import (
+    EMBEDDED,
+    AttentionMask,
+    HookedModel,
+    adapt,
+    attached,
+    check_sums_under_hooks,
+    frozen,
+    in_evaluation_mode,
+    mask_hooks,
+)
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.methods.gradients import (
     AttributionPasses,
@@ -40,20 +51,9 @@ from sparse_tl.circuits.pair_runs import PatchedPairs
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
-from sparse_tl.lens import (
-    EMBEDDED,
-    AttentionMask,
-    HookedModel,
-    adapt,
-    attached,
-    check_sums_under_hooks,
-    frozen,
-    in_evaluation_mode,
-    mask_hooks,
-)
+from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import Metric
-from sparse_tl.parts.grids import AttentionGrid
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 MOST_BYTES = 2e9

@@ -17,17 +17,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.circuit import check_grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph, Node
+from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, measure
-from sparse_tl.parts.graph import CircuitEdge, CircuitGraph, Node
-from sparse_tl.parts.grids import HeadGrid
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

@@ -33,12 +33,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vecdot
 
-from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
-from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import PatchValues
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     EMBEDDED,
     Adapter,
     gate_hooks,
@@ -48,8 +43,13 @@ from sparse_tl.lens import (
     repeated,
     source_outputs,
 )
+from sparse_tl.calls.autograd import autograd
+from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import PatchValues
+from sparse_tl.graph.circuit_graph import Node
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
-from sparse_tl.parts.graph import Node
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 Places = Int[Tensor, " place"]

@@ -3,7 +3,7 @@
     effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
 
 The output of a neuron is its activation times its output direction
-(`sparse_tl.lens.models.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
+(`sparse_tl.backend.models.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
 
 1. Score all neurons to first order, with one backward pass per batch:
    ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores
@@ -23,15 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits.circuit import Circuit, check_grid
-from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.methods.gradients import AttributionPasses, ReadGradients
-from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
-from sparse_tl.circuits.prompt.tokens import output_text, text_around
-from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Adapter,
     HookedModel,
     Norm,
@@ -41,10 +33,18 @@ from sparse_tl.lens import (
     neuron_directions,
     record,
 )
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.circuits.circuit import Circuit, check_grid
+from sparse_tl.circuits.evaluation import positions_of
+from sparse_tl.circuits.methods.gradients import AttributionPasses, ReadGradients
+from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
+from sparse_tl.circuits.prompt.tokens import output_text, text_around
+from sparse_tl.data import Positions, PromptPairs
+from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
+from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph.nodes import Node
+from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.metrics import Metric, measure
-from sparse_tl.parts.graph import CircuitGraph
-from sparse_tl.parts.nodes import Node
-from sparse_tl.parts.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

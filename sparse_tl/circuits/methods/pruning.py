@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Logit, Positive, Seed, checked
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.circuit import check_grid
@@ -37,9 +38,8 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import Metric, divergence, log_probability
-from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.progress import tracked
 
 REACHED_AT = 0.6

@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import EffectCurve, Evaluation
@@ -41,9 +42,8 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
-from sparse_tl.parts.graph import CircuitGraph
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

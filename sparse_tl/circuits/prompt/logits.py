@@ -10,6 +10,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import (
+    Adapter,
+    HookedModel,
+    Norm,
+    adapt,
+    check_numbers,
+    check_sums_under_hooks,
+    hooked,
+    in_evaluation_mode,
+    record,
+    source_outputs,
+    tolerance,
+)
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairBatches, read_mask
 from sparse_tl.circuits.prompt.tokens import (
@@ -23,19 +36,6 @@ from sparse_tl.circuits.prompt.tokens import (
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.data.prompts import Encoder, check_known, continued
-from sparse_tl.lens import (
-    Adapter,
-    HookedModel,
-    Norm,
-    adapt,
-    check_numbers,
-    check_sums_under_hooks,
-    hooked,
-    in_evaluation_mode,
-    record,
-    source_outputs,
-    tolerance,
-)
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

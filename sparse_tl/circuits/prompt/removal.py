@@ -25,10 +25,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import Adapter, HookedModel, adapt
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
-from sparse_tl.lens import Adapter, HookedModel, adapt
 from sparse_tl.metrics import Metric, log_probability, measure
 
 Head = tuple[int, int]

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend import HookedModel, adapt, check_tokens
 from sparse_tl.data import PromptPairs, prompts
 from sparse_tl.data.prompts import Encoder, check_known, prepends_bos, prompt_start, single_token
-from sparse_tl.lens import HookedModel, adapt, check_tokens
 from sparse_tl.metrics import Metric, log_probability
 
 Prompt = str | Int[Tensor, " pos"]

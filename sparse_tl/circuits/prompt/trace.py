@@ -12,6 +12,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparse_tl.backend import (
+    Adapter,
+    AttentionMask,
+    Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    check_numbers,
+    in_evaluation_mode,
+    mask_hooks,
+)
 from sparse_tl.calls.arguments import Count, NotNegative, checked
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
@@ -26,18 +38,6 @@ from sparse_tl.circuits.prompt.tokens import (
 )
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import (
-    Adapter,
-    AttentionMask,
-    Hook,
-    HookedModel,
-    Order,
-    adapt,
-    attached,
-    check_numbers,
-    in_evaluation_mode,
-    mask_hooks,
-)
 from sparse_tl.metrics import Metric, log_probability, measure, metric_name
 
 UNKNOWN = "?"

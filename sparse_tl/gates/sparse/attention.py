@@ -26,13 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
-from sparse_tl.gates.patches import gate
-from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
-from sparse_tl.gates.sparse.computed_gates import ComputedGates, GateSettings, layer_hooks, using
-from sparse_tl.gates.sparse.counting import Counted, attention_edges_of_layer
-from sparse_tl.gates.sparse.straight_through import edge_term, gated_pattern
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     EVERYTHING,
     Adapter,
     AttentionMask,
@@ -50,6 +44,12 @@ from sparse_tl.lens import (
     mask_hooks,
     without_user_hooks,
 )
+from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
+from sparse_tl.gates.patches import gate
+from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
+from sparse_tl.gates.sparse.computed_gates import ComputedGates, GateSettings, layer_hooks, using
+from sparse_tl.gates.sparse.counting import Counted, attention_edges_of_layer
+from sparse_tl.gates.sparse.straight_through import edge_term, gated_pattern
 
 GateKind = Literal["score", "share"]
 """What a gate reads: its edge's score, or its edge's share of the query's attention."""

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import AttentionMask, Block, Deferred, Expression, function_name
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.gates.sparse.straight_through import EDGES_AT_ONCE
-from sparse_tl.lens import AttentionMask, Block, Deferred, Expression, function_name
 
 QUERIES_AT_ONCE = 128
 """Queries per block; fewer would leave out more masked keys, in more and smaller products."""

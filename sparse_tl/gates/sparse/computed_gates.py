@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from sparse_tl.backend import Adapter, Hook, Order, check_mlps
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -25,7 +26,6 @@ from sparse_tl.gates.distributions import (
 )
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.sparse.counting import Counted
-from sparse_tl.lens import Adapter, Hook, Order, check_mlps
 
 
 @dataclass
@@ -86,7 +86,7 @@ class ComputedGates(nn.Module):
         if torch._C._current_graph_task_id() != -1 and not self.settings.again:
             raise RuntimeError(
                 "a backward pass runs a layer again without knowing its gates: checkpoint "
-                "activations with sparse_tl.lens.checkpointed_activations"
+                "activations with sparse_tl.backend.checkpointed_activations"
             )
         return self.settings
 

@@ -16,10 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
-from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
-from sparse_tl.gates.sparse.computed_gates import MLPGates
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     Model,
     adapt,
     add_lora,
@@ -30,7 +27,10 @@ from sparse_tl.lens import (
     read_parameters,
     save_model,
 )
-from sparse_tl.lens.loading.load import GATES_FILE, MODEL_FILES, load_folder
+from sparse_tl.backend.loading.load import GATES_FILE, MODEL_FILES, load_folder
+from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
+from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
+from sparse_tl.gates.sparse.computed_gates import MLPGates
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,

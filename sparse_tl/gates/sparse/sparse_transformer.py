@@ -14,15 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
-from sparse_tl.calls.scopes import scope
-from sparse_tl.data import PromptPairs
-from sparse_tl.gates.distributions import GateDistribution, GateMode
-from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
-from sparse_tl.gates.sparse.computed_gates import MLPGates, as_now, using
-from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
-from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
-from sparse_tl.lens import (
+from sparse_tl.backend import (
     AttachedHooks,
     Model,
     adapt,
@@ -33,6 +25,14 @@ from sparse_tl.lens import (
     in_use,
     load_model,
 )
+from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
+from sparse_tl.calls.scopes import scope
+from sparse_tl.data import PromptPairs
+from sparse_tl.gates.distributions import GateDistribution, GateMode
+from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
+from sparse_tl.gates.sparse.computed_gates import MLPGates, as_now, using
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
+from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
 
 Prompts = Int[Tensor, "*prompt pos"] | PromptPairs
 

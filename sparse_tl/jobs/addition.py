@@ -1,0 +1,137 @@
+"""The addition job: train the model, sparsify it, measure both models and draw them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from sparse_tl.backend import Model, read_parameters
+from sparse_tl.circuits import accuracy
+from sparse_tl.explorer.figures import circuit_diagram
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
+from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.jobs.settings import AdditionJob, takes
+from sparse_tl.metrics import NoEffectError, logit_difference
+from sparse_tl.plots import CircuitDiagram
+from sparse_tl.plots.page.rendering import check_address_space
+from sparse_tl.storage.files import digest, write_json
+from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
+from sparse_tl.training import TargetLoss, evaluate_held_out
+from sparse_tl.zoo import addition_recipe, build_pair, read_pair
+
+PROMPT = "36+28"
+DIGITS: tuple[Digit, ...] = get_args(Digit)
+PAIRS = 128
+"""Sums per digit: half to score its circuit edges, half to evaluate them."""
+EXAMPLES = 1000
+"""Sums per digit for measuring accuracy."""
+
+
+@dataclass(frozen=True, repr=False)
+class AdditionRun(SparseRun):
+    """Results of an addition run.
+
+    Args:
+        dense: the dense model.
+        diagram: figure of the dense and the sparse model.
+    """
+
+    dense: Model
+    diagram: CircuitDiagram
+
+    def _repr_html_(self) -> str:
+        return f"{super()._repr_html_()}\n{self.diagram}"
+
+
+@takes(AdditionJob)
+def run_addition(
+    out: Path,
+    job: AdditionJob,
+    *,
+    device: str | None = None,
+    restart: bool = False,
+    progress: bool = True,
+) -> AdditionRun:
+    """Run all unfinished steps and return all results.
+
+    Args:
+        out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
+        job: the settings; or give its fields as keywords. By default as in `addition_recipe`.
+        device: device for training; by default a GPU if there is one.
+        restart: set an earlier run aside.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: a setting is invalid, or the output folder cannot be used.
+        MemoryError: the address space of this process is limited.
+    """
+    check_address_space()
+    task, seed = AdditionTask(job.form), job.seed
+    given = job.model_dump(include={"steps", "target_loss"}, exclude_none=True)
+    dense_given = {} if job.dense_steps is None else {"steps": job.dense_steps}
+    recipe = addition_recipe(job.form).changed(dense=dense_given, sparse=given)
+    recorded = job.settings(
+        dense_steps=recipe.dense["steps"],
+        steps=recipe.sparse["steps"],
+        target_loss=str(TargetLoss.parse(recipe.sparse["target_loss"])),
+    )
+    folder = RunFolder(out, recorded, restart=restart)
+    with folder.stage("models"):
+        build_pair(recipe, folder.path, seed, device=device, progress=progress)
+        dense, sparse, verdict, _ = read_pair(folder.path, device=device)
+    with folder.stage("figure"):
+        diagram = draw(dense, sparse, task)
+        save_figure(diagram, folder.path, "addition")
+    test = task.split(seed=seed)[2]
+    models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
+    metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}
+    metrics |= {side: asdict(evaluate_held_out(model, test)) for side, model in models.items()}
+    metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
+    metrics["seconds"] = round(folder.seconds, 1)
+    write_json(folder / "metrics.json", metrics)
+    return AdditionRun(metrics, sparse, dense, diagram)
+
+
+def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
+    """The figure of ``36+28``; any answer character can be selected, and the last one is shown."""
+    prompt = decode(task.prompt(PROMPT).tokens[0])
+    return circuit_diagram(
+        {"Base Model": dense, "Sparse Model": sparse},
+        prompt,
+        positions=range(ANSWER.start, ANSWER.stop),
+        position=ANSWER.stop - 1,
+    )
+
+
+def _circuits(
+    folder: RunFolder,
+    task: AdditionTask,
+    seed: int,
+    models: dict[str, Model | SparseTransformer],
+    progress: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Heads and circuit edges that each digit needs, per model, and why some digits have none."""
+    for side, model in models.items():
+        folder.pin(f"{side} model", digest(read_parameters(model)))
+    titles, failed = {}, []
+    for digit in DIGITS:
+        title = f"Addition, {digit}"
+        names = {side: f"circuits/{measured_folder(digit, seed, side)}" for side in models}
+        for side, name in names.items():
+            if folder.finished(f"{name}/{ACCURACY}"):
+                continue
+            pairs, examples = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
+            try:
+                with folder.stage(name):
+                    saved, skill = folder / name, {"accuracy": accuracy(models[side], examples)}
+                    measure(models[side], pairs, skill, logit_difference, saved, progress=progress)
+            except NoEffectError as error:  # the model has not learned to add
+                failed.append(f"{title}, {side} model: {error}")
+        if all(folder.finished(f"{name}/{ACCURACY}") for name in names.values()):
+            titles[digit] = title
+    if not titles:
+        return {}, failed
+    shown = {"dense": "Base Model", "sparse": "Sparse Model"}
+    return report(folder / "circuits", titles, shown, seeds=[seed]).metrics, failed

@@ -1,0 +1,305 @@
+"""The post-training job: make any model sparse on any text and tasks, into an output folder.
+
+Every text and task is a group of training and held-out rows with its own loss constraint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_tl.backend import (
+    adapt,
+    add_lora,
+    check_raw,
+    checkpointed_activations,
+    load_model,
+    processes,
+    shard_model,
+    takes_lora,
+)
+from sparse_tl.circuits.prompt.tokens import prompt_tokens
+from sparse_tl.data import Documents, ShuffledStream, TextStream, read_documents
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.streams import TokenStream
+from sparse_tl.data.windows import cut_windows, window_rows
+from sparse_tl.explorer.figures import circuit_diagram
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, option_name, takes
+from sparse_tl.storage.files import read_json, write_csv, write_json
+from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
+from sparse_tl.training import post_train, sampled_windows, short_rows
+from sparse_tl.training.constraint import parse_target
+from sparse_tl.training.post_train import TARGET_LOSS
+from sparse_tl.zoo import load_named_model
+
+VALIDATION_WINDOWS = 200
+"""Maximum number of windows for model selection; at most half of the held-out windows."""
+TEST_WINDOWS = 800
+"""Maximum number of windows to report on, from the other held-out windows."""
+HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
+TASK_PROMPTS = 4096
+"""Maximum number of prompts of a task to train on; an eighth as many are held out."""
+WINDOW_TOKENS = 2**24
+"""Maximum number of tokens of a text to keep in memory, 128 MB; longer runs stream the text."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A text or task of a run."""
+
+    name: str
+    stream: TokenStream
+    validation: TokenBatch
+    """Held-out rows for the loss constraint and model selection."""
+    test: TokenBatch
+    """Other held-out rows, to report on."""
+
+
+@dataclass(frozen=True)
+class GroupReader:
+    """Reads the texts and tasks of a run as groups, which share the held-out windows evenly."""
+
+    model: SparseTransformer
+    job: PostTrainingJob
+
+    def text(self, source: str) -> Group:
+        """A text or dataset; the last tenth of the windows read before training is held out."""
+        documents = read_documents(source)
+        needed = self.job.steps * self.job.per_group + HELD_OUT_WINDOWS // self.job.n_groups
+        limit = min(needed, WINDOW_TOKENS // self.job.window)
+        windows = self._windows(documents, limit)
+        train, held_out = self._split(windows)
+        if len(windows) == limit < needed:
+            stream = TextStream(
+                documents,
+                self.model.tokenizer,
+                self.job.window,
+                self.job.per_group,
+                self.job.seed,
+                left_out=range(len(train), len(windows)),
+                boundaries=self.job.boundaries,
+                accumulate=self.job.accumulate,
+            )
+        else:
+            stream = self._shuffled(source, self._rows(train), self.job.per_group)
+        return self._group(source, stream, self._rows(held_out))
+
+    def own(self, save_to: Path, progress: bool) -> list[Group]:
+        """Text that the model generates, of which a tenth is held out, as windows and `short_rows`.
+
+        All kinds of short rows together have about as many tokens per step as the windows.
+        """
+        n, window = self.job.own_windows, self.job.window
+        options = {"seed": self.job.seed, "save_to": save_to, "progress": progress}
+        parts = self._split(torch.arange(n))
+        with self.model.opened():
+            rows = sampled_windows(self.model, n, window, **options)
+        train, held_out = map(rows.select, parts)
+        groups = [self._group(OWN, self._shuffled(OWN, train, self.job.per_group), held_out)]
+        n_held_out = min(HELD_OUT_WINDOWS // self.job.n_groups, 2 * len(held_out))
+        train, held_out = (
+            short_rows(rows.tokens, self.model.tokenizer, seed=self.job.seed)
+            for rows in (train, held_out)
+        )
+        for name, rows in train.items():
+            n_tokens = int(rows.loss_mask.sum()) / len(rows) * len(train)
+            per_step = max(1, round(self.job.per_group * window / n_tokens))
+            stream = self._shuffled(name, rows, per_step)
+            groups.append(self._group(name, stream, held_out[name].select(slice(n_held_out))))
+        return groups
+
+    def task(self, name: str) -> Group:
+        """A task's prompts, with loss at the answer; about as many tokens per step as of a text."""
+        task = TASKS_BY_NAME[name]
+        pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.job.seed)
+        rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # repeats come last
+        if n < 18:
+            raise ValueError(f"expected at least 18 prompts of {name}, to hold out two; got {n}")
+        train, held_out = rows.select(slice(n - n // 9)), rows.select(slice(n - n // 9, n))
+        per_step = self.job.per_group * max(1, self.job.window // rows.tokens.shape[1])
+        return self._group(name, self._shuffled(name, train, per_step), held_out)
+
+    def held_out(self, source: str) -> TokenBatch:
+        """Rows of a text that is only evaluated."""
+        documents = read_documents(source, split="validation")
+        return self._rows(self._windows(documents, TEST_WINDOWS // self.job.n_groups))
+
+    def _windows(self, documents: Documents, limit: int) -> Tensor:
+        tokenizer = self.model.tokenizer
+        return cut_windows(documents, tokenizer, self.job.window, limit, self.job.boundaries)
+
+    def _rows(self, windows: Tensor) -> TokenBatch:
+        return window_rows(windows, self.model.tokenizer, self.job.boundaries)
+
+    def _split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """The windows to train on, and the held-out ones."""
+        n_held_out = min(HELD_OUT_WINDOWS // self.job.n_groups, len(windows) // 10)
+        if n_held_out < 2:
+            raise ValueError(
+                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Use "
+                "more text or a smaller window."
+            )
+        # Cloned, so that the memory of the training windows can be freed.
+        return windows[:-n_held_out], windows[-n_held_out:].clone()
+
+    def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:
+        warn_of_repeats(group_name(name), self.job.steps * per_step, len(rows))
+        size = min(per_step, len(rows))
+        return ShuffledStream(rows, size, self.job.seed, accumulate=self.job.accumulate)
+
+    def _group(self, source: str, stream: TokenStream, held_out: TokenBatch) -> Group:
+        half = min(VALIDATION_WINDOWS // self.job.n_groups, len(held_out) // 2)
+        parts = (slice(half), slice(half, None))
+        return Group(group_name(source), stream, *map(held_out.select, parts))
+
+
+def warn_of_repeats(name: str, used: int, n_rows: int) -> None:
+    """Warn if a run sees rows more than once."""
+    if used > n_rows:
+        warnings.warn(
+            f"the run uses {used:,} rows of {name}, which has {n_rows:,}: some are seen more than "
+            "once, and training rows may meet a target that held-out rows miss. Use more text or "
+            "fewer steps",
+            stacklevel=3,
+        )
+
+
+@takes(PostTrainingJob)
+def run_post_training(
+    out: Path,
+    job: PostTrainingJob,
+    *,
+    device: str | None = None,
+    restart: bool = False,
+    progress: bool = True,
+) -> SparseRun:
+    """Run all unfinished steps and return all results.
+
+    Every text and task is a group with its own loss constraint, and groups share the batch evenly.
+    Text that the model generates makes further groups of `short_rows`, which share one such part.
+    Some held-out rows of each group select the weights; results are reported on the others. Several
+    processes, as of `accelerate launch`, share the rows of every step; the first one writes.
+
+    Args:
+        out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
+            the model kept of skills that no group asks for, by `measure_skills`; not if sharded.
+        job: the settings; or give its fields as keywords.
+        device: device for training.
+        restart: set an earlier run aside.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
+    """
+    target = parse_target(job.target_loss, job.target_edges, TARGET_LOSS)
+    if job.shard:
+        if device is not None:
+            raise ValueError(f"--device: a sharded model is placed by --shard, not on {device}")
+        device = "cpu"  # to load the model before sharding, and to reload it
+    load = partial(load_named_model, job.model, load_model, device=device, dtype=job.dtype)
+    ranks = processes()
+    progress = progress and ranks.is_main_process
+    identity = job.settings(text=[*job.texts], target=str(target))
+    with ranks.main_process_first():
+        folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
+    if not folder.finished("metrics.json"):
+        model, trained = load(), job.trained
+        check_raw(model)
+        if job.prompt is not None:
+            prompt_tokens(model, job.prompt)
+        if job.window > adapt(model).n_ctx:
+            raise ValueError(
+                f"--window: the model's context has {adapt(model).n_ctx} tokens, fewer than "
+                f"{job.window}"
+            )
+        if trained is None:
+            trained = "lora" if takes_lora(model) else "all"
+        unused = {"gates": ("learning_rate", "lora"), "lora": ()}.get(trained, ("lora",))
+        for name in unused:
+            if getattr(job, name) != PostTrainingJob.model_fields[name].default:
+                raise ValueError(f"{option_name(name)}: --trained {trained} does not use it")
+        if trained == "lora":
+            add_lora(model, job.lora)
+        if job.shard:
+            shard_model(model, precision=job.precision)
+        gates = job.only("gates", "mlps", "initial_threshold", "initial_bias")
+        sparse = SparseTransformer(model, **gates)
+        reader = GroupReader(sparse, job)
+        groups = [reader.text(source) for source in job.texts if source != OWN]
+        if OWN in job.texts:
+            groups = [*reader.own(folder / "own.safetensors", progress), *groups]
+        groups += [reader.task(name) for name in job.task]
+        others = {group_name(source): reader.held_out(source) for source in job.held_out_text}
+        with (
+            folder.stage("post-training"),
+            checkpointed_activations(sparse) if job.checkpoint_activations else nullcontext(),
+        ):
+            outcome = post_train(
+                sparse,
+                {group.name: group.stream for group in groups},
+                validation={group.name: group.validation for group in groups},
+                held_out={group.name: group.test for group in groups} | others,
+                learning_rate={} if trained == "gates" else {trained: job.learning_rate},
+                checkpoint=folder / "checkpoint",
+                progress=progress,
+                **job.only("target_loss", "target_edges", "steps", "gate_learning_rate"),
+                **job.only("head_cost", "seed", "precision"),
+            )
+        for group in groups:
+            if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
+                warn_of_repeats(group.name, job.steps * job.per_group, group.stream.n_windows)
+        verdict, skills = outcome.verdict, None
+        if not job.shard:
+            dense = sparse  # with gates open and adapters off, unless its weights were trained
+            if trained not in ("lora", "gates"):
+                dense = load()
+            with folder.stage("skills"):
+                skills = measure_skills(
+                    dense, sparse, leave_out=_alike(job.task), progress=progress
+                )
+            if skills.kept or skills.lost:
+                verdict += f" Skills of no group: {skills.verdict}."
+        reported = outcome.reported
+        first = reported[groups[0].name]
+        measured = {
+            "seed": job.seed,
+            "verdict": verdict,
+            "feasible": outcome.feasible,
+            "trained": trained,
+            "held_out_windows": len(groups[0].test),
+            "dense": asdict(first.dense),
+            "sparse": asdict(first.sparse),
+            "texts": {name: asdict(both) for name, both in reported.items()},
+        }
+        sparse.save_pretrained(folder / "sparse")
+        if ranks.is_main_process:
+            write_csv(folder / "history.csv", outcome.history)
+            write_csv(folder / "texts.csv", outcome.to_pandas().rename_axis("text").reset_index())
+            if skills is not None:
+                write_csv(folder / "skills.csv", skills.table)
+            write_json(folder / "metrics.json", measured)
+        ranks.wait_for_everyone()
+    if ranks.is_main_process:  # also what a job killed at its end left
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
+    if job.prompt is not None and ranks.is_main_process:
+        models = {"Dense": load(), "Sparse": sparse}
+        diagram = circuit_diagram(models, job.prompt, weight="carried")
+        save_figure(diagram, folder.path, "circuit_diagram")
+    return SparseRun(read_json(folder / "metrics.json"), sparse)
+
+
+def _alike(tasks: Sequence[str]) -> list[str]:
+    """The families of skills that ask for what a training task asks for."""
+    asked = {type(TASKS_BY_NAME[name]) for name in tasks}
+    return [family.name for family in BATTERY if type(family) in asked]
