@@ -28,7 +28,7 @@ from sparse_tl.metrics import logit_difference
 from sparse_tl.plots import figure
 from sparse_tl.training import evaluate_held_out
 
-ROOMS = ("gates", "circuits", "training", "head_roles", "plots", "explorer", "models", "runs")
+ROOMS = ("gates", "circuits", "training", "head_roles", "plots", "explorer", "zoo", "jobs")
 COUNTS = "AttentionEdgeCounts|HeldOut|PostTraining|AttentionGraph"
 LENGTH, VOCABULARY, HEAD = 12, 13, (1, 0)
 """Sizes of the prompts, more tokens than a head has dimensions, and the head that is shifted."""
@@ -147,7 +147,7 @@ CALLS: dict[str, Call] = {
 }
 """What each function counts on a model whose gates have these biases."""
 OTHERS = {
-    "models.Recipe.sparsify",  # returns what `post_train` does
+    "zoo.Recipe.sparsify",  # returns what `post_train` does
     "explorer.Exploration.attention_edge_effects",  # of edges that are given
     "explorer.Exploration.removed_attention_edges",  # those that were removed by hand
 }
