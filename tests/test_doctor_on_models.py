@@ -66,7 +66,7 @@ def test_processed_weights_and_padding_in_float64() -> None:
     assert [part for part, (works, _) in said.items() if not works] == ["saving"]
     said = found(boot(plain_transformer("llama", "float64")))
     assert [part for part, (works, _) in said.items() if not works] == ["padding"]
-    assert "padding on the left" in said["padding"][1]
+    assert "padded on the right" in said["padding"][1]
 
 
 def test_padding_that_is_ignored_beside_a_large_activation() -> None:

@@ -20,6 +20,7 @@ from sparse_tl.backend import (
     HookedModel,
     adapt,
     check_gates,
+    check_padding,
     check_raw,
     check_scores,
     tolerance,
@@ -163,6 +164,7 @@ def _padding(adapter: Adapter) -> str:
     padded = torch.cat([tokens[:, :1], tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, 0] = 0
+    check_padding(adapter, mask)
     unpadded, shifted = adapter.final(tokens), adapter.final(padded, attention_mask=mask)[:, 1:]
     # Relative per token: a large activation at one token must not hide errors at others.
     error = ((shifted - unpadded).abs().amax(-1) / unpadded.abs().amax(-1)).max().item()

@@ -54,6 +54,8 @@ def _listed(value: Any) -> Any:
 
 
 def _split(value: Any) -> Any:
+    if isinstance(value, int):
+        return (value,)
     if not isinstance(value, str):
         return _listed(value)
     if parts := [part.strip() for part in value.split(",") if part.strip()]:
@@ -61,14 +63,10 @@ def _split(value: Any) -> Any:
     raise ValueError("the list is empty")
 
 
-def _seeds(value: Any) -> Any:
-    return (value,) if isinstance(value, int) else _split(value)
-
-
 COMMAS = BeforeValidator(_split)
 """Reads a list that is separated by commas, as in the terminal."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_listed)]
-Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], BeforeValidator(_seeds)]
+Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
 Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
 
 

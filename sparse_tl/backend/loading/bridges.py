@@ -113,7 +113,12 @@ def _few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos 
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
     tokens = tokens.to(model.get_input_embeddings().weight.device)
-    logits = getattr(model(tokens), "logits", None)
+    try:
+        logits = getattr(model(tokens), "logits", None)
+    except Exception as error:  # the model's own code can raise anything
+        raise ValueError(
+            f"this {kind} fails on a prompt of {length} tokens: {type(error).__name__}: {error}"
+        ) from error
     if logits is None:
         raise ValueError(f"{kind} is not a causal language model: it predicts no tokens")
     if logits.isnan().any():
