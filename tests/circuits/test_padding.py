@@ -106,6 +106,19 @@ def test_plain_calls_and_counts_of_long_and_short_prompts_are_refused() -> None:
         sparse.count_attention_edges(pairs)
 
 
+def test_a_longer_prompt_before_does_not_change_what_is_measured() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+    changed = {"max_position_embeddings": 8, "rope_parameters": rope}
+    model = boot(plain_transformer("llama", "float64", **changed), name="grown")
+    pairs = random_pairs(2, length=8)
+    before = attribute_heads(model, pairs, logit_difference)
+    model(torch.ones(1, 20, dtype=torch.long))
+    with pytest.raises(ValueError, match="'grown' are still scaled"):
+        attribute_heads(model, pairs, logit_difference)
+    model(pairs.clean[:, :4])
+    check_same(attribute_heads(model, pairs, logit_difference), before)
+
+
 def test_resampled_prompts_are_others_of_the_same_length(build_tiny: Build) -> None:
     """Two of each length, so that each is the other's donor: by plain hooks, without padding."""
     model, pairs = shaken(build_tiny(dtype="float64")), mixed_pairs()
