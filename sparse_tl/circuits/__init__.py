@@ -62,6 +62,15 @@ from sparse_tl.circuits.methods.search import (
     find_circuit as find_circuit,
 )
 from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
+from sparse_tl.circuits.prompt.attribution_graph import (
+    AttributionGraph as AttributionGraph,
+    attribution_graph as attribution_graph,
+)
+from sparse_tl.circuits.prompt.graph_checks import (
+    GraphCheck as GraphCheck,
+    check_graph as check_graph,
+    graph_effect as graph_effect,
+)
 from sparse_tl.circuits.prompt.logits import (
     LogitAttribution as LogitAttribution,
     LogitLens as LogitLens,
@@ -69,6 +78,10 @@ from sparse_tl.circuits.prompt.logits import (
     logit_lens as logit_lens,
 )
 from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
+from sparse_tl.circuits.prompt.transcoders import (
+    Transcoders as Transcoders,
+    load_transcoders as load_transcoders,
+)
 from sparse_tl.circuits.scores import (
     Overlap as Overlap,
     Roc as Roc,

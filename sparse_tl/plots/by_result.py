@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_tl.circuits import (
     ActivationPatching,
+    AttributionGraph,
     Circuit,
     EffectCurve,
     Evaluation,
@@ -23,6 +24,7 @@ from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
 from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.graph.positioned_graph import PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.plots.diagrams.attribution_diagram import attribution_diagram
 from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.page.rendering import Figure
@@ -48,8 +50,8 @@ def figure(result: Any, **style: Any) -> Figure:
             ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
             evaluation, curve or found circuit (explained effect); checked scores, or effects of
             neurons (scatter plot); activation patching, logit lens or logit attribution (layer
-            map); head behaviour (head map); an attention graph (circuit diagram); an ablation
-            curve; head roles (heat map); or compared skills (dumbbells).
+            map); head behaviour (head map); an attention graph (circuit diagram); an attribution
+            graph; an ablation curve; head roles (heat map); or compared skills (dumbbells).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -101,6 +103,11 @@ def _(
 @figure.register(AttentionGraph)
 def _(result: AttentionGraph, **style: Any) -> CircuitDiagram:
     return circuit_diagram({"Model": result}, **style)
+
+
+@figure.register(AttributionGraph)
+def _(result: AttributionGraph, **style: Any) -> ComponentDiagram:
+    return attribution_diagram(result, **style)
 
 
 @figure.register(EffectCurve)

@@ -157,7 +157,7 @@ def component_diagram(
     if colour == "sign" and not scores:
         raise ValueError("colour='sign' needs scores={name: attribute_circuit_edges(...)}")
     view = View(max_circuit_edges, "influence", slots, off_path, colour, difference)
-    view = _read_view(state, view)
+    view = read_view(state, view)
     if view.difference and len(panels) != 2:
         raise ValueError(f"a difference is of two circuits; got {len(panels)}")
     graphs = {
@@ -169,7 +169,7 @@ def component_diagram(
     if isinstance(roles, HeadBehaviour):
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
-        panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts}
+        panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
         panel["roles"] = _roles(name, circuit, roles)
     data = {
         "format": STATE_FORMAT,
@@ -185,7 +185,9 @@ def component_diagram(
         "markNames": [visible_text(name)[:60] for name in framed],
         "title": visible_text((title or "")[:200]),
         "transition": visible_text((transition or "")[:200]),
-        "colours": _COLOURS,
+        "colours": COLOURS,
+        "words": _WORDS,
+        "slots": True,
         "neurons": _neurons(neurons, graphs),
     }
     json = script_json(data)
@@ -295,7 +297,7 @@ class View:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def _read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
+def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
     """The view in a state saved by a page, with the fields of `view` that it lacks."""
     if state is None:
         return view
@@ -413,7 +415,14 @@ def _node(line: Colour, share: float) -> tuple[Colour, Colour, Colour]:
     return palette.blend(BACKGROUND, line, share), line, INK
 
 
-_COLOURS: dict[str, Any] = {
+_WORDS = {
+    "edges": "circuit edges",
+    "value": "score",
+    "helps": "helps (score < 0)",
+    "hurts": "hurts (score > 0)",
+}
+
+COLOURS: dict[str, Any] = {
     # By the input that a link enters: q, k, v or several of a head; an MLP or the logits.
     "slots": {
         "q": palette.QUERY,

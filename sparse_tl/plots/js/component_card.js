@@ -35,7 +35,7 @@ function edgeTable(data, panel, circuit, node, end, words, go) {
       make("td", {}, percent(line.influence)));
   });
   const more = lines.length > MOST_ROWS ? [make("p", {}, `and ${lines.length - MOST_ROWS} of less influence`)] : [];
-  const head = ["", "slot", "score", "influence"].map((text) => make("th", {}, text));
+  const head = ["", "slot", data.words.value, "influence"].map((text) => make("th", {}, text));
   const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
   return [make("h4", {}, `${heading} (${count})`), ...(lines.length ? [table] : []), ...more];
 }
@@ -67,6 +67,19 @@ function neuronsAt(data, view, panelIndex, node) {
     ? neuronList(lists[mlp], view.difference ? data.panels[i].name.slice(0, 40) : "", data.unit) : []));
 }
 
+// What is said of a node of one panel: pairs of a name and a text, and lists of tokens.
+function factsAt(panel, node) {
+  const found = panel.circuits[0].facts?.[node.name];
+  if (!found) return [];
+  const rows = found.values.map(([name, value]) => make("tr", {}, make("td", {}, name), make("td", {}, value)));
+  const lists = found.lists.filter(([, tokens]) => tokens.length).map(([word, tokens]) =>
+    make("p", {}, word, ...tokens.flatMap((token) => [" ", make("mark", {}, token)])));
+  const examples = found.examples.map(([before, token, after, value]) => make("p", { class: "prompt" },
+    before, make("mark", {}, token), after, make("span", {}, `  ${value}`)));
+  const heading = examples.length ? [make("h4", {}, "strongest in the text given")] : [];
+  return [make("table", {}, make("tbody", {}, ...rows)), ...lists, ...heading, ...examples];
+}
+
 // Fills the card; its functions in `act` change the view: {go, pin, label, note, ungroup, close}.
 function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const panel = drawn.panels[panelIndex], { name } = node, pinned = view.pins.includes(name);
@@ -86,6 +99,7 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
   card.replaceChildren(
     make("div", { class: "head" }, make("strong", {}, name.slice(0, 200)), make("span", {}, where), ...buttons,
       make("button", { type: "button", name: "close", "aria-label": "Close", onclick: act.close }, "\u00d7")),
+    ...(node.members ? [] : factsAt(panel, node)),
     field("input", "label", "own label"), field("textarea", "note", "note"), ...members,
     ...(node.members ? [] : neuronsAt(data, view, panelIndex, node)),
     ...panel.circuits.flatMap((circuit) => [

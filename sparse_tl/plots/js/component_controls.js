@@ -17,7 +17,7 @@ function componentControls(root, data, figure) {
   }
 
   // Half of the slider's range is for the first sqrt(most) edges, which are legible.
-  const range = make("input", { type: "range", min: 0, max: 1000, "aria-label": "Circuit edges",
+  const range = make("input", { type: "range", min: 0, max: 1000, "aria-label": data.words.edges,
     oninput: () => change({ edges: Math.round(most ** (range.value / 1000)) }) });
   const number = make("input", { type: "number", name: "edges", min: 1, max: most,
     onchange: () => change({ edges: Math.max(1, Math.min(most, Math.round(Number(number.value)) || 1)) }) });
@@ -26,16 +26,17 @@ function componentControls(root, data, figure) {
     if (document.activeElement !== range) range.value = most > 1 ? 1000 * Math.log(edges) / Math.log(most) : 1000;
     number.value = edges;
   });
-  addControl(root, "Circuit edges", range, number);
+  const edges = data.words.edges;
+  addControl(root, edges[0].toUpperCase() + edges.slice(1), range, number);
   const select = (text, key, options) => {
     const made = addSelect(root, text, key, options, view()[key], (value) => change({ [key]: value }));
     updates.push(() => { made.value = view()[key]; });
   };
   if (scored) {
-    select("Ranked by", "by", [["influence", "influence on the answer"], ["score", "|score|"]]);
-    select("Colour", "colour", [["slot", "what reads"], ["sign", "helps or hurts"]]);
+    select("Ranked by", "by", [["influence", "influence on the answer"], ["score", `|${data.words.value}|`]]);
+    if (data.slots) select("Colour", "colour", [["slot", "what reads"], ["sign", "helps or hurts"]]);
   }
-  check("q, k, v apart", "slots", "slots");
+  if (data.slots) check("q, k, v apart", "slots", "slots");
   check("Edges on no path", "off_path", "off_path");
   if (data.panels.length === 2) check("Difference", "difference", "difference");
 

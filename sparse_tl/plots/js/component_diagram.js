@@ -108,7 +108,9 @@ function start(root, data) {
     const x = at.x + drawn.panels[index].shift;
     const top = shown.top - outer.top + scale * (drawn.panels[index].top + drawn.above + at.y);
     card.style.left = `${x > size[0] / 2 ? 10 : Math.max(4, outer.width - 340)}px`;
-    card.style.top = `${Math.max(4, Math.min(top - 60, outer.height - card.offsetHeight - 4))}px`;
+    // Whole in the window, if that is high enough.
+    const last = Math.min(outer.height, window.innerHeight - outer.top) - card.offsetHeight - 4;
+    card.style.top = `${Math.max(4, 4 - outer.top, Math.min(top - 60, last))}px`;
   }
 
   function linkText(panel, shape) {
@@ -141,7 +143,7 @@ function start(root, data) {
   }
 
   function worth(panel, link) {
-    const effect = !link.score ? "" : link.score < 0 ? ", helps" : ", hurts";
+    const effect = !link.good ? "" : link.good > 0 ? ", helps" : ", hurts";
     return `influence ${percent(link.influence)}${effect}`;
   }
 

@@ -31,7 +31,7 @@ function fullColour(link, view, colours) {
   if (link.slot === CROSSING) return colours.slots[CROSSING];
   if (view.difference) return link.only === null ? colours.plain : colours.only[link.only];
   if (view.colour !== "sign") return colours.slots[link.slot];
-  return link.score > 0 ? colours.hurts : link.score < 0 ? colours.helps : colours.plain;
+  return link.good < 0 ? colours.hurts : link.good > 0 ? colours.helps : colours.plain;
 }
 
 function captionOf(data, view, panel) {
@@ -44,9 +44,10 @@ function captionOf(data, view, panel) {
   }
   const held = panel.names.length;
   const of = held < panel.kept ? `${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
-  const by = view.by === "influence" ? "influence" : "|score|";
+  const by = view.by === "influence" ? "influence" : `|${data.words.value}|`;
+  const whole = panel.existing === null ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
-  return `${n(panel.nEdges)} of ${of} circuit edges, by ${by}${paths} (model: ${n(panel.existing)})`;
+  return `${n(panel.nEdges)} of ${of} ${data.words.edges}, by ${by}${paths}${whole}${panel.remark ?? ""}`;
 }
 
 // The initial view, for static figures: its width, height and markup.
@@ -192,7 +193,7 @@ function legendOf(data, view, panels) {
     const names = data.panels.map(({ name }) => `only ${name.slice(0, 60)}`);
     words = [[colours.only[0], names[0]], [colours.only[1], names[1]], [colours.plain, "both"], crossing];
   } else if (view.colour === "sign") {
-    words = [[colours.helps, "helps (score < 0)"], [colours.hurts, "hurts (score > 0)"], crossing];
+    words = [[colours.helps, data.words.helps], [colours.hurts, data.words.hurts], crossing];
   } else {
     words = Object.entries(colours.words).map(([slot, text]) => [colours.slots[slot], text]);
   }
@@ -200,7 +201,7 @@ function legendOf(data, view, panels) {
   if (entries.length > 1) entries.push([colours.shared, 2, "trunk of several"]);
   if (links.some((k) => !k.onPath)) entries.push([colours.open, 2, "on no path from input to logits"]);
   if (links.length && data.panels.some((panel) => panel.scores)) {
-    entries.push([colours.plain, lineWidth(1), "largest |score|"], [colours.plain, lineWidth(0.25), "\u00bc of it"]);
+    entries.push([colours.plain, lineWidth(1), `largest |${data.words.value}|`], [colours.plain, lineWidth(0.25), "\u00bc of it"]);
   }
   const roles = new Set(data.panels.flatMap((panel) => Object.values(panel.roles)));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);

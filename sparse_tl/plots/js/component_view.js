@@ -5,7 +5,7 @@
 // 2. Supernodes replace their members; lines inside one are not drawn.
 // 3. Lines with the same ends are merged into a link, unless the view separates q, k and v. The
 //    strength of a link is its sum of |score|, relative to the strongest link of the panel; the sign
-//    of its summed score says whether it helps.
+//    of its summed score, times that of the panel, says whether it helps.
 //
 // A line is a `Link` of circuits/paths.py: [source, reader, slot, edge], or [..., -1, weight] for a
 // crossing from a head's keys to its queries. An edge whose head reads at several positions has a line
@@ -95,6 +95,7 @@ function linksOf(panel, view, nodes, at, place, ends) {
     const [{ lines, edges }] = link.within, slots = new Set(lines.map((i) => panel.lines[i][2]));
     link.slot = slots.size === 1 ? [...slots][0] : MERGED;
     link.score = panel.scores ? [...edges].reduce((sum, edge) => sum + panel.scores[edge], 0) : 0;
+    link.good = panel.sign * link.score;
     link.onPath = lines.some((i) => onPath.has(i));
     link.influence = lines.reduce((sum, i) => sum + panel.influence[i], 0);
     if (edges.size) largest = Math.max(largest, link.size);

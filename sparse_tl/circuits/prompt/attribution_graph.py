@@ -1,0 +1,324 @@
+"""The attribution graph of one prompt: how its tokens, heads and neurons make a logit.
+
+The model is *linearised* at the prompt: attention patterns, gates and the scales of norms are held
+fixed, and each MLP neuron is a multiple of what enters its activation function (the rules of RelP,
+`sparse_tl.backend.relevance`). In the linearised model every node is a sum over the nodes before
+it,
+
+    a_t = sum_s w_st + constant_t,      w_st = u_s . g_t,
+
+where u_s is what node s adds to the residual stream at a position, and g_t the gradient of node t
+with respect to the stream that it reads there. Nodes are
+
+- the *embedding* of a token, at its position;
+- an *attention edge*, ``a5.h2@7<-3``: head 2 of layer 5 moves something from position 3 to 7. On a
+  sparse model, these are the few open edges;
+- a *neuron* of an MLP at a position, ``m10.n533@7``; or, with transcoders, a *feature*,
+  ``m10.f533@7``, and the *error* of what the features of a layer do not explain, ``m10.error@7``;
+- the *target*: a logit, a difference of two, or the mean of the most likely ones.
+
+Weights are given as *flow*: ``w_st`` times the derivative of the target with respect to node t, in
+logits. What flows into a node flows out of it, so the flow of a node is its total effect on the
+target in the linearised model. An attention edge carries a vector; its inputs are measured along
+the direction in which the target depends on it.
+
+A graph keeps the nodes with the largest absolute flow. Influence is that of circuit-tracer: the
+share of the absolute flow into the target that comes from a node over all paths within the graph.
+With A the absolute flows, divided by the sum of all absolute flows into a node, from whatever node
+of the model, it is ``(A + A^2 + ...)`` from the node to the target; biases are no inputs.
+
+A graph says what is moved and computed, given where each head attends. Why it attends there,
+through its queries and keys, is no part of it; `graph_effect` measures what that leaves out.
+
+References: Ameisen et al., *Circuit Tracing* (2025); RelP, arXiv 2508.21258; neurons as nodes,
+arXiv 2601.22594.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.backend import Adapter, HookedModel, Norm, adapt, in_evaluation_mode
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.circuits.prompt.linearised import (
+    KINDS,
+    Linearised,
+    Nodes,
+    Writes,
+    flows_at,
+)
+from sparse_tl.circuits.prompt.tokens import (
+    Prompt,
+    Token,
+    output_number,
+    output_text,
+    prompt_tokens,
+    token_texts,
+)
+from sparse_tl.circuits.prompt.transcoders import Transcoders
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LISTED = 5
+"""Number of tokens that a node is said to promote, and to suppress."""
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True, eq=False)
+class AttributionGraph(Result):
+    """How a prompt's tokens, attention edges and neurons make a logit; see this module.
+
+    Args:
+        tokens: text of each token.
+        token_ids: number of each token.
+        target: what the graph explains, such as ``"Mary"`` or ``"Mary" - "John"``.
+        answers: numbers of the target's tokens.
+        weights: weight of each in the target: their sum is 1, and the mean logit is subtracted; or
+            1 and -1 for a difference.
+        value: value of the target, in logits.
+        nodes: one row per node, in the order of the model: its ``name`` and ``kind``, ``layer``,
+            ``index`` (of the head, neuron or feature), ``position`` and ``source`` (the position
+            that an attention edge reads; otherwise its own), ``activation`` (the pattern's value of
+            an edge; the norm of an embedding or error), ``flow``, ``influence``, ``inputs`` (the
+            sum of absolute flows into it), what of its flow comes from no node: ``constant``
+            (biases) and ``left_out``, all in logits; and the tokens whose logits it directly
+            raises and lowers most, ``promotes`` and ``suppresses``; after `with_examples` also
+            ``examples``.
+        links: one row per pair of nodes: ``source`` and ``target``, rows of `nodes`, and ``flow``.
+    """
+
+    tokens: Sequence[str]
+    token_ids: Sequence[int]
+    target: str
+    answers: Sequence[int]
+    weights: Sequence[float]
+    value: float
+    nodes: pd.DataFrame
+    links: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The nodes by decreasing absolute flow."""
+        by_flow = self.nodes.sort_values("flow", key=abs, ascending=False, kind="stable")
+        return by_flow.reset_index(drop=True)
+
+    @property
+    def replacement_score(self) -> float:
+        """The share of the target's influence that comes from tokens, through nodes of the graph.
+
+        The rest comes from errors and from what is left out. As ``compute_graph_scores`` of
+        circuit-tracer does, where all that is left out counts as errors.
+        """
+        influence, lost = self._lost()
+        from_tokens = influence[self.nodes["kind"] == "embedding"].sum()
+        return float(from_tokens / (from_tokens + (influence * lost).sum()))
+
+    @property
+    def completeness_score(self) -> float:
+        """The share of the flow into nodes, weighted by their influence, that the graph explains.
+
+        As ``compute_graph_scores`` of circuit-tracer does, where all that is left out counts as
+        errors, which have no inputs to explain.
+        """
+        influence, lost = self._lost()
+        errors = (influence * lost).sum()
+        return float(influence.sum() / (influence.sum() + errors))
+
+    def _lost(self) -> tuple[pd.Series[float], pd.Series[float]]:
+        """The influence of each node but errors, and the share of its inputs that is left out or
+        comes from errors."""
+        nodes, links = self.nodes, self.links
+        real = nodes["kind"] != "error"
+        explained = (
+            links[links["source"].map(real)]
+            .groupby("target")["flow"]
+            .agg(lambda flow: flow.abs().sum())
+        )
+        share = explained.reindex(nodes.index, fill_value=0.0) / nodes["inputs"]
+        lost = (1 - share).where(nodes["inputs"] > 0, 0.0)
+        return nodes["influence"].where(real, 0.0), lost.clip(lower=0.0)
+
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas().head(20)
+
+    def __repr__(self) -> str:
+        kinds = self.nodes["kind"].value_counts()
+        counted = ", ".join(
+            f"{n} {kind}{'s' * (n > 1)}" for kind, n in kinds.items() if kind != "target"
+        )
+        return (
+            f"AttributionGraph({self.target} {self.value:+.3f} logits: {counted}; "
+            f"{len(self.links):,} links)"
+        )
+
+
+def target_value(
+    logits: Float[Tensor, "*row vocab"], answers: Sequence[int], weights: Sequence[float]
+) -> Float[Tensor, "*row"]:
+    """The weighted sum of answers' logits, less their mean over the vocabulary if it weighs."""
+    found = logits[..., list(answers)] @ logits.new_tensor(weights)
+    return found - round(sum(weights)) * logits.mean(dim=-1)
+
+
+@checked
+@in_evaluation_mode
+def attribution_graph(
+    model: HookedModel,
+    prompt: Prompt,
+    *,
+    target: Token | tuple[Token, Token] | None = None,
+    top: AtLeastOne = 1,
+    position: int = -1,
+    basis: Literal["neurons"] | Transcoders = "neurons",
+    max_nodes: AtLeastOne = 300,
+) -> AttributionGraph:
+    """The nodes and links that make a logit, strongest first.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        prompt: text or tokens.
+        target: token whose logit is explained, above the mean logit; by default the prediction. Of
+            two tokens, the difference of their logits.
+        top: without a target, the number of most likely tokens whose logits are explained together,
+            weighted by their probabilities.
+        position: column where the logits are read.
+        basis: what MLPs are a sum of: neurons, or the features of `load_transcoders`.
+        max_nodes: maximum number of nodes, besides embeddings and the target.
+
+    Raises:
+        ValueError: the model's parts do not add up to its logits, or have no linear rule; the
+            prompt cannot be run, a target is not one token, or the transcoders do not fit.
+    """
+    tokens = prompt_tokens(model, prompt)
+    n = len(tokens)
+    if not -n <= position < n:
+        raise ValueError(f"position is a column of the prompt, {-n} to {n - 1}; got {position}")
+    tokens, adapter = tokens[: position % n + 1], adapt(model)
+    transcoders = None
+    if isinstance(basis, Transcoders):
+        transcoders = basis.to(adapter.device, adapter.dtype)
+    run = Linearised(adapter, tokens, transcoders)
+    answers, weights = _target(model, adapter, run, target, top)
+    value = run.explain(_over_vocabulary(answers, weights, adapter.d_vocab_out))
+    nodes, writes = run.nodes(max_nodes)
+    names = [f'"{output_text(model, number, tokens)}"' for number in answers]
+    return AttributionGraph(
+        token_texts(model, tokens),
+        tokens.tolist(),
+        " - ".join(names) if sum(weights) == 0 else ", ".join(names),
+        answers,
+        weights,
+        value,
+        *_tables(model, run, nodes, writes),
+    )
+
+
+def _target(
+    model: HookedModel,
+    adapter: Adapter,
+    run: Linearised,
+    target: Token | tuple[Token, Token] | None,
+    top: int,
+) -> tuple[list[int], list[float]]:
+    """The numbers of the target's tokens, and the weights of their logits."""
+    if isinstance(target, tuple):
+        return [output_number(model, token) for token in target], [1.0, -1.0]
+    if target is not None:
+        return [output_number(model, target)], [1.0]
+    with torch.no_grad():
+        weight, bias = adapter.unembedding()
+        norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+        likely = (norm(run.final) @ weight + bias).float().softmax(dim=-1).topk(top)
+    return likely.indices.tolist(), (likely.values / likely.values.sum()).tolist()
+
+
+def _over_vocabulary(
+    answers: Sequence[int], weights: Sequence[float], size: int
+) -> Float[Tensor, " vocab"]:
+    """The weights of all logits in the target."""
+    every = torch.full((size,), -round(sum(weights)) / size, dtype=torch.float64)
+    return every.index_add_(0, torch.tensor(answers), torch.tensor(weights, dtype=torch.float64))
+
+
+def _tables(
+    model: HookedModel, run: Linearised, nodes: Nodes, writes: Writes
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The nodes, and the links between them."""
+    import pandas as pd
+
+    left_out, links = nodes.flow - nodes.constant, list[tuple[Tensor, Tensor, Tensor]]()
+    left_out[nodes.reads < 0] = 0.0
+    for position in range(len(run.tokens)):
+        sources, targets, flow = flows_at(nodes, writes, position)
+        left_out.index_add_(0, targets, flow.sum(dim=0), alpha=-1)
+        source, end = flow.nonzero(as_tuple=True)
+        links.append((sources[source], targets[end], flow[source, end]))
+    source, end, flow = (torch.cat(parts).tolist() for parts in zip(*links, strict=True))
+    linked = pd.DataFrame({"source": source, "target": end, "flow": flow})
+    shown = "layer", "index", "position", "source", "activation", "flow", "constant"
+    table = pd.DataFrame({name: getattr(nodes, name).tolist() for name in shown})
+    table.insert(0, "kind", [KINDS[kind] for kind in nodes.kind.tolist()])
+    table.insert(0, "name", [_name(row) for row in table.to_dict("records")])
+    table["left_out"], table["inputs"] = left_out.tolist(), run.inputs(nodes).tolist()
+    table["influence"] = _influence(table, linked)
+    added = torch.zeros(len(table), writes.added.shape[1], dtype=writes.added.dtype)
+    added.index_add_(0, writes.node, writes.added)
+    table["promotes"], table["suppresses"] = _read_out(model, run, added)
+    return table, linked
+
+
+def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:
+    """The share of the flow into the target that comes from each node, by all paths of links."""
+    inputs, influence = nodes["inputs"].tolist(), [0.0] * len(nodes)
+    influence[-1] = 1.0
+    last_first = links.sort_values("target", ascending=False, kind="stable")
+    for source, target, flow in last_first.itertuples(index=False):
+        influence[source] += influence[target] * abs(flow) / inputs[target]
+    return influence
+
+
+@torch.no_grad()
+def _read_out(
+    model: HookedModel, run: Linearised, added: Float[Tensor, "node d_model"]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The tokens whose logits a summand of the final stream raises most, and lowers most."""
+    weight, _ = run.adapter.unembedding()
+    norm = run.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    promoted, suppressed = list[list[str]](), list[list[str]]()
+    texts = dict[int, str]()
+
+    def text(number: int) -> str:
+        if number not in texts:
+            texts[number] = output_text(model, number, run.tokens[:0])
+        return texts[number]
+
+    for rows in added.to(weight).split(_AT_ONCE):
+        logits, adds = (
+            norm.share(rows, run.final.detach()) @ weight,
+            (rows != 0).any(dim=1).tolist(),
+        )
+        for found, sign in ((promoted, 1), (suppressed, -1)):
+            best = (sign * logits).topk(min(LISTED, logits.shape[1])).indices.tolist()
+            found += [
+                [*map(text, row)] if any_ else [] for row, any_ in zip(best, adds, strict=True)
+            ]
+    return promoted, suppressed
+
+
+def _name(node: dict[Any, Any]) -> str:
+    layer, index, position = node["layer"], node["index"], node["position"]
+    return {
+        "embedding": f"embedding@{position}",
+        "attention edge": f"a{layer}.h{index}@{position}<-{node['source']}",
+        "neuron": f"m{layer}.n{index}@{position}",
+        "feature": f"m{layer}.f{index}@{position}",
+        "error": f"m{layer}.error@{position}",
+        "target": "target",
+    }[node["kind"]]

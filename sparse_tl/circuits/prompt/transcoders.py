@@ -1,0 +1,249 @@
+"""Transcoders: what an MLP writes, as a sum over features that its input activates.
+
+A transcoder of layer l reads x, the value at its input hook, and has the activations
+
+    f = act(W_enc x + b_enc),      act(y) = y where y > threshold, otherwise 0.
+
+It writes ``sum_l' f_l' W_dec[l' -> l] + b_dec[l]`` at its output hook, where l' is l alone, or all
+layers up to l for cross-layer transcoders. What the MLP writes beyond that is its error.
+
+Two published formats are read, as data:
+
+- circuit-tracer's: a folder of ``config.yaml`` with ``layer_{i}.safetensors`` (per layer), or with
+  ``W_enc_{i}.safetensors`` and ``W_dec_{i}.safetensors`` (cross-layer);
+- SAELens's: a folder per layer, with ``cfg.json`` and ``sae_weights.safetensors``.
+
+References: Dunefsky et al., arXiv 2406.11944; github.com/safety-research/circuit-tracer 0.5;
+github.com/decoderesearch/SAELens 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+import yaml
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.calls.arguments import checked
+from sparse_tl.storage.files import read_json, read_tensors
+
+_CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"
+_FILES = ["*.safetensors", _CONFIG, _LENS_CONFIG]
+
+
+@dataclass(frozen=True, eq=False)
+class Transcoder:
+    """The features that read one layer.
+
+    Args:
+        encoder: what each feature reads.
+        encoder_bias: added to it.
+        decoder: what each feature writes, at its own layer and those after it that it writes to.
+        bias: what is written at its layer without any feature.
+        threshold: of each feature's activation; 0 for ReLU.
+    """
+
+    encoder: Float[Tensor, "feature d_model"]
+    encoder_bias: Float[Tensor, " feature"]
+    decoder: Float[Tensor, "feature layer d_model"]
+    bias: Float[Tensor, " d_model"]
+    threshold: Float[Tensor, " feature"]
+
+    def activations(self, x: Float[Tensor, "*pos d_model"]) -> Float[Tensor, "*pos feature"]:
+        """The features' activations, differentiable where they are above the threshold."""
+        y = x.to(self.encoder.dtype) @ self.encoder.T + self.encoder_bias
+        return y * (y > self.threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class Transcoders:
+    """A transcoder for each layer of a model.
+
+    Args:
+        input_hook: hook point of a layer that features read, such as ``"mlp.hook_in"``.
+        output_hook: hook point where they write, such as ``"hook_mlp_out"``.
+        layers: the transcoders, from layer 0.
+        model_name: the model that they were trained on, if known.
+    """
+
+    input_hook: str
+    output_hook: str
+    layers: Sequence[Transcoder]
+    model_name: str = ""
+
+    def __repr__(self) -> str:
+        features = sum(len(layer.encoder) for layer in self.layers)
+        return (
+            f"Transcoders({len(self.layers)} layers, {features:,} features, "
+            f"{self.input_hook} -> {self.output_hook})"
+        )
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Transcoders:
+        """The same, on a device and in a floating-point format."""
+        moved = (
+            Transcoder(*(tensor.to(device, dtype) for tensor in vars(layer).values()))
+            for layer in self.layers
+        )
+        return Transcoders(self.input_hook, self.output_hook, [*moved], self.model_name)
+
+    def written(
+        self, layer: int, features: Mapping[int, Float[Tensor, "*pos feature"]]
+    ) -> Float[Tensor, "*pos d_model"]:
+        """What the features of layers up to this one write at it."""
+        whole = self.layers[layer].bias
+        for source, active in features.items():
+            decoder = self.layers[source].decoder
+            if 0 <= layer - source < decoder.shape[1]:
+                whole = whole + active @ decoder[:, layer - source]
+        return whole
+
+
+@checked
+def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
+    """Transcoders from a folder or the Hugging Face hub; or one folder per layer, of SAELens.
+
+    Args:
+        source: a folder, the name of a hub repository such as
+            ``"mntss/transcoder-Llama-3.2-1B"``, or, in SAELens's format, one for each layer, in
+            any order.
+
+    Raises:
+        ValueError: there is no such folder or repository; a file is missing, is damaged, or holds
+            NaN; layers are missing; or the transcoders have parts that this package does not
+            compute (skip connections, normalised activations, activation functions other than ReLU
+            and JumpReLU).
+    """
+    many = [source] if isinstance(source, str | Path) else [*source]
+    folders = [_folder(each) for each in many]
+    if all((folder / _LENS_CONFIG).is_file() for folder in folders) and folders:
+        return _of_lens(folders)
+    if len(folders) == 1 and (folders[0] / _CONFIG).is_file():
+        return _of_tracer(folders[0])
+    raise ValueError(
+        f"{' '.join(map(str, many))} holds no transcoders: neither circuit-tracer's {_CONFIG} nor "
+        f"SAELens's {_LENS_CONFIG}"
+    )
+
+
+def _folder(source: str | Path) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=_FILES))
+    except Exception as error:  # of any underlying library
+        raise ValueError(
+            f"{source} is neither a folder nor a repository that the hub gives: {error!s:.300}"
+        ) from error
+
+
+def _of_tracer(folder: Path) -> Transcoders:
+    """Transcoders in circuit-tracer's format."""
+    try:
+        config: Any = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
+        kind, *hooks = (
+            str(config[key]) for key in ("model_kind", "feature_input_hook", "feature_output_hook")
+        )
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / _CONFIG} says nothing about transcoders: {error!s:.200}"
+        ) from error
+    if config.get("transcoders"):
+        raise ValueError(
+            f"{folder / _CONFIG} lists files elsewhere; put them beside it as layer_0.safetensors, "
+            "layer_1.safetensors, ..."
+        )
+    across = {"transcoder_set": False, "cross_layer_transcoder": True}.get(kind)
+    if across is None:
+        raise ValueError(f"{folder / _CONFIG} has the unknown model_kind {kind!r}")
+    n_layers = len([*folder.glob("W_enc_*.safetensors" if across else "layer_*.safetensors")])
+    read = _across_layers if across else _of_layer
+    layers = [read(folder, layer) for layer in range(n_layers)]
+    return _together(folder, hooks, layers, str(config.get("model_name", "")))
+
+
+def _of_layer(folder: Path, layer: int) -> Transcoder:
+    path = folder / f"layer_{layer}.safetensors"
+    tensors = read_tensors(path)
+    return _transcoder(path, tensors, "activation_function.threshold", {})
+
+
+def _across_layers(folder: Path, layer: int) -> Transcoder:
+    paths = [folder / f"{name}_{layer}.safetensors" for name in ("W_enc", "W_dec")]
+    tensors = read_tensors(paths[0]) | read_tensors(paths[1])
+    names = {f"{name}_{layer}": name for name in ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")}
+    return _transcoder(paths[0], tensors, "threshold", names)
+
+
+def _of_lens(folders: Sequence[Path]) -> Transcoders:
+    """Transcoders in SAELens's format."""
+    found = dict[int, tuple[Transcoder, tuple[str, str, str]]]()
+    for folder in folders:
+        path = folder / _LENS_CONFIG
+        config: Any = read_json(path)
+        said = config if isinstance(config, dict) else {}
+        said = said | (said.get("metadata") or {})
+        kind, normalised = said.get("architecture"), said.get("normalize_activations", "none")
+        if kind not in ("transcoder", "jumprelu_transcoder") or normalised not in ("none", None):
+            raise ValueError(
+                f"{path} describes {kind!r}, with activations normalised by {normalised!r}: only "
+                "transcoders of ReLU or JumpReLU without normalisation are read"
+            )
+        hooks = [str(said.get(key, "")) for key in ("hook_name", "hook_name_out")]
+        parts = [hook.removeprefix("blocks.").partition(".") for hook in hooks]
+        if not (parts[0][0].isdigit() and parts[0][0] == parts[1][0]):
+            raise ValueError(f"{path} reads {hooks[0]!r} and writes {hooks[1]!r}, not one layer")
+        tensors = read_tensors(folder / _LENS_WEIGHTS)
+        if "W_enc" in tensors:
+            tensors["W_enc"] = tensors["W_enc"].T
+        layer = int(parts[0][0])
+        if layer in found:
+            raise ValueError(f"two folders hold a transcoder of layer {layer}")
+        transcoder = _transcoder(folder / _LENS_WEIGHTS, tensors, "threshold", {})
+        found[layer] = transcoder, (parts[0][2], parts[1][2], str(said.get("model_name") or ""))
+    missing = sorted(set(range(max(found) + 1)) - found.keys())
+    if missing:
+        raise ValueError(f"there is no transcoder for layer {missing[0]}")
+    layers, said = zip(*(found[layer] for layer in sorted(found)), strict=True)
+    if len(set(said)) > 1:
+        raise ValueError(f"these transcoders are of different models or hook points: {set(said)}")
+    return _together(folders[0], said[0][:2], layers, said[0][2])
+
+
+def _transcoder(
+    path: Path, tensors: dict[str, Tensor], threshold: str, names: Mapping[str, str]
+) -> Transcoder:
+    """One layer's transcoder, from the tensors of its file."""
+    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    if "W_skip" in tensors:
+        raise ValueError(f"{path} has a skip connection, which is not supported")
+    if lacking := {"W_enc", "W_dec", "b_enc", "b_dec"} - tensors.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}")
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} in {path} has NaN or infinite numbers")
+    encoder, decoder, bias = (tensors[name].float() for name in ("W_enc", "W_dec", "b_enc"))
+    decoder = decoder[:, None] if decoder.ndim == 2 else decoder
+    least = tensors.get(threshold)
+    least = torch.zeros_like(bias) if least is None else least.float().reshape(-1)
+    sizes = {len(encoder), len(decoder), len(bias), len(least)}
+    if encoder.ndim != 2 or decoder.ndim != 3 or len(sizes) > 1:
+        raise ValueError(
+            f"the shapes in {path} do not fit: encoder {tuple(encoder.shape)}, decoder "
+            f"{tuple(decoder.shape)}, bias {tuple(bias.shape)}"
+        )
+    return Transcoder(encoder, bias, decoder, tensors["b_dec"].float(), least)
+
+
+def _together(
+    folder: Path, hooks: Sequence[str], layers: Sequence[Transcoder], model_name: str
+) -> Transcoders:
+    if not layers:
+        raise ValueError(f"{folder} holds no file of a transcoder")
+    input_hook, output_hook = (hook.removeprefix("blocks.{layer}.") for hook in hooks)
+    return Transcoders(input_hook, output_hook, layers, model_name)

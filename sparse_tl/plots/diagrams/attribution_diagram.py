@@ -1,0 +1,229 @@
+"""Attribution graphs as diagrams: columns are tokens, rows are layers, links are flows.
+
+The figure is a component diagram (`sparse_tl.plots.diagrams.component_diagram`), whose page it
+shares: click a node for its card, follow its inputs and outputs, pin, label, note, group nodes to
+supernodes, search, change the number of links, compare two models, save what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.circuits import AttributionGraph
+from sparse_tl.circuits.paths import Link, PathGraph
+from sparse_tl.plots.diagrams.component_diagram import (
+    COLOURS,
+    COMPONENT_DRAWING,
+    MOST_EDGES,
+    STATE_FORMAT,
+    WIDTH,
+    ComponentDiagram,
+    View,
+    read_view,
+)
+from sparse_tl.plots.diagrams.frames import Surround, svg_start
+from sparse_tl.plots.page.rendering import FIRST_VIEW, run_script, script_json
+from sparse_tl.plots.page.token_text import running_text, visible_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_KINDS = {"embedding": "input", "attention edge": "head", "target": "logits"}
+"""The shape of each kind of node; that of all others is an MLP's."""
+_WORDS = {
+    "edges": "links",
+    "value": "flow",
+    "helps": "raises the target",
+    "hurts": "lowers the target",
+}
+_LAST = 1 << 30
+
+
+@checked
+def attribution_diagram(
+    panels: Mapping[str, AttributionGraph] | AttributionGraph,
+    *,
+    max_links: AtLeastOne = 60,
+    remarks: Mapping[str, str] | None = None,
+    state: str | Path | Mapping[str, Any] | None = None,
+    transition: str | None = "Sparsity-Regularised Finetuning",
+    title: str | None = None,
+) -> ComponentDiagram:
+    """Draw how a prompt's tokens, attention edges and neurons make a logit.
+
+    Links are chosen by their influence on the target, as those of `component_diagram`, and each is
+    drawn with its whole path. The page holds the 2,000 links with the largest absolute flow, and
+    the strongest link into and out of each node.
+
+    Args:
+        panels: graphs of one prompt by panel name, in order, such as of a dense and a sparse model;
+            or one graph.
+        max_links: number of links shown initially, and in static files.
+        remarks: a sentence to add to a panel's caption, such as what its nodes carry of an effect.
+        state: state saved by the page, as a path or its content.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: title above the panels; by default, the target.
+
+    Raises:
+        ValueError: the graphs are not of one prompt, or the state cannot be read.
+    """
+    if isinstance(panels, AttributionGraph):
+        panels = {"Attribution graph": panels}
+    if len({tuple(graph.tokens) for graph in panels.values()}) != 1:
+        raise ValueError("the panels of an attribution diagram are graphs of one prompt")
+    first = next(iter(panels.values()))
+    rows, index = _nodes(panels)
+    view = View(max_links, "influence", False, False, "sign", False, labels=_labels(panels))
+    view = read_view(state, view)
+    title = title or visible_text(f"{first.target} after {''.join(first.tokens)[-80:]}")
+    data = {
+        "format": STATE_FORMAT,
+        "nodes": rows,
+        "panels": [
+            _panel(name, graph, index) | {"remark": (remarks or {}).get(name)}
+            for name, graph in panels.items()
+        ],
+        "view": asdict(view),
+        "unit": "logits",
+        "columns": [visible_text(text[:200]) for text in first.tokens],
+        "marked": {},
+        "markNames": [],
+        "title": title[:200],
+        "transition": visible_text((transition or "")[:200]),
+        "colours": COLOURS,
+        "words": _WORDS,
+        "slots": False,
+        "neurons": [{} for _ in panels],
+    }
+    json = script_json(data)
+    width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
+    surround = Surround(tuple(panels), title, transition)
+    svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
+    return ComponentDiagram(svg, json, surround)
+
+
+def _rows(graph: AttributionGraph) -> list[Any]:
+    """The nodes of a graph as dictionaries."""
+    return graph.nodes.to_dict("records")
+
+
+def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str, int]]:
+    """The nodes of all graphs in the order of the model, and the row of each by name."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for graph in panels.values():
+        for node in _rows(graph):
+            kind, layer = node["kind"], node["layer"]
+            step = {"embedding": 0, "target": _LAST, "attention edge": 2 + 3 * layer}
+            found[node["name"]] = step.get(kind, 3 + 3 * layer), node
+    ordered = sorted(found.items(), key=lambda item: (item[1][0], item[1][1]["position"], item[0]))
+    rows: list[Any] = [
+        [
+            name,
+            _KINDS.get(node["kind"], "mlp"),
+            step,
+            node["position"],
+            None if node["kind"] in ("embedding", "target") else node["layer"],
+        ]
+        for name, (step, node) in ordered
+    ]
+    return rows, {row[0]: number for number, row in enumerate(rows)}
+
+
+def _labels(panels: Mapping[str, AttributionGraph]) -> dict[str, str]:
+    """What nodes are called in the figure: tokens, and the token that an attention edge reads."""
+    labels = dict[str, str]()
+    for graph in panels.values():
+        tokens = [visible_text(token[:20]) for token in graph.tokens]
+        for node in _rows(graph):
+            name, token = node["name"], tokens[node["source"]]
+            if node["kind"] == "embedding":
+                labels[name] = token
+            elif node["kind"] == "attention edge":
+                labels[name] = f"{name.split('@')[0]} \N{LEFTWARDS ARROW} {token}"
+            elif node["kind"] == "target":
+                labels[name] = visible_text(graph.target[:40])
+    return labels
+
+
+def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict[str, Any]:
+    """The links of one graph between these nodes, with their influence and paths."""
+    names, kinds = list(graph.nodes["name"]), list(graph.nodes["kind"])
+    links = _shown(graph.links)
+    flows = links["flow"].tolist()
+    ends = list(zip(links["source"], links["target"], strict=True))
+    paths = PathGraph(
+        tuple(_End(kind) for kind in kinds),  # type: ignore[arg-type]
+        tuple(
+            Link(source, target, "", edge, abs(flow))
+            for edge, ((source, target), flow) in enumerate(zip(ends, flows, strict=True))
+        ),
+        tuple(f"{names[source]} \N{RIGHTWARDS ARROW} {names[target]}" for source, target in ends),
+        tuple(flows),
+    )
+    at = [index[node] for node in names]
+    into, out = paths.best
+    return {
+        "name": visible_text(name[:200]),
+        "names": paths.names,
+        "kept": len(graph.links),
+        "existing": None,
+        "sign": 1,
+        "roles": {},
+        "scores": [float(f"{flow:.4g}") for flow in flows],
+        "lines": [[at[link.source], at[link.reader], "", link.edge] for link in paths.links],
+        "influence": [float(f"{value:.4g}") for value in paths.influence],
+        "order": {
+            "influence": paths.order(paths.influence),
+            "score": paths.order([abs(flow) for flow in flows]),
+        },
+        "into": {at[node]: link for node, link in into.items()},
+        "out": {at[node]: link for node, link in out.items()},
+        "facts": {node["name"]: _facts(graph, node) for node in _rows(graph)},
+    }
+
+
+class _End:
+    """A node of a `PathGraph`, of which only the kind matters there."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = _KINDS.get(kind, kind)
+
+
+def _shown(links: pd.DataFrame) -> pd.DataFrame:
+    """The strongest links, and the strongest into and out of each node."""
+    by_flow = links.sort_values("flow", key=abs, ascending=False, kind="stable")
+    kept = {*by_flow.index[:MOST_EDGES]}
+    for end in ("source", "target"):
+        kept.update(by_flow.drop_duplicates(end).index)
+    return links.loc[sorted(kept)]
+
+
+def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
+    """What the card of a node says."""
+    kind = node["kind"]
+    values = [("kind", kind), ("flow to the target", f"{node['flow']:+.3g} logits")]
+    if kind == "attention edge":
+        read, at = (visible_text(graph.tokens[node[end]]) for end in ("source", "position"))
+        values += [("reads", read), ("writes at", at), ("attention", f"{node['activation']:.3g}")]
+    elif kind in ("neuron", "feature"):
+        values.append(("activation", f"{node['activation']:.3g}"))
+    values.append(("influence", f"{100 * node['influence']:.2g} %"))
+    if kind != "embedding":
+        values.append(("from biases", f"{node['constant']:+.2g}"))
+        values.append(("from what is left out", f"{node['left_out']:+.2g}"))
+    examples = node.get("examples")
+    return {
+        "values": values,
+        "lists": [
+            (word, [visible_text(token[:40]) for token in node[key]])
+            for word, key in (("promotes", "promotes"), ("suppresses", "suppresses"))
+        ],
+        "examples": [
+            [*map(running_text, example[:3]), f"{example[3]:.3g}"]
+            for example in (examples if isinstance(examples, Sequence) else [])
+        ],
+    }
