@@ -1,8 +1,8 @@
 """How many nodes an attribution graph needs, on the dense and the sparse SmolLM2.
 
 For prompts of four tasks (target: right minus wrong answer; corrupted: the task's prompt) and for
-sentences (target: the prediction; corrupted: the next sentence), prints what graphs of several sizes
-explain and carry:
+sentences (target: the prediction; corrupted: the next sentence), prints what graphs of several
+sizes explain and carry:
 
 - replacement and completeness score, as circuit-tracer defines them;
 - the share of the effect when only the graph's nodes have their own values, with the attention
@@ -35,7 +35,7 @@ def prompts(model: Any, text: Path, each: int) -> list[tuple[str, Any, Any, Any]
     """The kind of each prompt, its tokens, those of its corrupted prompt, and its target."""
     found: list[tuple[str, Any, Any, Any]] = []
     for name in TASKS:
-        pairs = TASKS_BY_NAME[name]().pairs(model, each, seed=0)
+        pairs = TASKS_BY_NAME[name].pairs(model, each, seed=0)
         for row in range(each):
             end = int(pairs.positions[row]) + 1
             target = int(pairs.answers[row, 0]), int(pairs.wrong[row, 0])

@@ -14,6 +14,7 @@ from .circuits import (
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
     attribute_logits as attribute_logits,
+    attribution_graph as attribution_graph,
     check_scores as check_scores,
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     evaluate as evaluate,
@@ -78,6 +79,7 @@ from .metrics import (
 )
 from .plots import (
     ablation_grid as ablation_grid,
+    attribution_diagram as attribution_diagram,
     component_diagram as component_diagram,
     effect_figure as effect_figure,
     gate_trajectories as gate_trajectories,

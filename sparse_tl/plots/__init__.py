@@ -5,6 +5,9 @@ from sparse_tl.plots.diagrams.attention_view import (
     AttentionView as AttentionView,
     attention_view as attention_view,
 )
+from sparse_tl.plots.diagrams.attribution_diagram import (
+    attribution_diagram as attribution_diagram,
+)
 from sparse_tl.plots.diagrams.circuit_diagram import (
     CircuitDiagram as CircuitDiagram,
     circuit_diagram as circuit_diagram,
