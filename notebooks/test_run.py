@@ -12,10 +12,15 @@ from parameters import give
 pytestmark = pytest.mark.every_case
 
 FOLDER = Path(__file__).parent
+_PROMPT = "Then , Jessica and John went to the office . John gave a basketball to"
 FEW = {
     **{"N_PAIRS": 4, "N_OTHERS": 4, "STEPS": 4, "UPDATES": 4, "WINDOW": 32},
     # In the words of the small models.
     "TEXT": "Then , {} and {} went to the office . {} gave a basketball to",
+    **dict.fromkeys(("AGREEMENT", "CAPITAL", "IOI"), (_PROMPT, ("Jessica", "John"))),
+    **dict.fromkeys(("NUMBER_HEADS", "COUNTRY_HEADS"), ["a0.h0"]),
+    **{"NAME_HEADS": [["a0.h0"]], "CORRUPTED": _PROMPT.replace("John gave", "Jessica gave")},
+    **{"TEXTS": [_PROMPT], "N_NODES": 20, "N_CHECKED": 4},
 }
 START = """
 import sys
