@@ -83,7 +83,7 @@ def measured(shape: str, window: int, checkpointed: bool, half: bool) -> tuple[f
     if half:
         model = model.to(torch.bfloat16)
     sparse = SparseTransformer(model, initial_bias=2.0)
-    objective = SparsityObjective(sparse, None, torch.tensor([0.05]), LossConstraint())
+    objective = SparsityObjective(sparse, None, LossConstraint(torch.tensor([0.05])))
     masters = MasterWeights(read_parameters(sparse))
     parameters = [*masters.by_name.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)

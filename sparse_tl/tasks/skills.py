@@ -27,8 +27,7 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.tasks.battery import BATTERY
 from sparse_tl.tasks.words import Pairs, Task
-from sparse_tl.training.distillation import losses_and_divergences
-from sparse_tl.training.reference import DensePredictions
+from sparse_tl.training.distillation import DensePredictions, losses_and_divergences
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,7 +28,13 @@ from sparse_tl.training.constraint import (
     TargetLoss,
     parse_target,
 )
-from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.distillation import DensePredictions, as_dense, reference_of
+from sparse_tl.training.evaluation import (
+    DenseAndSparse,
+    HeldOut,
+    PostTraining,
+    evaluate_held_out,
+)
 from sparse_tl.training.loop import (
     Metrics,
     Precision,
@@ -40,9 +46,7 @@ from sparse_tl.training.loop import (
 )
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import DISTILLED, SparsityObjective
-from sparse_tl.training.outcome import DenseAndSparse, PostTraining
 from sparse_tl.training.ranks import from_first
-from sparse_tl.training.reference import DensePredictions, as_dense, reference_of
 
 EVALUATIONS = 40
 """Number of validation evaluations in a run."""
@@ -55,8 +59,6 @@ LEARNING_RATE = 7e-4
 """Peak learning rate of weights and low-rank adapters."""
 GATE_LEARNING_RATE = 3e-3
 """Peak learning rate of gates: they have few parameters, which move further than weights do."""
-LEAST_BUDGET = 1e-4
-"""Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 
 
 @checked
@@ -151,7 +153,6 @@ def post_train(
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
     if edge_cost is not None:
         _check_costs(sparse, edge_cost)
-    every = max(1, steps // EVALUATIONS)
     config = TrainingConfig(
         steps=steps,
         learning_rate=peak,
@@ -160,38 +161,32 @@ def post_train(
         accumulate=getattr(stream, "accumulate", 1),
         precision=precision,
         seed=seed,
-        evaluate_every=every,
+        evaluate_every=max(1, steps // EVALUATIONS),
     )
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
+        of_model = target.of == "divergence"
         # Separate from the objective's, which keep training rows in the run's checkpoints.
-        by_model = dense is not None and target.of == "divergence"
-        predicted = DensePredictions(dense) if by_model else None
+        predicted = DensePredictions(dense) if of_model and dense is not None else None
         measuring = Validation(
             sparse, validation, held_out or {}, target, edge_cost, precision, predicted
         )
-        objective = SparsityObjective(
-            sparse,
-            dense,
-            measuring.loss_budget.clamp(min=LEAST_BUDGET),
-            LossConstraint(
-                len(measuring.loss_budget),
-                evaluated_every=every,
-                **({} if measuring.target_edges is None else OF_EDGES),
-            ),
-            edge_cost,
-            head_cost,
-            distilled=1.0 if target.of == "divergence" else DISTILLED,
-            lead=GAP_LEAD if target.of == "divergence" else 0,
+        constraint = LossConstraint(
+            measuring.loss_budget,
+            lead=GAP_LEAD if of_model else 0,
             target_edges=measuring.target_edges,
+            evaluated_every=config.evaluate_every,
+            **({} if measuring.target_edges is None else OF_EDGES),
         )
+        share = 1.0 if of_model else DISTILLED
+        objective = SparsityObjective(sparse, dense, constraint, edge_cost, head_cost, share)
         state = train(
             sparse,
             objective,
             stream,
-            measuring.selection(objective),
+            measuring.selection(constraint),
             config,
             trained=trained,
             settings={
@@ -211,7 +206,7 @@ def post_train(
             feasible=is_feasible(state.best),
             target=target,
             dense=measuring.dense,
-            sparse=measuring.measured(),
+            sparse=measuring.measured(measuring.rows),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
             groups=groups,
@@ -252,20 +247,8 @@ def _check_costs(sparse: SparseTransformer, edge_cost: Float[Tensor, "*#edge"]) 
 class Validation:
     """Validation rows, each group of which must meet the target, and held-out rows.
 
-    The constructor measures the dense model, so it must be called before training.
-
-    Args:
-        sparse: the model before training.
-        rows: validation rows, or those of every group by name.
-        held_out: rows that are only measured, by name.
-        target: the target of every group, or that of the mean over groups of edges per token.
-        edge_cost: cost per attention edge, as in `evaluate_held_out`.
-        precision: precision of the run, in which both models are measured.
-        predictions: the dense model's predictions, if the target is a divergence.
-
-    Raises:
-        ValueError: a group has no label, or the target is below the dense model's own loss or above
-            its number of edges.
+    The constructor measures the dense model, so it must be called before training. Arguments are
+    those of `post_train`, and the dense model's predictions if the target is a divergence.
     """
 
     def __init__(
@@ -285,36 +268,34 @@ class Validation:
         self.held_out, self.predictions = held_out, predictions
         with as_dense(sparse):
             self.dense = self._dense(self.rows)
-            _check_groups(self.dense)
             self._before = [
                 {name: self._dense(rows) for name, rows in by_name.items()}
                 for by_name in (self.groups, held_out)
             ]
-        self.target_edges: float | None = None
-        """The target in edges per token, if it is one of edges."""
-        if isinstance(target, TargetEdges):
-            most = self.dense.edges_per_token
-            self.target_edges = target.per_token(most)
-            if self.target_edges > most:
-                raise ValueError(
-                    f"a target of {target} is above the dense model's {most:,.1f} edges per token"
-                )
-        elif target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
+        losses, most = self.dense.group_losses, self.dense.edges_per_token
+        if missing := set(range(max(losses) + 1)) - set(losses):
             raise ValueError(
-                f"the dense model's own validation loss is {worst:.5f} nats, above the target of "
-                f"{target}. Give a larger one, or an increase such as "
+                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
+                f"{max(losses) + 1} groups"
+            )
+        self.target_edges = target.per_token(most) if isinstance(target, TargetEdges) else None
+        """The target in edges per token, if it is one of edges."""
+        if self.target_edges is not None and self.target_edges > most:
+            raise ValueError(
+                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
+            )
+        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
+        """The largest gap that the target allows each group, in nats."""
+        if target.of == "loss" and self.loss_budget.min() < 0:
+            raise ValueError(
+                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
+                f"the target of {target}. Give a larger one, or an increase such as "
                 f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
             )
 
-    @property
-    def loss_budget(self) -> Float[Tensor, " group"]:
-        """The largest gap that the target allows each group, in nats."""
-        losses = self.dense.group_losses
-        return _by_group({group: self.target.budget(loss) for group, loss in losses.items()})
-
-    def measured(self) -> HeldOut:
-        """Measurements of the current sparse model on all validation rows."""
-        return self._sparse(self.rows)
+    def measured(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the current sparse model on some rows."""
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
 
     def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
         """Every group's gap to the dense model in nats: the divergence, or the increase in loss."""
@@ -325,18 +306,18 @@ class Validation:
     def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
         """Measurements of both models on the rows of every group, and on held-out rows."""
         groups, held_out = (
-            {name: DenseAndSparse(dense[name], self._sparse(rows)) for name, rows in of.items()}
+            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
             for of, dense in zip((self.groups, self.held_out), self._before, strict=True)
         )
         return groups, held_out
 
-    def selection(self, objective: SparsityObjective) -> Selection:
-        """The model selection of a run; each evaluation also records the gaps in the objective."""
+    def selection(self, constraint: LossConstraint) -> Selection:
+        """The model selection of a run; each evaluation is also recorded in the constraint."""
 
         def evaluate() -> Metrics:
-            measured = self.measured()
+            measured = self.measured(self.rows)
             gaps, edges, target = self.gaps(measured), measured.edges_per_token, self.target_edges
-            objective.record(gaps, edges)
+            constraint.record(gaps, edges)
             by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
             over = (gaps - self.loss_budget).max().item() if target is None else edges - target
             found = {**measured.numbers, **by_group, "log_size": measured.log_size}
@@ -354,11 +335,9 @@ class Validation:
         return Selection(evaluate, better)
 
     def _dense(self, rows: TokenBatch) -> HeldOut:
-        measured = self._evaluated(rows)
-        return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
-
-    def _sparse(self, rows: TokenBatch) -> HeldOut:
-        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+        return replace(
+            self._evaluated(rows), active_mlps=None, possible_mlps=None, active_size=None
+        )
 
     def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
         with in_precision(self.precision, adapt(self.sparse).device):
@@ -368,15 +347,6 @@ class Validation:
 def is_feasible(metrics: Metrics) -> bool:
     """Whether an evaluation meets the target, that of a loss in every group."""
     return metrics["violation"] <= 0
-
-
-def _check_groups(measured: HeldOut) -> None:
-    groups = set(range(max(measured.group_losses) + 1))
-    if missing := groups - set(measured.group_losses):
-        raise ValueError(
-            f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
-            f"{max(groups) + 1} groups"
-        )
 
 
 def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:

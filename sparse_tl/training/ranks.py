@@ -112,7 +112,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 def spread(value: Tensor | None, like: Any) -> Tensor:
     """The first rank's value, on the device of another tensor, and sharded if that is."""
-    if value is None:  # on other ranks
+    if value is None:
+        assert not processes().is_main_process
         value = torch.empty(like.shape, dtype=like.dtype)
     value = value.to(like.device).contiguous()
     if is_sharded(like):

@@ -88,7 +88,7 @@ def _sampled(folder: Path) -> str:
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
-    import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
+    import_module("sparse_tl.training.text").SAVE_AFTER = 0.0
 
 
 def _head_gates(folder: Path) -> str:

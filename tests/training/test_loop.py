@@ -198,20 +198,6 @@ def test_the_rate_warms_up_stays_and_decays() -> None:
 # When training ends.
 
 
-def test_patience_ends_training(build_tiny: Build, echo_rows: Rows) -> None:
-    """At a rate that moves nothing, nothing improves after the first evaluation."""
-    history = _pretrain(
-        build_tiny(),
-        ShuffledStream(echo_rows(), 8),
-        echo_rows(seed=1),
-        steps=50,
-        learning_rate=1e-30,
-        evaluate_every=2,
-        patience=3,
-    )
-    assert history["step"].iloc[-1] == 6
-
-
 def test_good_enough_ends_training(build_tiny: Build, echo_rows: Rows, build_echo: Build) -> None:
     history = _pretrain(
         build_echo(), ShuffledStream(echo_rows(), 8), echo_rows(seed=0), good_enough=10.0

@@ -19,7 +19,7 @@ from torch import Tensor
 import sparse_tl
 from sparse_tl import SparseTransformer, sampled_windows
 from sparse_tl.backend import boot
-from sparse_tl.training import own_text
+from sparse_tl.training import text
 
 QUIET: dict[str, Any] = {"progress": False}
 WORDS = ["<s>", *"abcdefghijkl"]
@@ -254,7 +254,7 @@ def test_an_interrupted_call_continues(model: Any, tmp_path: Path) -> None:
 def test_a_killed_process_leaves_what_it_saved(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_text, "SAVE_AFTER", 0.0)
+    monkeypatch.setattr(text, "SAVE_AFTER", 0.0)
     file, copy = tmp_path / "own.safetensors", tmp_path / "copy.safetensors"
 
     def look(value: Tensor, hook: Any) -> None:

@@ -15,7 +15,7 @@ from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import BernoulliGate, SparseTransformer
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
-from sparse_tl.training.objectives import NO_NOISE
+from sparse_tl.training.constraint import NO_NOISE
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]

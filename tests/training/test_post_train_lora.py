@@ -17,7 +17,7 @@ from sparse_tl.data import ShuffledStream, TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.storage.files import read_tensors
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
-from sparse_tl.training.reference import as_dense, reference_of
+from sparse_tl.training.distillation import as_dense, reference_of
 
 # The package has a function of the module's name.
 module = sys.modules[post_train.__module__]

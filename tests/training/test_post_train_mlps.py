@@ -134,9 +134,7 @@ def test_an_open_mlp_output_counts_one(build_echo: Build, echo_rows: Rows, costl
     with torch.no_grad():
         gates.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     edge_cost = torch.tensor(0.25) if costly else None
-    objective = SparsityObjective(
-        sparse, None, torch.tensor([0.1]), LossConstraint(), edge_cost, head_cost=0.0
-    )
+    objective = SparsityObjective(sparse, None, LossConstraint(torch.tensor([0.1])), edge_cost)
     _, counts = sparse.run_with_counts(batch.tokens, edge_cost=edge_cost)
     _, cache = sparse.run_with_cache(batch.tokens)
     by_hand = counts.expected.sum().item() * (0.25 if costly else 1.0)

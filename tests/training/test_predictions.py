@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparse_tl.backend import Model, adapt, add_lora, boot, lora_parameters
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training.reference import KEPT, DensePredictions
+from sparse_tl.training.distillation import KEPT, DensePredictions
 
 Build = Callable[..., Model]
 

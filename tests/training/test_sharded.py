@@ -32,8 +32,7 @@ from sparse_tl.training import (
     evaluate_held_out,
     post_train,
 )
-from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.loop import MasterWeights, Run
+from sparse_tl.training.loop import Run
 from sparse_tl.training.objectives import SparsityObjective
 
 pytestmark = pytest.mark.long
@@ -60,22 +59,19 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     model = _model(name).double()
     wrapped = shard_model(model) if shard else model
     sparse = SparseTransformer(wrapped, initial_threshold=0.1, mlps=True)
-    loss_budget = torch.tensor([0.05], dtype=torch.float64)
-    objective = SparsityObjective(
-        sparse, sparse.dense_copy(), loss_budget, LossConstraint(), None, 2.0
-    )
+    constraint = LossConstraint(torch.tensor([0.05], dtype=torch.float64))
+    objective = SparsityObjective(sparse, sparse.dense_copy(), constraint, head_cost=2.0)
     rows = _rows(17)
     for row in range(17):
         rows.loss_mask[row, 1 : 1 + row % 6] = False
     stream = ShuffledStream(rows, 17, accumulate=accumulate)
-    trained = read_parameters(sparse)
     config = TrainingConfig(100, 1e-3, clip=0.01, accumulate=accumulate)
     selection = Selection(dict, lambda new, old: True)
-    optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
-    masters = MasterWeights(trained)
-    run = Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
+    trained = dict.fromkeys(read_parameters(sparse), 1.0)
+    run = Run(sparse, objective, stream, selection, config, trained)
+    run.state.step = 95
     run.step()
-    return _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
+    return _whole({name: p.grad for name, p in run.trained.items() if p.grad is not None})
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("gpt2", 2), ("llama", 1)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.data import TokenBatch
 from sparse_tl.training import short_rows
-from sparse_tl.training.short_text import TOKENS
+from sparse_tl.training.text import TOKENS
 
 TEXT = "A b c d e. Fg hi jk! Lm no pq rs\nTu vw xy z"
 STARTS = ["A b", "Fg hi", "Lm no", "Tu vw"]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sparse_tl.backend import Model, save_model
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
 from sparse_tl.jobs import post_training, run_post_training
-from sparse_tl.training.pretrain import pretrain
+from sparse_tl.training.loop import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]
 
