@@ -41,7 +41,7 @@ from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import DensePredictions, reference_of
 from sparse_tl.training.loop import Run, Selection, TrainingConfig, choose_trained
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 RANK, EVALUATIONS, WINDOWS, STEPS, VISITS = 16, 40, 64, 2000, 8
 Taken = dict[str, list[float]]

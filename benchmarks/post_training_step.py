@@ -39,7 +39,7 @@ from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import reference_of
 from sparse_tl.training.loop import Objective, PlainLoss, choose_trained
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 from sparse_tl.zoo.addition import ARCHITECTURE
 
 VARIANTS = ("plain", "gated", "paired", "lora")

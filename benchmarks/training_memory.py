@@ -25,7 +25,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.loop import MasterWeights
 from sparse_tl.training.memory import TrainingMemory, training_memory
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 LLAMA_1B: dict[str, Any] = {
     "vocab_size": 128_256,

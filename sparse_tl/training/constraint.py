@@ -99,12 +99,11 @@ class TargetLoss:
         text = str(target).strip()
         signs: dict[str, Measured] = {"kl+": "divergence", "+": "increase", "": "loss"}
         sign = next(sign for sign in signs if text.startswith(sign))
-        nats = _above_zero(text.removeprefix(sign.removesuffix("+")))
-        if nats is None:
-            raise ValueError(
-                f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
-                'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
-            )
+        problem = (
+            f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
+            'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
+        )
+        nats = _above_zero(text.removeprefix(sign.removesuffix("+")), problem)
         return TargetLoss(nats, signs[sign])
 
     def budget(self, dense_loss: float) -> float:
@@ -135,13 +134,11 @@ class TargetEdges:
     def parse(target: float | str) -> TargetEdges:
         """Read ``300`` as edges per token and ``"100x"`` as a hundred times fewer than dense."""
         text = str(target).strip()
-        amount = _above_zero(text.removesuffix("x"))
-        if amount is None:
-            raise ValueError(
-                f"{target!r} is not a number of target edges: give edges per token, such as 300, "
-                'or how many times fewer than in the dense model, "100x"'
-            )
-        return TargetEdges(amount, text.endswith("x"))
+        problem = (
+            f"{target!r} is not a number of target edges: give edges per token, such as 300, or "
+            'how many times fewer than in the dense model, "100x"'
+        )
+        return TargetEdges(_above_zero(text.removesuffix("x"), problem), text.endswith("x"))
 
     def per_token(self, dense: float) -> float:
         """The target in edges per token, given the dense model's."""
@@ -167,13 +164,15 @@ def parse_target(
     return TargetEdges.parse(target_edges)
 
 
-def _above_zero(text: str) -> float | None:
-    """The finite number above 0 that is written, if it is one."""
+def _above_zero(text: str, problem: str) -> float:
+    """The finite number above 0 that is written."""
     try:
         number = float(text)
     except ValueError:
-        return None
-    return number if 0 < number < math.inf else None
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(problem)
+    return number
 
 
 class LossConstraint:

@@ -104,13 +104,12 @@ def as_dense(reference: Reference) -> Iterator[None]:
 @contextmanager
 def predicting(reference: Reference) -> Iterator[None]:
     """Make a reference predict as the dense model within the block, long prompts by blocks."""
-    with as_dense(reference):
-        if isinstance(reference, SparseTransformer):
-            by_blocks = using([reference.gates], by_blocks=True)
-        else:
-            by_blocks = attention_by_blocks(reference)
-        with by_blocks:
-            yield
+    if isinstance(reference, SparseTransformer):
+        by_blocks = using([reference.gates], by_blocks=True)
+    else:
+        by_blocks = attention_by_blocks(reference)
+    with as_dense(reference), by_blocks:
+        yield
 
 
 class DensePredictions:
@@ -158,14 +157,13 @@ class DensePredictions:
             computed = dict(zip(new, final.split([sizes[row] for row in new]), strict=True))
             for row, values in computed.items():
                 self._keep(keys[row], values)
-            if sum(map(bool, sizes)) == len(new):
-                return final
-        parts = [
-            computed[row] if row in computed else self._kept[key].to(device)
-            for row, key in enumerate(keys)
-            if sizes[row]
-        ]
-        return torch.cat(parts)
+        return torch.cat(
+            [
+                computed[row] if row in computed else self._kept[keys[row]].to(device)
+                for row, size in enumerate(sizes)
+                if size
+            ]
+        )
 
     @torch.no_grad()
     def unembed(self, final: Float[Tensor, "label d_model"]) -> Float[Tensor, "label vocab"]:
@@ -197,9 +195,8 @@ class DensePredictions:
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from the state in a checkpoint."""
         if sizes := state.get("dense_sizes"):
-            for key, values in zip(
-                sizes, state["dense_final"].split([*sizes.values()]), strict=True
-            ):
+            rows = state["dense_final"].split([*sizes.values()])
+            for key, values in zip(sizes, rows, strict=True):
                 self._keep(key, values)
 
 
@@ -224,8 +221,7 @@ def distilled_from(
     one = unembed(final[:1].detach())
     if one.requires_grad or not len(labels):  # it is trained
         return distilled(unembed(final), dense_unembed(dense), labels, share)
-    size = LOGITS_AT_ONCE.on(final.device) // one.shape[1]
-    return _FromFinal.apply(final, unembed, dense, dense_unembed, labels, share, size)
+    return _FromFinal.apply(final, unembed, dense, dense_unembed, labels, share, one.shape[1])
 
 
 def distilled(
@@ -248,20 +244,17 @@ def losses_and_divergences(
 ) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"]]:
     """Loss and divergence ``sum_v q_v (log q_v - l_v)`` of every label, in nats; no gradients."""
     losses, divergences = [], []
-    for rows in _chunks(logits):
+    for rows in _chunks(labels, logits.shape[1], LOGITS_PER_CHUNK):
         log_p, log_q = log_probabilities(logits[rows]), log_probabilities(dense[rows])
         losses.append(-log_p.gather(1, labels[rows, None])[:, 0])
         divergences.append((log_q.exp() * log_q.sub_(log_p)).sum(dim=-1))
     return torch.cat(losses), torch.cat(divergences)
 
 
-def _chunks(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
-    return _slices(len(logits), LOGITS_PER_CHUNK.on(logits.device) // logits.shape[1])
-
-
-def _slices(n: int, size: int) -> Iterator[slice]:
-    size = max(1, size)
-    return (slice(start, start + size) for start in range(0, max(1, n), size))
+def _chunks(labels: Tensor, vocabulary: int, most: SizeByDevice) -> Iterator[slice]:
+    """Slices of labels with at most so many logits."""
+    size = max(1, most.on(labels.device) // vocabulary)
+    return (slice(start, start + size) for start in range(0, max(1, len(labels)), size))
 
 
 class _FromFinal(torch.autograd.Function):
@@ -274,11 +267,11 @@ class _FromFinal(torch.autograd.Function):
         dense_unembed: Unembed,
         labels: Tensor,
         share: float,
-        size: int,
+        vocabulary: int,
     ) -> tuple[Tensor, Tensor]:
         by_final = torch.empty_like(final)
         found = []
-        for rows in _slices(len(final), size):
+        for rows in _chunks(final, vocabulary, LOGITS_AT_ONCE):
             with autograd(True):
                 read = final[rows].detach().requires_grad_()
                 logits = unembed(read)
@@ -306,7 +299,7 @@ class _Distilled(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         by_logits = dense if dense.dtype == logits.dtype else torch.empty_like(logits)
         losses, crossed = [], []
-        for rows in _chunks(logits):
+        for rows in _chunks(labels, logits.shape[1], LOGITS_PER_CHUNK):
             label = labels[rows, None]
             log_p = log_probabilities(logits[rows])
             q = dense[rows].to(log_p).softmax(dim=-1)
@@ -323,11 +316,5 @@ class _Distilled(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_minimised: Tensor, _by_loss: Tensor) -> Any:  # type: ignore[override]
-        by_logits = ctx.by_logits
-        ctx.by_logits = None
-        if by_logits is None:
-            raise RuntimeError(
-                "expected one backward pass per forward pass; the gradient with respect to the "
-                "logits is overwritten by the first"
-            )
+        by_logits, ctx.by_logits = ctx.by_logits, None  # overwritten, so a second pass fails
         return by_logits.mul_(by_minimised[:, None]), None, None, None

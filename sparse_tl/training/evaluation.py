@@ -142,15 +142,14 @@ class _Compared:
     def row(self) -> dict[str, float]:
         """The main numbers of both models, by name."""
         dense, sparse = self.dense, self.sparse
-        numbers = {
+        return {
             "dense loss": dense.loss,
             "sparse loss": sparse.loss,
-            "divergence": sparse.divergence,
+            "divergence": math.nan if sparse.divergence is None else sparse.divergence,
             "dense edges per token": dense.active_attention_edges_per_token,
             "sparse edges per token": sparse.active_attention_edges_per_token,
             "times fewer": self.times_fewer,
         }
-        return {name: math.nan if value is None else value for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -288,8 +287,7 @@ def evaluate_held_out(
             predictions for rows that are evaluated again.
 
     Raises:
-        ValueError: a token or label is not in the model's vocabulary, or the rows are longer than
-            its context.
+        ValueError: the rows do not fit the model's vocabulary or context.
     """
     adapter = adapt(model)
     check_rows(adapter, examples)

@@ -64,15 +64,7 @@ from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
-from sparse_tl.storage.files import (
-    atomic_folder,
-    check_replaceable,
-    locked,
-    read_json,
-    read_tensors,
-    write_json,
-    write_tensors,
-)
+from sparse_tl.storage import files
 from sparse_tl.training import ranks
 from sparse_tl.training.evaluation import evaluate_held_out
 
@@ -277,7 +269,7 @@ def train(
     is_first = processes().is_main_process
     half = torch.bfloat16 if config.precision == "bf16" else None
     apart = has_sharded_weights(model)  # adapters stay apart from sharded weights
-    with locked(folder if is_first else None):
+    with files.locked(folder if is_first else None):
         if folder is not None:
             run.load(folder, identity)
         with (
@@ -307,29 +299,27 @@ def train(
                     saved = time.monotonic()
                 if stop:
                     raise KeyboardInterrupt
-    run.restore_best()
+    run.set_weights(run.state.best_weights)
     return run.state
 
 
+@dataclass
 class Run:
     """One run of the loop; arguments as in `train`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        stream: TokenStream,
-        selection: Selection,
-        config: TrainingConfig,
-        trained: Mapping[str, float],
-    ) -> None:
-        self.objective, self.stream = objective, stream
-        self.selection, self.config = selection, config
-        parameters = read_parameters(model)
-        self.weights = {name: parameters[name] for name in trained}
+    model: nn.Module
+    objective: Objective
+    stream: TokenStream
+    selection: Selection
+    config: TrainingConfig
+    rates: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        parameters = read_parameters(self.model)
+        self.weights = {name: parameters[name] for name in self.rates}
         self.masters = MasterWeights(self.weights)
         self.trained = self.masters.by_name
-        self.optimizer = _optimizer(self.trained, trained, config)
+        self.optimizer = _optimizer(self.trained, self.rates, self.config)
         self.device = next(iter(self.trained.values())).device
         self.state, self.started = TrainingState(), time.monotonic()
         self.merge: Callable[[], None] = lambda: None
@@ -379,8 +369,6 @@ class Run:
     def evaluate(self) -> None:
         try:
             measured = ranks.from_first(self.selection.evaluate())
-            if not all(map(math.isfinite, measured.values())):
-                raise NonFiniteError(f"expected finite measurements; got {measured}.")
         except NonFiniteError as error:
             raise NonFiniteLossError(
                 f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
@@ -402,10 +390,7 @@ class Run:
         return {"step": self.state.step, "seconds": time.monotonic() - self.started}
 
     def save(self, folder: Path, identity: dict[str, Any]) -> None:
-        """Write a checkpoint; the earlier one remains until the new one is complete.
-
-        All ranks take part; the first one writes.
-        """
+        """Write a checkpoint in place of the earlier one; all ranks take part."""
         state, launched = self.state, processes()
         state.objective, state.last_batch = self.objective.state(), self.batch.digest()
         if isinstance(self.stream, ResumableStream):
@@ -425,23 +410,24 @@ class Run:
         plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
         tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
         content = {"format": FORMAT, "identity": identity, "ranks": launched.num_processes}
-        with atomic_folder(folder) as temporary:
-            write_json(temporary / _STATE, {**content, "state": plain})
-            write_tensors(temporary / _TENSORS, tensors)
+        with files.atomic_folder(folder) as temporary:
+            files.write_json(temporary / _STATE, {**content, "state": plain})
+            files.write_tensors(temporary / _TENSORS, tensors)
 
     def load(self, folder: Path, identity: dict[str, Any]) -> None:
         """Continue from a checkpoint, if there is one and it is of this run."""
         launched = processes()
         with launched.main_process_first():
-            check_replaceable(folder, _STATE, _TENSORS)
+            files.check_replaceable(folder, _STATE, _TENSORS)
         if not (folder / _STATE).exists():
             return
-        content = read_json(folder / _STATE)
+        content = files.read_json(folder / _STATE)
         if content.get("format") != FORMAT:
             raise ValueError(f"the checkpoint in {folder} is from another version of this package")
-        _check_identity(folder, content["identity"], identity)
+        if (stored := content["identity"]) != identity:
+            raise _of_another_run(folder, _difference(stored, identity))
         groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, tensor in read_tensors(folder / _TENSORS).items():
+        for key, tensor in files.read_tensors(folder / _TENSORS).items():
             kind, _, name = key.rpartition("/")
             groups[kind][name] = tensor
         self.state = state = TrainingState(**content["state"])
@@ -452,12 +438,8 @@ class Run:
             self.stream.load_state(state.stream)
         for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
             if self.stream.batch(step).digest() != digest:
-                raise ValueError(
-                    f"the checkpoint in {folder} belongs to a run on different data: the batch of "
-                    f"step {step} has different tokens or rows, or another order. Start over in "
-                    "another folder, remove this one, or use the text, batch size and seed of that "
-                    "run."
-                )
+                what = f"the batch of step {step} has different tokens or rows, or another order"
+                raise _of_another_run(folder, what)
         if content["ranks"] != launched.num_processes and launched.is_main_process:
             warnings.warn(
                 f"the checkpoint in {folder} was made on {content['ranks']} ranks, and the run "
@@ -473,35 +455,32 @@ class Run:
                 if (value := of.get(names[id(like)])) is not None:
                     restored[number][key] = ranks.spread(value, like) if value.ndim else value
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(restored)})
-        self._set_weights(groups["weights"])
+        self.set_weights(groups["weights"])
         self.objective.load_state(state.objective)
         self.started -= state.history[-1]["seconds"]
 
-    def restore_best(self) -> None:
-        """Put the weights of the best evaluation into the model."""
-        self._set_weights(self.state.best_weights)
-
     @torch.no_grad()
-    def _set_weights(self, values: Mapping[str, Tensor]) -> None:
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Set the trained weights to the first rank's values."""
         for name, parameter in self.trained.items():
             parameter.copy_(ranks.spread(values.get(name), parameter))
         self.masters.write()
 
 
-def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, Any]) -> None:
-    if stored == expected:
-        return
+def _difference(stored: dict[str, Any], expected: dict[str, Any]) -> str:
+    """How the identity of a checkpoint's run differs from that of this run."""
     there, here = stored["settings"], expected["settings"]
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
-        what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
-    elif stored["shapes"] != expected["shapes"]:
-        what = "its parameters have different names or shapes"
-    else:
-        what = "it started from different weights; load the model again before resuming"
-    raise ValueError(
+        return ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
+    if stored["shapes"] != expected["shapes"]:
+        return "its parameters have different names or shapes"
+    return "it started from different weights; load the model again before resuming"
+
+
+def _of_another_run(folder: Path, what: str) -> ValueError:
+    return ValueError(
         f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
-        "folder, remove this one, or use the settings that it was made with."
+        "folder, remove this one, or use the settings and the data that it was made with."
     )
 
 
@@ -537,11 +516,10 @@ def _optimizer(
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms, and restore the previous setting at the end.
+    """Use deterministic algorithms within the block, where they exist; CUDA lacks a few.
 
     Otherwise, several threads add up embedding gradients in varying order, and a resumed run drifts
-    away from an uninterrupted one. Operations without a deterministic implementation, of which CUDA
-    has a few, only warn.
+    away from an uninterrupted one.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
@@ -566,16 +544,8 @@ def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
 def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
     """Resolve names and patterns to parameter names, each with the rate of its first match.
 
-    If a model has low-rank adapters, only these and its gates can be trained.
-
-    Args:
-        model: model that owns the parameters.
-        rates: learning-rate multiples by ``"gates"`` (of attention edges and MLPs), ``"lora"``
-            (adapters), ``"qk"`` (in latent attention, including the weights that keys share with
-            values), ``"all"``, or a pattern of parameter names.
-
-    Raises:
-        ValueError: a name or pattern matches no parameter.
+    Names are those of `post_train`. If a model has low-rank adapters, only these and its gates can
+    be trained.
     """
     names = {id(parameter): name for name, parameter in read_parameters(model).items()}
     gates = [name for name in names.values() if name.startswith(("gates.", "mlp_gates."))]
@@ -671,28 +641,18 @@ def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
     weight.grad = None
 
 
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
-"""Signals that ask a process to stop; SIGHUP does not exist on every platform."""
-
-
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 
     The same holds for signals that a cluster or a closing terminal sends before killing a process.
     """
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted.is_set
-        return
+    noted, before = threading.Event(), {}
 
     def note(number: int, frame: FrameType | None) -> None:
         noted.set()
-        # A second signal stops a lone process at once. With several ranks, one Ctrl-C sends each
-        # of them two, the terminal's and the launcher's; the launcher kills them if they take too
-        # long.
+        # A second signal stops a lone process at once. Several ranks get two for one Ctrl-C, the
+        # terminal's and the launcher's, which kills them if they take too long.
         if processes().num_processes == 1:
             restore()
 
@@ -700,7 +660,9 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if threading.current_thread() is threading.main_thread():  # no other can handle signals
+        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in asking}
     # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
@@ -746,8 +708,8 @@ def pretrain(
     Args:
         model: a newly initialised model.
         stream: training batches.
-        validation: validation examples, for model selection.
-        steps: maximum number of optimizer steps.
+        validation: rows for model selection.
+        steps: maximum number of steps.
         learning_rate: peak learning rate.
         good_enough: validation loss in nats at which training stops, if all rows are right.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,14 +19,12 @@ from sparse_tl.backend import (
     read_parameters,
 )
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.data import TokenBatch
-from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import needs_copy, under_gates
 from sparse_tl.training.loop import choose_trained, is_half
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 PROBED = (256, 320)
 """Lengths, in tokens, of the prompts from which longer ones are extrapolated: from here on, every
@@ -124,26 +122,6 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
             checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
             logits=2 * window * adapter.d_vocab_out * 4,
         )
-
-
-@contextmanager
-def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
-    """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        rows, window = stream.batch(0).tokens.shape
-        raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
-            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
-            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
-            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
-            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
-            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
-            f"shorter validation rows. ({reason(error)})"
-        ) from error
 
 
 def _at(window: int, kept: Callable[[int], int]) -> int:

@@ -1,18 +1,12 @@
 """Training text: windows that a model writes itself, and short rows cut from windows.
 
-The text that a model was trained on is often unknown; the model itself can write such text:
-
-1. Every window starts with the tokenizer's separator; in every other window, the given tokens of a
-   beginning follow.
-2. The model writes all other tokens, column by column, with a key-value cache. Each is drawn from
-   the full softmax at temperature 1, by inverting the cumulative distribution at a number drawn
-   uniformly from [0, 1). Writing continues after the end of a document, as training text does.
-3. These numbers depend only on `seed` and the window's index, so an interrupted call continues with
-   the same windows, and a later call can add more.
+The model writes column by column, with a key-value cache. Each token is drawn by inverting the
+cumulative distribution at a number drawn uniformly from [0, 1). These numbers depend only on `seed`
+and the window's index, so an interrupted call continues with the same windows, and a later call can
+add more.
 
 Windows have most of their losses far from the beginning, and tasks ask for one token. Gates that
-are trained on these alone close what any other short prompt needs. Short rows are the beginnings of
-sentences: alone, after BOS, and in a chat.
+are trained on these alone close what any other short prompt needs.
 """
 
 from __future__ import annotations
@@ -158,12 +152,10 @@ def sampled_windows(
 
 
 def _fitting(adapter: Adapter, window: int) -> int:
-    """How many windows are sampled together by default: as memory allows, since a GPU is as fast.
-
-    A window takes keys and values of all layers, and one column of logits several times.
-    """
+    """How many windows are sampled together by default: on a GPU, as memory allows."""
     if adapter.device.type != "cuda":
         return AT_ONCE.cpu
+    # A window takes keys and values of all layers, and one column of logits several times.
     free, _ = torch.cuda.mem_get_info(adapter.device)
     per_layer = 2 * adapter.n_kv_heads * adapter.model.cfg.d_head * window
     bytes_each = adapter.n_layers * per_layer * adapter.dtype.itemsize + 32 * adapter.d_vocab
@@ -260,10 +252,7 @@ def _drawn(
 def _check_cache(
     adapter: Adapter, tokens: Int[Tensor, "row pos"], last: Float[Tensor, "row vocab"]
 ) -> None:
-    """Check that passes without a cache predict the last tokens as passes with a cache did.
-
-    Otherwise, the text would not have the model's distribution.
-    """
+    """Check that passes without a cache predict the last tokens as passes with a cache did."""
     read = torch.zeros_like(tokens[:, :-1], dtype=torch.bool)
     read[:, -1] = True
     uncached = adapter.logits_at(adapter.final(tokens[:, :-1]), read)

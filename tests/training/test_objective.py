@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from short_runs import Build, Rows
 from torch import Tensor
 
-from sparse_tl.backend import Model, read_parameters
+from sparse_tl.backend import read_parameters
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import LossConstraint, TargetLoss
 from sparse_tl.training.constraint import MARGIN, NO_NOISE, START, remaining
-from sparse_tl.training.objectives import SparsityObjective
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.post_train import SparsityObjective
 
 SILENT = 0.95
 """A part of the run in which gates have no noise."""
@@ -170,16 +167,6 @@ def test_the_objective_is_its_formula(
     assert found.item() == pytest.approx(expected, rel=1e-5)
     assert measured["lambda"] == pytest.approx(START)
     assert measured["expected_per_token"] == pytest.approx(open_.sum().item() / (16 * 8), rel=1e-5)
-
-
-def test_a_cost_of_one_is_no_cost(build_echo: Build, echo_rows: Rows) -> None:
-    gradients = []
-    for cost in (None, torch.ones(1)):
-        sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-        loss, _ = _measured(_objective(sparse, edge_cost=cost), echo_rows(16, seed=3))
-        loss.backward()
-        gradients.append(sparse.gates.bias.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_a_head_that_is_shut_costs_nothing(build_echo: Build, echo_rows: Rows) -> None:

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
-from several_ranks import CallingAt, Trained, assert_same, on_ranks, stop
+from several_ranks import Trained, assert_same, on_ranks, stop
+from short_runs import CallingAt, late_step, short_run
 from tiny import keep_last_weights
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
@@ -27,13 +28,11 @@ from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.metrics import logit_difference
 from sparse_tl.training import (
     LossConstraint,
-    Selection,
     TrainingConfig,
     evaluate_held_out,
     post_train,
 )
-from sparse_tl.training.loop import Run
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 pytestmark = pytest.mark.long
 
@@ -65,12 +64,7 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     for row in range(17):
         rows.loss_mask[row, 1 : 1 + row % 6] = False
     stream = ShuffledStream(rows, 17, accumulate=accumulate)
-    config = TrainingConfig(100, 1e-3, clip=0.01, accumulate=accumulate)
-    selection = Selection(dict, lambda new, old: True)
-    trained = dict.fromkeys(read_parameters(sparse), 1.0)
-    run = Run(sparse, objective, stream, selection, config, trained)
-    run.state.step = 95
-    run.step()
+    run = late_step(sparse, objective, stream, clip=0.01, accumulate=accumulate)
     return _whole({name: p.grad for name, p in run.trained.items() if p.grad is not None})
 
 
@@ -118,14 +112,10 @@ def _run(
     if shard:
         shard_model(model, precision=precision)
     sparse = SparseTransformer(model, initial_bias=2.0)
-    outcome = post_train(
-        sparse,
-        stream or ShuffledStream(_rows(), 16),
-        validation=_rows(17, seed=1),
-        precision=precision,
-        **{"target_loss": "+0.5", "learning_rate": 1e-3, "progress": False, **settings},
-        steps=6,
-    )
+    defaults = {"target_loss": "+0.5", "learning_rate": 1e-3, "validation": _rows(17, seed=1)}
+    stream = stream or ShuffledStream(_rows(), 16)
+    settings = {**defaults, **settings, "stream": stream, "precision": precision}
+    outcome = short_run(sparse, _rows, **settings)
     if folder is not None:
         sparse.save_pretrained(folder)
     return outcome.history.drop(columns="seconds"), _whole(read_parameters(sparse))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import Killed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -19,10 +20,6 @@ from sparse_tl.jobs import post_training, run_post_training
 from sparse_tl.training.loop import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]
-
-
-class Killed(Exception):
-    """The process is gone."""
 
 
 class Stopping(TextStream):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from several_ranks import CallingAt, assert_same, on_ranks, stop
+from several_ranks import assert_same, on_ranks, stop
+from short_runs import Build, CallingAt, Rows, late_step, short_run
 from torch import Tensor
 
-from sparse_tl.backend import Model, read_parameters
+from sparse_tl.backend import read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
@@ -30,10 +31,7 @@ from sparse_tl.training import (
     post_train,
 )
 from sparse_tl.training.loop import Objective, PlainLoss, Run
-from sparse_tl.training.objectives import SparsityObjective
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.post_train import SparsityObjective
 
 post_train_module = sys.modules[post_train.__module__]
 
@@ -65,12 +63,7 @@ def _step(
     model: torch.nn.Module, objective: Objective, stream: ShuffledStream, rank: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Gradients and measurements of a step late in a run, where gates have no noise."""
-    config = TrainingConfig(100, 1e-3, clip=None, accumulate=stream.accumulate)
-    selection = Selection(dict, lambda new, old: True)
-    trained = dict.fromkeys(read_parameters(model), 1.0)  # type: ignore[arg-type]
-    run = Run(model, objective, stream, selection, config, trained)
-    run.state.step = 95
-    run.step()
+    run = late_step(model, objective, stream, clip=None, accumulate=stream.accumulate)
     gradients = {name: p.grad for name, p in run.trained.items() if p.grad is not None}
     measured = {k: v for k, v in run.state.history[-1].items() if k != "seconds"}
     return gradients, measured
@@ -91,20 +84,6 @@ def test_a_step_on_two_ranks_is_one_process_on_all_rows(
             allowed = 1e-6 * expected[name].norm() + 1e-12 * size
             assert (gradient - expected[name]).norm() < allowed, name
         assert measured == pytest.approx(numbers, rel=1e-9)
-
-
-def test_single_precision_is_as_good_as_it_gets(build_echo: Build, echo_rows: Rows) -> None:
-    stream = ShuffledStream(_uneven(echo_rows(17)), 17)
-
-    def step(rank: int = 0) -> Tensor:
-        model, objective = _objective(build_echo, "share")
-        assert isinstance(objective, SparsityObjective) and objective.dense is not None
-        model.float(), objective.dense.float()
-        return torch.cat([g.flatten() for g in _step(model, objective, stream)[0].values()])
-
-    expected = step()
-    for found in on_ranks(2, step):
-        assert (found - expected).norm() / expected.norm() < 1e-6
 
 
 class _Drawn(Objective):
@@ -166,13 +145,9 @@ def _run(
     **settings: Any,
 ) -> Found:
     sparse = model or SparseTransformer(build(), initial_bias=2.0)
-    outcome = post_train(
-        sparse,
-        stream or ShuffledStream(rows(), 16),
-        validation=rows(seed=1),
-        **{"target_loss": "+0.05", "learning_rate": 1e-2, "progress": False, **settings},
-        steps=steps,
-    )
+    stream = stream or ShuffledStream(rows(), 16)
+    settings = {"target_loss": "+0.05", **settings, "stream": stream, "steps": steps}
+    outcome = short_run(sparse, rows, **settings)
     history = outcome.history.drop(columns="seconds")
     return history, dict(sparse.state_dict()), outcome.sparse
 

@@ -1,4 +1,4 @@
-"""Windows that a model writes itself: their distribution, what is given, and how they are kept."""
+"""Windows that a model writes itself, and short rows: distribution, what is given, and files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, VOCABULARY, plain_transformer
+from made_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
 from several_ranks import on_ranks
 from tiny import hooked_alone, tiny_model, tokenizer_of
@@ -19,7 +20,9 @@ from torch import Tensor
 import sparse_tl
 from sparse_tl import SparseTransformer, sampled_windows
 from sparse_tl.backend import boot
-from sparse_tl.training import text
+from sparse_tl.data import TokenBatch
+from sparse_tl.training import short_rows
+from sparse_tl.training.text import TOKENS
 
 QUIET: dict[str, Any] = {"progress": False}
 WORDS = ["<s>", *"abcdefghijkl"]
@@ -254,7 +257,7 @@ def test_an_interrupted_call_continues(model: Any, tmp_path: Path) -> None:
 def test_a_killed_process_leaves_what_it_saved(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "SAVE_AFTER", 0.0)
+    monkeypatch.setattr("sparse_tl.training.text.SAVE_AFTER", 0.0)
     file, copy = tmp_path / "own.safetensors", tmp_path / "copy.safetensors"
 
     def look(value: Tensor, hook: Any) -> None:
@@ -346,3 +349,78 @@ def test_ranks_divide_the_windows(model: Any, tmp_path: Path) -> None:
 
     assert on_ranks(2, job) == [(expected.digest(), 3 * 11 + 1)] * 2
     assert torch.equal(load_file(file)["tokens"], expected.tokens)
+
+
+# ---- short rows ----------------------------------------------------------------------------------
+
+
+TEXT = "A b c d e. Fg hi jk! Lm no pq rs\nTu vw xy z"
+SENTENCES = ["A b", "Fg hi", "Lm no", "Tu vw"]
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def by_byte() -> Any:
+    made = byte_level(" hi", " no")
+    made.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    return made
+
+
+def windows(by_byte: Any, *texts: str) -> Tensor:
+    rows = [by_byte(text, add_special_tokens=False)["input_ids"] for text in texts]
+    width = max(map(len, rows))
+    return torch.tensor([row + [by_byte.eos_token_id] * (width - len(row)) for row in rows])
+
+
+def texts(rows: TokenBatch, by_byte: Any) -> list[str]:
+    """What each row has of the text, with the label of its last position."""
+    assert rows.attention_mask is not None
+    found = []
+    for tokens, labels, real in zip(rows.tokens, rows.labels, rows.attention_mask, strict=True):
+        n = int(real.sum())
+        assert real[:n].all()
+        assert torch.equal(tokens[1:n], labels[: n - 1])
+        found.append(by_byte.decode([*tokens[:n].tolist(), int(labels[n - 1])]))
+    return found
+
+
+def test_rows_start_where_sentences_lines_and_documents_do(by_byte: Any) -> None:
+    found = short_rows(windows(by_byte, TEXT, "Second " + TEXT), by_byte)
+    assert list(found) == ["short", "short after BOS"]
+    for name, before in (("short", ""), ("short after BOS", "<s>")):
+        of = texts(found[name], by_byte)
+        for start in (*SENTENCES, "Seco"):
+            assert any(text.startswith(before + start) for text in of)
+        assert all(text.removeprefix(before) in "Second " + TEXT for text in of)
+        mask = found[name].attention_mask
+        assert mask is not None and torch.equal(found[name].loss_mask, mask.bool())
+
+
+def test_lengths_are_log_uniform(by_byte: Any) -> None:
+    text = ". ".join(["Ab cd ef gh ij"] * 60)
+    (rows, _) = short_rows(windows(by_byte, *[text] * 20), by_byte).values()
+    assert rows.attention_mask is not None
+    lengths = rows.attention_mask.sum(dim=1).double()
+    assert (int(lengths.min()), int(lengths.max())) == TOKENS
+    assert lengths.log().mean().item() == pytest.approx(2.77, abs=0.15)  # of 16 tokens
+
+
+def test_documents_are_not_joined(by_byte: Any) -> None:
+    text = "One two three.</s>Four five six seven"
+    for row in texts(short_rows(windows(by_byte, text), by_byte)["short"], by_byte):
+        assert not ("three" in row and "Four" in row) and "</s>" not in row
+
+
+def test_in_a_chat_the_text_alone_has_losses(by_byte: Any) -> None:
+    by_byte.chat_template = TEMPLATE
+    rows = short_rows(windows(by_byte, TEXT), by_byte)["short in a chat"]
+    for text, mask, labels in zip(texts(rows, by_byte), rows.loss_mask, rows.labels, strict=True):
+        before, said = text.split("<assistant>")
+        assert before == "<user>Continue the text."
+        assert by_byte.decode(labels[mask].tolist()) == said
+
+
+def test_the_seed_draws_the_lengths(by_byte: Any) -> None:
+    some = windows(by_byte, TEXT * 3)
+    first, again, other = (short_rows(some, by_byte, seed=n)["short"] for n in (0, 0, 1))
+    assert first.digest() == again.digest() != other.digest()
