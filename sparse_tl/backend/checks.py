@@ -43,9 +43,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.devices import has_sharded_weights
-from sparse_tl.backend.core.hooks import (
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.bridges import check_wrapped
+from sparse_tl.backend.devices import has_sharded_weights
+from sparse_tl.backend.hook_points import EMBEDDED, SLOTS, HookFunction, Model
+from sparse_tl.backend.hooks import (
     Hook,
     Order,
     attached,
@@ -55,13 +57,10 @@ from sparse_tl.backend.core.hooks import (
     record,
     without_user_hooks,
 )
-from sparse_tl.backend.core.limits import check_numbers, check_supported
-from sparse_tl.backend.core.lora import lora_layers
-from sparse_tl.backend.core.modes import evaluation_mode
-from sparse_tl.backend.core.numerics import excess, precise, tolerance
-from sparse_tl.backend.core.places import HookFunction
-from sparse_tl.backend.core.points import EMBEDDED, SLOTS, Model
-from sparse_tl.backend.loading.bridges import check_wrapped
+from sparse_tl.backend.inputs import check_numbers
+from sparse_tl.backend.lora import lora_layers
+from sparse_tl.backend.numerics import excess, precise, tolerance
+from sparse_tl.backend.usage import evaluation_mode
 from sparse_tl.graph.circuit_graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
@@ -298,7 +297,7 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
 
 def _check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
     """Check that a model is the sum of its heads and MLPs, each reading the residual stream."""
-    check_supported(adapter, "circuits")
+    adapter.check_supported("circuits")
     names = _points(adapter)
     for layer in range(adapter.n_layers):
         names += adapter.destination_points(layer)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.backend import adapt, check_gates, check_raw
-from sparse_tl.backend.core.devices import precision_of
+from sparse_tl.backend.devices import precision_of
 from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import MixedStream, TokenStream

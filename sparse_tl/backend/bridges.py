@@ -29,12 +29,12 @@ from transformer_lens.model_bridge.sources import (
 )
 from transformers import PreTrainedModel
 
-from sparse_tl.backend.core.devices import has_sharded_weights, whole
-from sparse_tl.backend.core.hooks import without_user_hooks
-from sparse_tl.backend.core.lora import BASE, effective, has_adapters, lora_layers
-from sparse_tl.backend.core.modes import evaluation_mode
-from sparse_tl.backend.core.points import Model
-from sparse_tl.backend.loading.hugging_face import check_tokenizer
+from sparse_tl.backend.devices import has_sharded_weights, whole
+from sparse_tl.backend.hook_points import Model
+from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.hugging_face import check_tokenizer
+from sparse_tl.backend.lora import BASE, effective, has_adapters, lora_layers
+from sparse_tl.backend.usage import evaluation_mode
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}

@@ -32,10 +32,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.pytorch_utils import Conv1D
 
-from sparse_tl.backend.core.hooks import without_user_hooks
-from sparse_tl.backend.core.numerics import HALVES
-from sparse_tl.backend.core.places import hooks_on
-from sparse_tl.backend.core.points import HookedModel, Model
+from sparse_tl.backend.hook_points import HookedModel, Model, hooks_on
+from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.numerics import HALVES
 from sparse_tl.calls.arguments import AtLeastOne, checked
 
 SCALE = 2

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.backend.core import modes
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.attention import AttentionMask
-from sparse_tl.backend.core.numerics import excess
-from sparse_tl.backend.core.places import HookFunction, Viewed, hooked
-from sparse_tl.backend.core.points import EMBEDDED, HookedModel, Model
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.attention import AttentionMask
+from sparse_tl.backend.hook_points import EMBEDDED, HookedModel, HookFunction, Model, Viewed, hooked
+from sparse_tl.backend.numerics import excess
+from sparse_tl.backend.usage import in_use
 from sparse_tl.calls.autograd import autograd
 
 OWN: set[int] = set()
@@ -113,7 +112,7 @@ class AttachedHooks:
 @contextmanager
 def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, and remove them even if it raises."""
-    with modes.in_use(adapter.model):
+    with in_use(adapter.model):
         handles = AttachedHooks(adapter, hooks)
         try:
             yield handles
@@ -132,7 +131,7 @@ def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
         for module in adapter.core.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for key, hook in hooks.items()
-        if not getattr(hook, "__module__", "").startswith(("transformers.", modes.__name__))
+        if not getattr(hook, "__module__", "").startswith(("transformers.", in_use.__module__))
     }
     for block in adapter.model.blocks:
         found.difference_update(handle.id for handle in getattr(block, "_capture_hook_handles", ()))

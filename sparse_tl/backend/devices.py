@@ -1,4 +1,4 @@
-"""Where models are: their device, and weights that are sharded over the processes of a run (FSDP2).
+"""Devices and dtypes by name, and weights that are sharded over the processes of a run (FSDP2).
 
 Each process holds some rows of every sharded weight. Outside a pass, such a weight is a `DTensor`:
 it has the whole weight's shape, but only this process's rows. A layer's weights are gathered while
@@ -19,6 +19,7 @@ from transformer_lens.utilities import devices
 
 from sparse_tl.calls.devices import check_device
 
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -46,6 +47,14 @@ def checked_device(device: str | torch.device | None) -> str:
         return str(launched.device) if launched.device.type == "cuda" else "cpu"  # not cpu:1
     check_device(device)
     return str(device)
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The torch dtype with this name, with or without ``torch.``."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain not in DTYPES:
+        raise ValueError(f"{name!r:.200} is not the name of a torch dtype; choose one of {DTYPES}")
+    return getattr(torch, plain)
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
