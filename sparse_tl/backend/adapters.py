@@ -30,7 +30,7 @@ from transformers import DynamicCache
 
 from sparse_tl.backend.adapter import Adapter, Analysis, NormPlace
 from sparse_tl.backend.attention import AttentionMask
-from sparse_tl.backend.bridges import boot, check_alone, plain_copy, unread_parameters
+from sparse_tl.backend.bridges import boot, check_alone, plain_model, unread_parameters
 from sparse_tl.backend.checks import circuit_graph
 from sparse_tl.backend.devices import precision_of, shard, whole
 from sparse_tl.backend.hook_points import (
@@ -269,9 +269,7 @@ class BridgeAdapter(Adapter):
         name = self.block_norms[layer].get(which)
         return None if name is None else getattr(self.model.blocks[layer], name)
 
-    def qkv(
-        self, layer: int, slot: Slot
-    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+    def qkv(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor]:
         latent = self._latents.get(layer)
         if latent is not None:
             return latent.linear(slot)
@@ -310,11 +308,12 @@ class BridgeAdapter(Adapter):
     def copy(self) -> TransformerBridge:
         """See `Adapter`; the copy has no hooks, and adapters are merged."""
         model, precision = self.model, precision_of(self.core)
-        copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
-        copy.cfg.default_prepend_bos = model.cfg.default_prepend_bos
+        plain = copy.deepcopy(plain_model(model))
+        made = boot(plain, model.tokenizer, name=self.name).train(model.training)
+        made.cfg.default_prepend_bos = model.cfg.default_prepend_bos
         if precision is not None:
-            shard(copy.original_model, copy.blocks, precision)
-        return copy
+            shard(made.original_model, made.blocks, precision)
+        return made
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
         if group == "all":
@@ -528,15 +527,12 @@ class HookedAdapter(Adapter):
 
     def _norm(self, module: nn.Module | None) -> Norm:
         cfg = self.model.cfg
-        name = cfg.normalization_type
-        kind = (
-            None if name is None or module is None else "layer" if name.startswith("LN") else "rms"
-        )
+        if module is None or cfg.normalization_type is None:
+            return Norm(None, None, None, cfg.eps)
+        kind = "layer" if cfg.normalization_type.startswith("LN") else "rms"
         return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
 
-    def qkv(
-        self, layer: int, slot: Slot
-    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+    def qkv(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor]:
         attention, upper = self.model.blocks[layer].attn, slot.upper()
         grouped = getattr(attention, f"_W_{upper}", None)  # not repeated for each query head
         if grouped is not None:

@@ -53,23 +53,22 @@ def shard_model(
     """
     if not isinstance(model, TransformerBridge):
         raise ValueError(
-            "expected a TransformerBridge, to shard the modules inside over ranks; got a "
-            f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
+            f"a {type(model).__name__} cannot be sharded, only a TransformerBridge, which "
+            "load_model makes from a name or a Hugging Face folder"
         )
     if processes().num_processes == 1:
         raise ValueError(
-            "expected several ranks to shard a model over; there is one process. Start them with "
+            "it takes several ranks to shard a model over; there is one process. Start them with "
             "`accelerate launch --num_processes N`, `torchrun` or `notebook_launcher`"
         )
     adapter = BridgeAdapter(model)
-    if has_sharded_weights(model):
-        raise ValueError(f"expected a whole model; {adapter.name!r} is sharded already")
-    if getattr(adapter.core, "_sparse_tl_wrapped", False):
-        raise ValueError("expected a model without gates; shard it first, and then put gates on it")
-    if precision == "bf16" and adapter.dtype != torch.float32:
+    if has_sharded_weights(model) or getattr(adapter.core, "_sparse_tl_wrapped", False):
         raise ValueError(
-            f'expected float32 weights for precision="bf16", to train them; got {adapter.dtype}'
+            f"only a whole model without gates can be sharded, to put gates on it afterwards; "
+            f"{adapter.name!r} has gates or is sharded already"
         )
+    if precision == "bf16" and adapter.dtype != torch.float32:
+        raise ValueError(f'precision="bf16" trains float32 weights, not {adapter.dtype}')
     check_raw(model)
     check_scores(adapter)
     if adapter.has_mlps:
