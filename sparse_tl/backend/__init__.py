@@ -55,8 +55,12 @@ from sparse_tl.backend.hooks import (
     Order as Order,
     attached as attached,
     enters as enters,
+    evaluation_mode as evaluation_mode,
+    frozen as frozen,
     gate_hooks as gate_hooks,
     hooks_besides as hooks_besides,
+    in_evaluation_mode as in_evaluation_mode,
+    in_use as in_use,
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
@@ -97,9 +101,3 @@ from sparse_tl.backend.neurons import (
 )
 from sparse_tl.backend.numerics import Norm as Norm, tolerance as tolerance
 from sparse_tl.backend.relevance import relevance_rules as relevance_rules
-from sparse_tl.backend.usage import (
-    evaluation_mode as evaluation_mode,
-    frozen as frozen,
-    in_evaluation_mode as in_evaluation_mode,
-    in_use as in_use,
-)

@@ -525,7 +525,7 @@ class HookedAdapter(Adapter):
         found["ln_final"] = getattr(self.model, "ln_final", None)
         return {name: self._norm(norm) for name, norm in found.items() if norm is not None}
 
-    def _norm(self, module: nn.Module | None) -> Norm:
+    def _norm(self, module: Any) -> Norm:
         cfg = self.model.cfg
         if module is None or cfg.normalization_type is None:
             return Norm(None, None, None, cfg.eps)

@@ -30,10 +30,9 @@ from transformers import PreTrainedModel
 
 from sparse_tl.backend.devices import has_sharded_weights, whole
 from sparse_tl.backend.hook_points import Model
-from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.hooks import evaluation_mode, without_user_hooks
 from sparse_tl.backend.hugging_face import check_tokenizer
 from sparse_tl.backend.lora import BASE, effective, has_adapters, lora_layers
-from sparse_tl.backend.usage import evaluation_mode
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -51,17 +50,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     """Wrap a causal language model of `transformers` in a bridge, ready for analysis.
 
     The model itself gets the hooks; nothing is copied or downloaded. It is switched to evaluation
-    mode and eager attention, since fused attention exposes no intermediate values.
-
-    Args:
-        model: model of `transformers`, of a class that TransformerLens supports.
-        tokenizer: tokenizer of the model; prompts begin with BOS if it adds one by itself.
-        name: name of the model in messages and figures.
-
-    Raises:
-        ValueError: TransformerLens cannot wrap the model, it is not a causal language model or
-            already has a bridge or adapters, TransformerLens and transformers compute different
-            logits, or the tokenizer belongs to another model.
+    mode and eager attention, since fused attention exposes no intermediate values. Prompts begin
+    with BOS if the tokenizer adds one by itself; messages and figures call the model by `name`.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:

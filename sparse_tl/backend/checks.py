@@ -49,6 +49,7 @@ from sparse_tl.backend.hooks import (
     Order,
     attached,
     check_fired,
+    evaluation_mode,
     gate_hooks,
     hooks_besides,
     record,
@@ -57,7 +58,6 @@ from sparse_tl.backend.hooks import (
 from sparse_tl.backend.inputs import check_numbers
 from sparse_tl.backend.lora import lora_layers
 from sparse_tl.backend.numerics import excess, precise, tolerance
-from sparse_tl.backend.usage import evaluation_mode
 from sparse_tl.graph.circuit_graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
@@ -298,11 +298,8 @@ def check_sums_under_hooks(
 ) -> None:
     """Check that a model is the sum of its heads and MLPs under the user's hooks, if it has any.
 
-    Gates of a SparseTransformer act within heads and MLPs, and need no check.
-
-    Args:
-        adapter: adapter of the model.
-        tokens: prompts to run, since hooks may fit only these; by default, one short prompt.
+    Gates of a SparseTransformer act within heads and MLPs, and need no check. `tokens` are prompts
+    to run, since hooks may fit only these; by default, one short prompt.
     """
     hooks = hooks_besides(adapter, gate_hooks(adapter))
     if not hooks or _held.get(adapter.model) == hooks:
@@ -408,11 +405,7 @@ def _same(
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
-    """Check that prompts run in a batch, or from a later layer on, give the same as when run alone.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Check that prompts give the same in a batch, or from a later layer on, as when run alone."""
     off = float((found.detach() - expected).abs().max())
     most = float(expected.abs().max())
     if off > tolerance(expected.dtype) * most:

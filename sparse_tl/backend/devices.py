@@ -35,11 +35,7 @@ def processes() -> Any:
 
 
 def checked_device(device: str | torch.device | None) -> str:
-    """The requested device; by default a GPU if there is one, another one for each process.
-
-    Raises:
-        ValueError: as in `check_device`.
-    """
+    """The requested device; by default a GPU if there is one, another one for each process."""
     if device is None:
         launched = processes()
         if launched.num_processes == 1:
@@ -58,15 +54,9 @@ def dtype_named(name: Any) -> torch.dtype:
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
-    """Shard the weights of a model over the processes, in place, and move them to their devices.
+    """Shard a model's weights over the processes, in place, each layer's apart; see `shard_model`.
 
-    Args:
-        root: module that a pass calls.
-        layers: modules inside it, whose weights are gathered one layer after the other.
-        precision: "bf16" gathers and computes in bfloat16; the weights themselves, gradients and
-            outputs keep their dtypes, as in "float32".
-
-    Reference: `torch.distributed.fsdp.fully_shard`.
+    Weights, gradients and outputs keep their dtypes, also where "bf16" gathers and computes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

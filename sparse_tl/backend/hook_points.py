@@ -224,8 +224,7 @@ def hooks_on(
     """Inside the block, torch calls these functions after these modules."""
     with ExitStack() as handles:
         for module, hook in hooks:
-            handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
-            handles.enter_context(handle)
+            handles.enter_context(module.register_forward_hook(hook, with_kwargs=with_kwargs))
         yield
 
 

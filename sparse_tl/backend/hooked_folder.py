@@ -160,11 +160,7 @@ def model_config(model: Model) -> dict[str, Any]:
 
 
 def read_architecture(file: Path) -> dict[str, Any]:
-    """The fields of a `tl_config.json` that describe the architecture.
-
-    Raises:
-        ValueError: a field is unknown or missing.
-    """
+    """The fields of a `tl_config.json` that describe the architecture."""
     config = read_json(file)
     fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
     unknown, missing = fields.keys() - _FIELDS, set(_REQUIRED) - fields.keys()
@@ -277,7 +273,7 @@ def _as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreT
                 **config,
             ),
             attn_implementation="eager",
-            dtype=said["dtype"],
+            dtype=dtype_named(said["dtype"]),
         )
     model.load_state_dict(_converted(name, said, weights), strict=True)
     return model.eval()
@@ -285,23 +281,26 @@ def _as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreT
 
 def _completed(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, completed with TransformerLens's defaults."""
-    said = {**_ABSENT, "gated_mlp": False, "parallel_attn_mlp": False, "final_rms": False, **fields}
-    said["dtype"] = getattr(torch, str(said.get("dtype", "float32")))
-    # Norms without weights equal norms with weights of one.
-    said["normalization_type"] = str(said.get("normalization_type", "LN")).removesuffix("Pre")
+    n_heads = fields["d_model"] // fields["d_head"]
     defaults = {
+        **_ABSENT,
+        **dict.fromkeys(("gated_mlp", "parallel_attn_mlp", "final_rms"), False),
+        "dtype": "float32",
+        "normalization_type": "LN",
         "positional_embedding_type": "standard",
-        "n_heads": said["d_model"] // said["d_head"],
-        "d_mlp": 4 * said["d_model"],
+        "n_heads": n_heads,
+        "n_key_value_heads": fields.get("n_heads", n_heads),
+        "d_mlp": 4 * fields["d_model"],
+        "d_vocab_out": fields.get("d_vocab"),
         "eps": 1e-5,
-        "attn_scale": math.sqrt(said["d_head"]),
-        "rotary_dim": said["d_head"],
+        "attn_scale": math.sqrt(fields["d_head"]),
+        "rotary_dim": fields["d_head"],
         "rotary_base": 10000,
         "rotary_adjacent_pairs": False,
-        "d_vocab_out": said.get("d_vocab"),
     }
-    said = defaults | said
-    return {"n_key_value_heads": said["n_heads"], **said}
+    said = defaults | fields
+    # Norms without weights equal norms with weights of one.
+    return {**said, "normalization_type": str(said["normalization_type"]).removesuffix("Pre")}
 
 
 def _family(said: dict[str, Any]) -> str:
@@ -323,9 +322,10 @@ def _family(said: dict[str, Any]) -> str:
         if fits and alike and not strange:
             return name
     shown = (*sorted(_NEEDED), "n_heads", "d_head", "d_model", "rotary_dim")
+    reason = strange or {field: said[field] for field in shown}
     raise ValueError(
         "this version of transformer-lens has no HookedTransformer (3.9 has), and neither GPT-2 "
-        f"nor GPT-NeoX nor Llama can represent {strange or {field: said[field] for field in shown}}"
+        f"nor GPT-NeoX nor Llama can represent {reason}"
     )
 
 

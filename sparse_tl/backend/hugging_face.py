@@ -196,10 +196,8 @@ def has_tokenizer(folder: Path) -> bool:
 def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
     """Load the tokenizer in a folder.
 
-    Args:
-        folder: folder of the tokenizer's files.
-        adds_bos: whether the tokenizer starts every text with its BOS token, if it has one, even if
-            its files do not say so, as HookedTransformer requires.
+    If `adds_bos`, as HookedTransformer requires, it starts every text with its BOS token, if it has
+    one, even if its files do not say so.
     """
     said = folder / "tokenizer_config.json"
     with _naming_source(folder, "tokenizer"):

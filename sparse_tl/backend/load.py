@@ -138,12 +138,6 @@ def fetch(name: str) -> tuple[Path, str]:
             f"gives: {str(error).strip()[:500]} Where there is no network, give the folder of a "
             f"copy (elsewhere: hf download {official})"
         ) from error
-    if not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(
-            f"{official} has no safetensors in {folder}, and pickles are not fetched, since they "
-            "can run code. If you trust them, load the model with transformers or TransformerLens "
-            "and pass it"
-        )
     return Path(folder), official.rpartition("/")[2]
 
 
