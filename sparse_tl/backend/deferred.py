@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.attention import ENTRY, EVERYTHING, Expression
-from sparse_tl.backend.core.hooks import AttachedHooks
-from sparse_tl.backend.core.places import Forward, hooked, stand_in
-from sparse_tl.backend.core.points import hook_point
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.attention import ENTRY, EVERYTHING, Expression
+from sparse_tl.backend.hook_points import Forward, hook_point, hooked, stand_in
+from sparse_tl.backend.hooks import AttachedHooks
 from sparse_tl.calls.autograd import autograd
 
 LONG = 256

@@ -23,7 +23,7 @@ from sparse_tl.backend import (
     has_sharded_weights,
     processes,
 )
-from sparse_tl.backend.core.devices import precision_of
+from sparse_tl.backend.devices import precision_of
 from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.data.batches import TokenBatch, token_losses

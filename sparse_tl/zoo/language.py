@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
-from sparse_tl.backend.loading.load import fetch
+from sparse_tl.backend.load import fetch
 from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import say

@@ -11,7 +11,7 @@ from architectures import VOCABULARY, plain_transformer
 from torch import Tensor
 
 from sparse_tl.backend import add_lora, boot, load_model, save_model
-from sparse_tl.backend.core.lora import lora_off, lora_parameters
+from sparse_tl.backend.lora import lora_off, lora_parameters
 from sparse_tl.gates import SparseTransformer
 
 NAMES = ["llama", "gpt2", "mixtral"]

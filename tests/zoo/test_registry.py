@@ -205,7 +205,7 @@ def test_the_hub_is_asked_last(
 
     monkeypatch.setattr("sparse_tl.zoo.language.installed_file", lambda name: None)
     monkeypatch.setattr("sparse_tl.zoo.language.fetch", fetch)
-    monkeypatch.setattr("sparse_tl.backend.loading.load.fetch", fetch)
+    monkeypatch.setattr("sparse_tl.backend.load.fetch", fetch)
     model = load_language_model(device="cpu")
     assert set(asked) == {"HuggingFaceTB/SmolLM2-135M-Instruct"}
     assert model.cfg.model_name == "SmolLM2-135M-Instruct"

@@ -3,7 +3,7 @@
     effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
 
 The output of a neuron is its activation times its output direction
-(`sparse_tl.backend.models.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
+(`sparse_tl.backend.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
 
 1. Score all neurons to first order, with one backward pass per batch:
    ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores

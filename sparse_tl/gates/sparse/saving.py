@@ -27,7 +27,7 @@ from sparse_tl.backend import (
     read_parameters,
     save_model,
 )
-from sparse_tl.backend.loading.load import GATES_FILE, MODEL_FILES, load_folder
+from sparse_tl.backend.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
 from sparse_tl.gates.sparse.computed_gates import MLPGates

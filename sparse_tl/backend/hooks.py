@@ -1,12 +1,20 @@
-"""Hooks that run in a defined order and leave no trace, and passes that record by them."""
+"""Hooks that run in a defined order and leave no trace, and passes that record by them.
+
+Hooks, modes and gates sit on the model itself, so the passes of two threads would take part in one
+another. A model that another thread uses is refused. Waiting would be no better: two threads gain
+nothing on one model, and a thread that waits for a pool of others inside a block would wait for
+ever. Analyses use models in evaluation mode, since dropout would be mistaken for an effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from functools import partial, wraps
+from threading import RLock, get_ident
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,13 +23,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.backend.core import modes
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.attention import AttentionMask
-from sparse_tl.backend.core.numerics import excess
-from sparse_tl.backend.core.places import HookFunction, Viewed, hooked
-from sparse_tl.backend.core.points import EMBEDDED, HookedModel, Model
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.attention import AttentionMask
+from sparse_tl.backend.hook_points import EMBEDDED, HookedModel, HookFunction, Model, Viewed, hooked
+from sparse_tl.backend.numerics import excess
 from sparse_tl.calls.autograd import autograd
+
+P = ParamSpec("P")
+Value = TypeVar("Value")
 
 OWN: set[int] = set()
 """The ids of all hooks that this package has attached and not yet removed."""
@@ -113,7 +122,7 @@ class AttachedHooks:
 @contextmanager
 def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, and remove them even if it raises."""
-    with modes.in_use(adapter.model):
+    with in_use(adapter.model):
         handles = AttachedHooks(adapter, hooks)
         try:
             yield handles
@@ -127,16 +136,21 @@ def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
     Hooks of transformers record attentions and hidden states, and stay on a model once it has
     returned these.
     """
+    others = ("transformers.", f"{__name__}.in_use.")
     found = {
         key
         for module in adapter.core.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for key, hook in hooks.items()
-        if not getattr(hook, "__module__", "").startswith(("transformers.", modes.__name__))
+        if not _named(hook).startswith(others)
     }
     for block in adapter.model.blocks:
         found.difference_update(handle.id for handle in getattr(block, "_capture_hook_handles", ()))
     return frozenset(found - known)
+
+
+def _named(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
 
 
 def gate_hooks(adapter: Adapter) -> Set[int]:
@@ -276,3 +290,98 @@ def enters(adapter: Adapter) -> bool:
             except Exception:  # a layer that lacks an input may raise anything
                 _enters[model] = False
     return _enters[model]
+
+
+# ---- by one thread at a time, in evaluation mode -------------------------------------------------
+
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_evaluated: list[nn.Module] = []
+"""Models that are in evaluation mode until a block ends."""
+
+
+def _core(model: Any) -> nn.Module:
+    """The module that all wrappers around the same model share."""
+    inner = model.model if hasattr(model, "model_under_gates") else model
+    return getattr(inner, "original_model", inner)
+
+
+@contextmanager
+def in_use(model: Any) -> Iterator[None]:
+    """Inside the block, other threads cannot call a model, with this package or without it."""
+    core, here = _core(model), get_ident()
+    lock = _locks.setdefault(core, RLock())
+    refusal = RuntimeError(
+        "another thread is using this model, whose hooks would act in both. Call it from one "
+        "thread at a time, or load it once for each thread"
+    )
+
+    def refuse_others(module: nn.Module, _args: Any) -> None:
+        if module is core and get_ident() != here:  # a copy of the model is free
+            raise refusal
+
+    if not lock.acquire(blocking=False):
+        raise refusal
+    try:
+        with core.register_forward_pre_hook(refuse_others, prepend=True):
+            if _called_elsewhere(core, model):
+                raise refusal
+            yield
+    finally:
+        lock.release()
+
+
+def _called_elsewhere(*modules: Any) -> bool:
+    """Whether another thread is inside a call of one of these modules."""
+    for thread, frame in sys._current_frames().items():
+        while thread != get_ident() and frame is not None:
+            named = frame.f_code.co_varnames[:1] == ("self",)
+            if named and any(frame.f_locals.get("self") is module for module in modules):
+                return True
+            frame = frame.f_back
+    return False
+
+
+@contextmanager
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Use a model in evaluation mode inside the block; then restore each of its modules' mode."""
+    core = _core(model)
+    with in_use(model):
+        if any(core is held for held in _evaluated):
+            yield
+            return
+        # A bridge does not list all modules of the model that it wraps, such as GPT-2's first
+        # dropout; that model lists all modules of the bridge but the bridge itself.
+        training = [module for module in (model, *core.modules()) if module.training]
+        _evaluated.append(core)
+        try:
+            for module in training:
+                module.training = False
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            _evaluated.remove(core)
+
+
+def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
+    """Decorate an analysis to run its first argument, the model, in evaluation mode."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Value:
+        with evaluation_mode(args[0] if args else kwargs["model"]):
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside the block, weights get no gradients, so passes keep nothing for them."""
+    training = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in training:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in training:
+            weight.requires_grad_(True)

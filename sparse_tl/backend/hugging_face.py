@@ -1,9 +1,23 @@
-"""Read models and tokenizers from Hugging Face folders and GGUF files; none of their code runs."""
+"""Read models and tokenizers from Hugging Face folders and GGUF files; none of their code runs.
+
+What transformers would silently ignore in a GGUF file is set, or refused. A hyperparameter of the
+file's architecture is decided by the shapes of the weights, which are checked, or without effect;
+or a number that the configuration has too, which is set, to llama.cpp's default if the file lacks
+it; or refused.
+
+`tokenizer.ggml.pre` names how byte-level BPE splits a text before merging; the merges are right for
+that split alone. transformers knows some of these names and splits by GPT-2's rule wherever it does
+not, which gives other tokens: SmolLM separates every digit first, and so keeps a blank line in one
+token.
+
+Reference: `load_hparams`, `load_arch_hparams` and `llm_tokenizer_bpe` in llama.cpp, and the
+tokenizer.json files that the models' authors published.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import safe_open
+from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,9 +37,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
+from transformers.utils.versions import require_version
 
-from sparse_tl.backend.core.architecture import dtype_named
-from sparse_tl.backend.loading.gguf_files import read_header, split_as_said, take_fields
+from sparse_tl.backend.devices import dtype_named
 from sparse_tl.storage.files import read_json
 
 OWN_FIELDS = "sparse_tl"
@@ -79,10 +94,10 @@ def _read_gguf(
         (folder / _GGUF).symlink_to(file.resolve())
         config = AutoConfig.from_pretrained(folder, gguf_file=_GGUF, **_LOCAL)
         vars(config).pop("_model_name_or_path", None)  # free text
-        take_fields(fields, config)
+        _take_fields(fields, config)
         if tokenizer is None and "tokenizer.ggml.tokens" in fields:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=_GGUF, **_LOCAL)
-            split_as_said(tokenizer, fields)
+            _split_as_said(tokenizer, fields)
             tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(file)
         # Otherwise transformers may keep quantised blocks, and run code from a hub on them.
         whole = transformers.GgufConfig(dequantize=True)
@@ -181,10 +196,8 @@ def has_tokenizer(folder: Path) -> bool:
 def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
     """Load the tokenizer in a folder.
 
-    Args:
-        folder: folder of the tokenizer's files.
-        adds_bos: whether the tokenizer starts every text with its BOS token, if it has one, even if
-            its files do not say so, as HookedTransformer requires.
+    If `adds_bos`, as HookedTransformer requires, it starts every text with its BOS token, if it has
+    one, even if its files do not say so.
     """
     said = folder / "tokenizer_config.json"
     with _naming_source(folder, "tokenizer"):
@@ -244,3 +257,125 @@ def _naming_source(source: Path, what: str) -> Iterator[None]:
                 "transformers and pass the result"
             )
         raise ValueError(f"cannot read the {what} in {source}; {reason}") from error
+
+
+# ---- GGUF files ----------------------------------------------------------------------------------
+
+# Earlier versions of transformers build other tokenizers: without BOS, or of unknown kinds.
+_NEEDED = "gguf>=0.17.1", "transformers>=5.23"
+
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_RMS = "attention.layer_norm_rms_epsilon"
+_IGNORED = """
+context_length embedding_length block_count feed_forward_length vocab_size tensor_data_layout
+attention.head_count_kv attention.key_length attention.value_length
+rope.scaling.original_context_length rope.scaling.finetuned
+"""
+"""Fields that the weights decide, or that only describe them or the training."""
+
+_GPT2 = {"gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion"}
+_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Every digit on its own, then GPT-2's rule."""
+_COMPOSED = {"olmo", "mpt", "command-r", "qwen2", "deepseek-r1-qwen", "megrez", "qwen35"}
+"""Characters are composed first (NFC)."""
+_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""A word that is a token is taken as it is, even if merging would not lead to it."""
+_OWN_TOKENIZER = "so prompts would get other tokens. Pass the model's own tokenizer: tokenizer=..."
+
+
+def find_gguf(place: Path) -> Path | None:
+    """The GGUF file at a path or in a folder, or None."""
+    if not place.is_dir():
+        return place if place.suffix == ".gguf" or place.is_file() else None
+    found = sorted(place.glob("*.gguf"))
+    if len(found) > 1:
+        names = [file.name for file in found[:5]]
+        raise ValueError(f"{place} has several GGUF files; give the path of one: {names}")
+    return found[0] if found else None
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The metadata of a GGUF file without its long vocabulary, and its number of weights."""
+    for needed in _NEEDED:
+        require_version(needed, f"It is needed to read {file}: pip install '{needed}'")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        fields = {
+            name: () if name.startswith("tokenizer.") and len(field.data) > 1 else field.contents()
+            for name, field in reader.fields.items()
+        }
+    except Exception as error:  # of any field
+        raise ValueError(f"{file} is not a whole GGUF file: {error}") from error
+    if (parts := fields.get("split.count", 1)) not in (0, 1):
+        raise ValueError(
+            f"{file} is one of {parts!s:.80} parts. Join them first: "
+            "llama-gguf-split --merge FIRST_PART OUT"
+        )
+    return fields, sum(int(tensor.n_elements) for tensor in reader.tensors)
+
+
+def _take_fields(fields: Mapping[str, Any], config: Any) -> None:
+    """Set in the configuration that transformers made from a GGUF file what the file says."""
+    architecture = fields["general.architecture"]
+    if architecture not in _ARCHITECTURES:
+        raise ValueError(
+            f"GGUF files hold a model of {', '.join(_ARCHITECTURES)} here, and not of "
+            f"{architecture!r:.80}; use its Hugging Face folder"
+        )
+    start, head = f"{architecture}.", getattr(config, "head_dim", None)
+    head = head or config.hidden_size // config.num_attention_heads
+    said = {name.removeprefix(start): fields[name] for name in fields if name.startswith(start)}
+    places = {
+        "attention.head_count": (vars(config), "num_attention_heads"),
+        _RMS: (vars(config), "rms_norm_eps"),
+        "rope.freq_base": (config.rope_parameters, "rope_theta"),
+    }
+    defaults = {"attention.head_count": None, _RMS: None, "rope.freq_base": 10_000.0}
+    no_effect = {
+        "rope.dimension_count": (head,),
+        "rope.scaling.type": ("none",),
+        "rope.scaling.factor": (0, 1),
+    }
+    for field, value in (defaults | said).items():
+        quoted = f"{start + field!r:.80}"
+        if value is None:
+            raise ValueError(f"it lacks the field {quoted}")
+        if field in places and isinstance(value, int | float):
+            holder, name = places[field]
+            holder[name] = value
+        elif field not in _IGNORED.split() and value not in no_effect.get(field, ()):
+            raise ValueError(
+                f"transformers ignores its {quoted} = {value!r:.80}, so that it would be a "
+                "different model from the file's"
+            )
+
+
+def _split_as_said(tokenizer: Any, fields: Mapping[str, Any]) -> None:
+    """Make a tokenizer split texts as the metadata of its GGUF file says."""
+    # Versions of transformers that cannot read such files do not have it.
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    kind = fields.get("tokenizer.ggml.model")
+    adds_space = tokenizer.tokenize("a")[0].startswith("\u2581")
+    if kind == "llama" and adds_space != fields.get("tokenizer.ggml.add_space_prefix", True):
+        raise ValueError(
+            f"transformers ignores its tokenizer.ggml.add_space_prefix, {_OWN_TOKENIZER}"
+        )
+    if kind != "gpt2":
+        return
+    name, backend = fields.get("tokenizer.ggml.pre"), tokenizer.backend_tokenizer
+    if name in _DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        rest = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    elif name not in _GPT2 | GGUF_PRE_TOKENIZER_SPLITS.keys():
+        raise ValueError(
+            f"it splits texts into words by {str(name)[:80]!r} (tokenizer.ggml.pre), which is not "
+            f"known here, {_OWN_TOKENIZER}"
+        )
+    if name in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    if name in _WHOLE_WORDS:
+        backend.model.ignore_merges = True

@@ -13,8 +13,7 @@ parts are joined again, low-rank adapters are merged, and sharded weights are ga
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,12 +28,11 @@ from transformer_lens.model_bridge.sources import (
 )
 from transformers import PreTrainedModel
 
-from sparse_tl.backend.core.devices import has_sharded_weights, whole
-from sparse_tl.backend.core.hooks import without_user_hooks
-from sparse_tl.backend.core.lora import BASE, effective, has_adapters, lora_layers
-from sparse_tl.backend.core.modes import evaluation_mode
-from sparse_tl.backend.core.points import Model
-from sparse_tl.backend.loading.hugging_face import check_tokenizer
+from sparse_tl.backend.devices import has_sharded_weights, whole
+from sparse_tl.backend.hook_points import Model
+from sparse_tl.backend.hooks import evaluation_mode, without_user_hooks
+from sparse_tl.backend.hugging_face import check_tokenizer
+from sparse_tl.backend.lora import BASE, effective, has_adapters, lora_layers
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -52,17 +50,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     """Wrap a causal language model of `transformers` in a bridge, ready for analysis.
 
     The model itself gets the hooks; nothing is copied or downloaded. It is switched to evaluation
-    mode and eager attention, since fused attention exposes no intermediate values.
-
-    Args:
-        model: model of `transformers`, of a class that TransformerLens supports.
-        tokenizer: tokenizer of the model; prompts begin with BOS if it adds one by itself.
-        name: name of the model in messages and figures.
-
-    Raises:
-        ValueError: TransformerLens cannot wrap the model, it is not a causal language model or
-            already has a bridge or adapters, TransformerLens and transformers compute different
-            logits, or the tokenizer belongs to another model.
+    mode and eager attention, since fused attention exposes no intermediate values. Prompts begin
+    with BOS if the tokenizer adds one by itself; messages and figures call the model by `name`.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -271,11 +260,6 @@ def check_named(model: Model) -> None:
         _assembled(model)
 
 
-def plain_copy(model: TransformerBridge) -> Any:
-    """Like `plain_model`, but without shared weights."""
-    return copy.deepcopy(plain_model(model))
-
-
 def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
     """The parameters that no pass reads, or that the wrapped model lacks."""
     found = [p for split in _splits(model) for p in split.joint.parameters()]
@@ -291,19 +275,6 @@ def _unnamed(whole: nn.Module, parts: Sequence[str]) -> ValueError:
         f"this {type(whole).__name__} cannot be copied, trained or saved: its bridge does not say "
         f"where the weights of {list(parts)[:5]} belong"
     )
-
-
-@contextmanager
-def _holding(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the block, a module has these values as its parameters."""
-    kept = dict(module._parameters)
-    try:
-        module._parameters |= {
-            name: nn.Parameter(some, requires_grad=False) for name, some in values.items()
-        }
-        yield
-    finally:
-        module._parameters |= kept
 
 
 class _Split(NamedTuple):
@@ -326,9 +297,15 @@ def _joined(split: _Split) -> dict[str, Tensor]:
         kind: torch.arange(some.numel(), dtype=torch.float64, device=some.device).view(some.shape)
         for kind, some in kept.items()
     }
-    with _holding(split.joint, numbers):
+    own = dict(split.joint._parameters)
+    try:
+        split.joint._parameters |= {
+            kind: nn.Parameter(some, requires_grad=False) for kind, some in numbers.items()
+        }
         made = split.make_parts(split.whole)
         where = {kind: [getattr(part, kind).detach().long() for part in made] for kind in kept}
+    finally:
+        split.joint._parameters |= own
     for kind, tensor in kept.items():
         parts = [whole(getattr(effective(part), kind).detach()) for part in split.parts]
         flat = parts[0].new_empty(tensor.numel())
@@ -342,20 +319,17 @@ def _splits(model: TransformerBridge) -> list[_Split]:
     """The joint projections in a bridge's blocks, as its components describe them."""
     found: list[_Split] = []
     for part in [part for block in model.blocks for part in block.modules()]:
+        kinds = list[tuple[Any, str | None, tuple[str, ...]]]()
         if hasattr(part, "split_qkv_matrix"):
             joint = getattr(part.submodules.get("qkv"), "name", None)
-            found.append(_split(part, part.split_qkv_matrix, joint, ("q", "k", "v")))
+            kinds.append((part.split_qkv_matrix, joint, ("q", "k", "v")))
         if hasattr(part, "split_gate_up_matrix"):
-            found.append(_split(part, part.split_gate_up_matrix, part.fused_attr, ("gate", "in")))
+            kinds.append((part.split_gate_up_matrix, part.fused_attr, ("gate", "in")))
+        for make_parts, joint, names in kinds:
+            inner = None if joint is None else getattr(part.original_component, joint, None)
+            if inner is None:
+                raise _unnamed(part.original_component, names)
+            parts = [getattr(part, name).original_component for name in names]
+            joint_map = getattr(inner, "original_component", inner)
+            found.append(_Split(make_parts, part.original_component, joint_map, parts))
     return found
-
-
-def _split(
-    bridge: Any, made: Callable[..., Any], joint: str | None, names: Sequence[str]
-) -> _Split:
-    whole = bridge.original_component
-    if joint is None or not hasattr(whole, joint):
-        raise _unnamed(whole, names)
-    inner = getattr(whole, joint)
-    parts = [getattr(bridge, name).original_component for name in names]
-    return _Split(made, whole, getattr(inner, "original_component", inner), parts)

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components.mla_attention import MLAAttentionBridge
 
-from sparse_tl.backend.core.lora import effective
-from sparse_tl.backend.core.places import HookFunction, Place, Viewed, hooked
+from sparse_tl.backend.hook_points import HookFunction, Place, Viewed, hooked
+from sparse_tl.backend.lora import effective
 
 Read = Float[Tensor, "rows pos head d_read"]
 

@@ -18,13 +18,18 @@ import torch
 from transformer_lens.supported_models import MODEL_ALIASES
 from transformers import PreTrainedModel
 
-from sparse_tl.backend.core.architecture import CONFIG_FILE, dtype_named, read_architecture
-from sparse_tl.backend.core.devices import checked_device, has_sharded_weights, processes
-from sparse_tl.backend.core.points import HookedTransformer, Model, TransformerBridge
-from sparse_tl.backend.loading.bridges import boot, plain_model
-from sparse_tl.backend.loading.gguf_files import find_gguf, read_header
-from sparse_tl.backend.loading.hooked import load_hooked, save_hooked
-from sparse_tl.backend.loading.hugging_face import OWN_FIELDS, quietly, read_config, read_model
+from sparse_tl.backend.bridges import boot, plain_model
+from sparse_tl.backend.devices import checked_device, dtype_named, has_sharded_weights, processes
+from sparse_tl.backend.hook_points import HookedTransformer, Model, TransformerBridge
+from sparse_tl.backend.hooked_folder import CONFIG_FILE, load_hooked, read_architecture, save_hooked
+from sparse_tl.backend.hugging_face import (
+    OWN_FIELDS,
+    find_gguf,
+    quietly,
+    read_config,
+    read_header,
+    read_model,
+)
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
 from sparse_tl.storage.files import beside, complete, read_json, write_json
@@ -133,12 +138,6 @@ def fetch(name: str) -> tuple[Path, str]:
             f"gives: {str(error).strip()[:500]} Where there is no network, give the folder of a "
             f"copy (elsewhere: hf download {official})"
         ) from error
-    if not any(Path(folder).glob("*.safetensors")):
-        raise ValueError(
-            f"{official} has no safetensors in {folder}, and pickles are not fetched, since they "
-            "can run code. If you trust them, load the model with transformers or TransformerLens "
-            "and pass it"
-        )
     return Path(folder), official.rpartition("/")[2]
 
 

@@ -1,49 +1,106 @@
-"""The adapter of a TransformerBridge: a `transformers` model under hooks.
+"""The adapters of TransformerBridge and HookedTransformer, and what they say of parameters.
 
-It uses hook points, under the names of a HookedTransformer; the weights of the wrapped modules; and
-the norms before and after attention and MLP. Names do not tell which norm is which: those after
-OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some versions of TransformerLens, ``ln1_post``
-and ``ln2_post`` in others. A pass over one token does: a norm whose input is the very tensor that
-attention returned comes after attention.
+A bridge is a `transformers` model under hooks. Its adapter uses hook points, under the names of a
+HookedTransformer; the weights of the wrapped modules; and the norms before and after attention and
+MLP. Names do not tell which norm is which: those after OLMo-2's attention and MLP are ``ln1`` and
+``ln2`` in some versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. A pass over
+one token does: a norm whose input is the very tensor that attention returned comes after attention.
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
 from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention import (
     MPTALiBiAttentionBridge,
 )
 from transformers import DynamicCache
 
+from sparse_tl.backend.adapter import Adapter, Analysis, NormPlace
+from sparse_tl.backend.attention import AttentionMask
+from sparse_tl.backend.bridges import boot, check_alone, plain_model, unread_parameters
 from sparse_tl.backend.checks import circuit_graph
-from sparse_tl.backend.core import places
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.attention import AttentionMask
-from sparse_tl.backend.core.devices import precision_of, shard
-from sparse_tl.backend.core.hooks import without_user_hooks
-from sparse_tl.backend.core.lora import effective_weight
-from sparse_tl.backend.core.numerics import HALVES, Norm
-from sparse_tl.backend.core.points import Analysis, NormPlace, hook_point
-from sparse_tl.backend.loading.bridges import (
-    boot,
-    check_alone,
-    plain_copy,
-    unread_parameters,
+from sparse_tl.backend.devices import precision_of, shard, whole
+from sparse_tl.backend.hook_points import (
+    HookedModel,
+    HookedTransformer,
+    HookFunction,
+    Model,
+    Place,
+    TransformerBridge,
+    Viewed,
+    after,
+    before,
+    before_branch,
+    between,
+    hook_point,
+    hooks_on,
+    read_call,
+    read_input,
+    stand_in,
 )
-from sparse_tl.backend.models.latent import latent_attention
+from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.latent import latent_attention
+from sparse_tl.backend.lora import effective_weight
+from sparse_tl.backend.numerics import HALVES, Norm
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.graph.nodes import Slot
+
+
+def adapt(model: HookedModel) -> Adapter:
+    """The adapter of a model, by its class; for a SparseTransformer, that of the wrapped model."""
+    under_gates = getattr(model, "model_under_gates", None)
+    inner = model if under_gates is None else under_gates()
+    if isinstance(inner, TransformerBridge):
+        return BridgeAdapter(inner)
+    if isinstance(inner, HookedTransformer):
+        return HookedAdapter(inner)
+    raise TypeError(
+        f"a {type(model).__name__} is no TransformerBridge or HookedTransformer, nor a "
+        "SparseTransformer around one"
+    )
+
+
+def read_parameters(module: nn.Module | HookedModel) -> dict[str, nn.Parameter]:
+    """The parameters of a module, by name, that forward passes read.
+
+    Bridges also have others: joint parameters that were split and are no longer read.
+    """
+    assert isinstance(module, nn.Module)
+    models = [part for part in module.modules() if isinstance(part, Model)]
+    known = {id(p) for model in models for p in model.parameters()}
+    read = {id(p) for model in models for p in adapt(model).parameters("all")}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if id(parameter) in read or id(parameter) not in known
+    }
+
+
+def weights_digest(model: nn.Module | HookedModel) -> str:
+    """A hash of the parameters that forward passes read, for telling models apart."""
+    digest = hashlib.sha256()
+    for name, parameter in read_parameters(model).items():
+        flat = whole(parameter.detach()).flatten()
+        # Strided samples suffice to distinguish models, and are cheap for billions of weights.
+        samples = flat[:: max(1, flat.numel() // 1024)]
+        digest.update(name.encode() + samples.double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# ---- bridges -------------------------------------------------------------------------------------
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 _NORM_NAMES = ("ln1", "ln2", "ln1_post", "ln2_post")
@@ -76,7 +133,6 @@ class BridgeAdapter(Adapter):
         return self.model.original_model
 
     def unsupported(self, analysis: Analysis) -> str | None:
-        """See `Adapter`."""
         if analysis == "relp":
             if self._latents:
                 return "there is no rule for the norms inside its attention"
@@ -91,13 +147,12 @@ class BridgeAdapter(Adapter):
 
     # ---- hook points -----------------------------------------------------------------------------
 
-    def place(self, name: str) -> HookPoint | places.Viewed | places.Place:
-        """See `Adapter`."""
+    def place(self, name: str) -> HookPoint | Viewed | Place:
         if name == "cached_columns":
-            return partial(places.read_call, [self.core], _cached_columns)
+            return partial(read_call, [self.core], _cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
-            return partial(places.before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
         if what == "attn.mask":
             return _mask_place(self.model.blocks[int(layer)].attn, self.causal)
         latent = self._latents.get(int(layer)) if layer.isdigit() else None
@@ -113,13 +168,13 @@ class BridgeAdapter(Adapter):
                 return point
             # Here the name means the MLP's input alone; the residual stream bypasses that point.
             end = hook_point(self.model, f"blocks.{layer}.hook_resid_post")
-            return partial(places.before_branch, point, end)
+            return partial(before_branch, point, end)
         norm = self._module(int(layer), "mlp")
         if norm is None:
             # Without a norm, both names mean the MLP's input; functions at mlp_input run first.
             mlp = self.model.blocks[int(layer)].mlp
-            return partial(places.before, mlp, first=what == "mlp_input")
-        return partial(places.before if what == "mlp_input" else places.after, norm)
+            return partial(before, mlp, first=what == "mlp_input")
+        return partial(before if what == "mlp_input" else after, norm)
 
     def read_point(self, layer: int, slot: Slot) -> str:
         """See `Adapter`; under latent attention, what q, k or v reads (see `LatentAttention`)."""
@@ -132,7 +187,7 @@ class BridgeAdapter(Adapter):
             return super().heads_point(layer)
         return f"blocks.{layer}.attn.z_written"
 
-    def _written(self, layer: int) -> places.Place:
+    def _written(self, layer: int) -> Place:
         """The place of z divided by the scale, from which heads write if their sum is normalised.
 
         With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
@@ -153,13 +208,12 @@ class BridgeAdapter(Adapter):
         def write(changed: Tensor) -> Tensor:
             return self.heads_written(layer, changed).sum(dim=0)
 
-        return partial(places.between, attention.o.original_component, norm, scaled, write)
+        return partial(between, attention.o.original_component, norm, scaled, write)
 
     # ---- running ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
-        """See `Adapter`."""
         if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
             return
         tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -174,7 +228,6 @@ class BridgeAdapter(Adapter):
             )
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
-        """See `Adapter`."""
         model: Any = self.model
         return model.adapter.apply_output_logits_transform(model.unembed(model.ln_final(final)))
 
@@ -188,11 +241,10 @@ class BridgeAdapter(Adapter):
         with ExitStack() as until:
             until.enter_context(_stopped(self.model))
             for block in self.model.blocks[:from_layer]:
-                until.callback(places.stand_in(block, lambda _: _handed_on))
+                until.callback(stand_in(block, lambda _: _handed_on))
             return self.model(rows, **options)
 
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
-        """See `Adapter`."""
         config: Any = self.core.config
         return {"past_key_values": DynamicCache(config=config), "use_cache": True}
 
@@ -203,11 +255,9 @@ class BridgeAdapter(Adapter):
     # ---- weights ---------------------------------------------------------------------------------
 
     def norm(self, layer: int, which: NormPlace) -> Norm:
-        """See `Adapter`."""
         return _norm(self.model.cfg, self._module(layer, which))
 
     def norms(self) -> dict[str, Norm]:
-        """See `Adapter`."""
         found = {"ln_final": _norm(self.model.cfg, self.model.ln_final)}
         for layer, norms in enumerate(self.block_norms):
             for name in norms.values():
@@ -219,10 +269,7 @@ class BridgeAdapter(Adapter):
         name = self.block_norms[layer].get(which)
         return None if name is None else getattr(self.model.blocks[layer], name)
 
-    def qkv(
-        self, layer: int, slot: Slot
-    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """See `Adapter`."""
+    def qkv(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor]:
         latent = self._latents.get(layer)
         if latent is not None:
             return latent.linear(slot)
@@ -232,7 +279,6 @@ class BridgeAdapter(Adapter):
         return weight, weight.new_zeros(len(weight), weight.shape[2]) if bias is None else bias
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """See `Adapter`."""
         block, latent = self.model.blocks[layer], self._latents.get(layer)
         if latent is not None:
             return latent.W_O()
@@ -244,14 +290,12 @@ class BridgeAdapter(Adapter):
         return weight if post is None else weight * post
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
-        """See `Adapter`."""
         block, latent = self.model.blocks[layer], self._latents.get(layer)
         bias = block.attn.b_O if latent is None else latent.b_O()
         scale = getattr(block, "residual_contribution_scale", 1.0)
         return self.W_O(layer).new_zeros(self.d_model) if bias is None else bias * scale
 
     def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
-        """See `Adapter`."""
         model: Any = self.model
         with autograd(True):  # a soft cap has slope 1 at 0, so this is the factor before it
             zero = torch.zeros(1, device=self.device, dtype=self.dtype, requires_grad=True)
@@ -264,14 +308,14 @@ class BridgeAdapter(Adapter):
     def copy(self) -> TransformerBridge:
         """See `Adapter`; the copy has no hooks, and adapters are merged."""
         model, precision = self.model, precision_of(self.core)
-        copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
-        copy.cfg.default_prepend_bos = model.cfg.default_prepend_bos
+        plain = copy.deepcopy(plain_model(model))
+        made = boot(plain, model.tokenizer, name=self.name).train(model.training)
+        made.cfg.default_prepend_bos = model.cfg.default_prepend_bos
         if precision is not None:
-            shard(copy.original_model, copy.blocks, precision)
-        return copy
+            shard(made.original_model, made.blocks, precision)
+        return made
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
-        """See `Adapter`."""
         if group == "all":
             unread = {id(parameter) for parameter in unread_parameters(self.model)}
             return [p for p in self.model.parameters() if id(p) not in unread]
@@ -312,7 +356,7 @@ def _calls(model: TransformerBridge) -> list[tuple[dict[str, Tensor], dict[str, 
         for name in ("attn", "mlp", *_NORM_NAMES)
         if isinstance(part := getattr(block, name, None), nn.Module)
     ]
-    with without_user_hooks(model), places.hooks_on(hooks, with_kwargs=True), _stopped(model):
+    with without_user_hooks(model), hooks_on(hooks, with_kwargs=True), _stopped(model):
         model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.W_E.device))
     return calls
 
@@ -360,14 +404,14 @@ def _cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
     return torch.tensor(0 if cache is None else int(cache.get_seq_length()))
 
 
-def _mask_place(attention: nn.Module, causal: bool) -> places.Place:
+def _mask_place(attention: nn.Module, causal: bool) -> Place:
     """The place of a layer's mask: at the call of attention, or once it has made its own mask."""
     read = partial(_mask, attention, causal)
     own: Any = getattr(attention, "hook_dsa_mask", None)
     if own is None:
-        return partial(places.read_call, [attention], read)
+        return partial(read_call, [attention], read)
 
-    def attach(function: places.HookFunction) -> list[RemovableHandle]:
+    def attach(function: HookFunction) -> list[RemovableHandle]:
         called: dict[str, AttentionMask] = {}
 
         def add(_module: nn.Module, _args: Any, chosen: Float[Tensor, "prompt query key"]) -> None:
@@ -375,7 +419,7 @@ def _mask_place(attention: nn.Module, causal: bool) -> places.Place:
             both = chosen[:, None] if mask.given is None else mask.given + chosen[:, None]
             function(AttentionMask(mask.causal, given=both))
 
-        handles = places.read_call([attention], read, partial(called.__setitem__, "mask"))
+        handles = read_call([attention], read, partial(called.__setitem__, "mask"))
         return [*handles, own.register_forward_hook(add)]
 
     return attach
@@ -404,3 +448,145 @@ def _stopped(model: TransformerBridge) -> RemovableHandle:
 def _handed_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """In place of a layer: the model still builds masks and position embeddings."""
     return hidden_states
+
+
+# ---- HookedTransformers -------------------------------------------------------------------------
+
+_NORMS: dict[NormPlace, str] = {
+    "attn": "ln1",
+    "mlp": "ln2",
+    "after_attn": "ln1_post",
+    "after_mlp": "ln2_post",
+}
+_QK = ("W_Q", "W_K", "b_Q", "b_K")
+
+
+class HookedAdapter(Adapter):
+    """The adapter of a HookedTransformer."""
+
+    model: HookedTransformer
+    graph = cached_property(circuit_graph)
+
+    def unsupported(self, analysis: Analysis) -> str | None:
+        cfg = self.model.cfg
+        if analysis == "circuits" and cfg.positional_embedding_type == "shortformer":
+            return "its keys and queries read position embeddings besides the residual stream"
+        if analysis == "circuits" and cfg.ungroup_grouped_query_attention:
+            return "cfg.ungroup_grouped_query_attention is on"
+        return super().unsupported(analysis)
+
+    def place(self, name: str) -> HookPoint | Place:
+        if name == "cached_columns":
+            # `generate` calls `forward` itself, which skips hooks on the model itself.
+            return partial(read_call, [self.model, self.model.blocks[0]], _cached)
+        layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "entering":
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+        if what in ("mlp_input", "mlp_normalized"):
+            norm = self.model.blocks[int(layer)].ln2
+            return partial(before if what == "mlp_input" else after, norm)
+        if what == "mlp_read":
+            return partial(read_input, self.model.blocks[int(layer)].mlp)
+        if what == "attn.mask":
+            attention = self.model.blocks[int(layer)].attn
+            return partial(read_call, [attention], partial(self._mask, attention))
+        return hook_point(self.model, name)
+
+    def _mask(self, attention: Any, kwargs: dict[str, Any]) -> AttentionMask:
+        """The mask of a layer's attention when it is called with these arguments."""
+        if not self.causal:  # all masks are ignored, even for padding
+            return AttentionMask(causal=False)
+        window = self.model.cfg.window_size if attention.attn_type == "local" else None
+        real = kwargs.get("attention_mask")
+        given = None if real is None else real[:, None, None, :]
+        return AttentionMask(causal=True, window=window, given=given)
+
+    def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
+        model = self.model
+        if model.cfg.normalization_type is not None:
+            final = getattr(model, "ln_final")(final)  # noqa: B009 - absent without normalisation
+        # The model's own unembedding copies its whole matrix in every pass.
+        unembed = model.unembed
+        logits = unembed.hook_out(F.linear(unembed.hook_in(final), unembed.W_U.T, unembed.b_U))
+        cap = model.cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        return self._norm(getattr(self.model.blocks[layer], _NORMS[which], None))
+
+    def norms(self) -> dict[str, Norm]:
+        if self.model.cfg.normalization_type is None:
+            return {}
+        found = {
+            f"blocks.{layer}.{name}": getattr(block, name, None)
+            for layer, block in enumerate(self.model.blocks)
+            for name in _NORMS.values()
+        }
+        found["ln_final"] = getattr(self.model, "ln_final", None)
+        return {name: self._norm(norm) for name, norm in found.items() if norm is not None}
+
+    def _norm(self, module: Any) -> Norm:
+        cfg = self.model.cfg
+        if module is None or cfg.normalization_type is None:
+            return Norm(None, None, None, cfg.eps)
+        kind = "layer" if cfg.normalization_type.startswith("LN") else "rms"
+        return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
+
+    def qkv(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor]:
+        attention, upper = self.model.blocks[layer].attn, slot.upper()
+        grouped = getattr(attention, f"_W_{upper}", None)  # not repeated for each query head
+        if grouped is not None:
+            return grouped, getattr(attention, f"_b_{upper}")
+        return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+
+    def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        return self.model.blocks[layer].attn.W_O
+
+    def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
+        return self.model.blocks[layer].attn.b_O
+
+    def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
+        return self.model.unembed.W_U, self.model.unembed.b_U
+
+    def copy(self) -> HookedTransformer:
+        made = copy.deepcopy(self.model)
+        for module in made.modules():  # what stands in for a `forward` would run the original's
+            module.__dict__.pop("forward", None)
+        return made
+
+    def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
+        if group == "all":
+            return list(self.model.parameters())
+        return [
+            parameter
+            for block in self.model.blocks
+            for name, parameter in block.attn.named_parameters(recurse=False)
+            if name.lstrip("_") in _QK
+        ]
+
+    def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"stop_at_layer": self.n_layers}
+        if attention_mask is not None:
+            options["attention_mask"] = attention_mask
+        if rows.is_floating_point():
+            options["start_at_layer"] = from_layer
+        return self.model(rows, **options)
+
+    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        # Without a mask, the model would mistake tokens that also serve as padding for padding.
+        real = torch.ones(n_prompts, 1, dtype=torch.long, device=self.device)
+        cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, n_prompts)
+        return {"past_kv_cache": cache, "attention_mask": real}
+
+    def _after_last_mlp(self) -> list[Any]:
+        block = self.model.blocks[-1]
+        norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
+        return [block.hook_resid_post, *norms, self.model.unembed]
+
+
+def _cached(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    cache = kwargs.get("past_kv_cache")
+    entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
+    return torch.tensor(0 if entry is None else entry.past_keys.shape[1])

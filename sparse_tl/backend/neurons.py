@@ -16,9 +16,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.lora import effective_weight
-from sparse_tl.backend.core.numerics import excess, precise
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.lora import effective_weight
+from sparse_tl.backend.numerics import excess, precise
 
 
 def neuron_directions(adapter: Adapter, layer: int) -> Float[Tensor, "neuron d_model"]:

@@ -32,10 +32,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.pytorch_utils import Conv1D
 
-from sparse_tl.backend.core.hooks import without_user_hooks
-from sparse_tl.backend.core.numerics import HALVES
-from sparse_tl.backend.core.places import hooks_on
-from sparse_tl.backend.core.points import HookedModel, Model
+from sparse_tl.backend.hook_points import HookedModel, Model, hooks_on
+from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.numerics import HALVES
 from sparse_tl.calls.arguments import AtLeastOne, checked
 
 SCALE = 2
@@ -213,16 +212,9 @@ def _components(model: TransformerBridge) -> list[Any]:
 def _projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in module order."""
     called: set[nn.Module] = set()
-    found = [
-        component
-        for component in _components(model)
-        if isinstance(component.original_component, nn.Linear | Conv1D)
-    ]
-
-    def note(module: nn.Module, *_: Any) -> None:
-        called.add(module)
-
-    with without_user_hooks(model), hooks_on([(c.original_component, note) for c in found]):
+    found = [c for c in _components(model) if isinstance(c.original_component, nn.Linear | Conv1D)]
+    notes = [(c.original_component, lambda module, *_: called.add(module)) for c in found]
+    with without_user_hooks(model), hooks_on(notes):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
     read = [component for component in found if component.original_component in called]
     if not read:
@@ -239,15 +231,9 @@ def _projections(model: TransformerBridge) -> list[Any]:
 def merged_lora(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Callable[[], None]]:
     """Inside the block, adapters act through merged weights, and frozen linear maps are converted.
 
-    Under autocast, every pass would otherwise convert the frozen weights anew.
-
-    Args:
-        model: a model whose weights are on one device. Where it has adapters, nothing else of its
-            projections is trained.
-        dtype: type that linear maps compute in; None for that of their weights.
-
-    Yields:
-        A function that merges the adapters anew; to be called whenever they have changed.
+    Linear maps compute in `dtype`, if it is given. Under autocast, every pass would otherwise
+    convert the frozen weights anew. Where a model has adapters, nothing else of its projections is
+    trained. Yields a function that merges the adapters anew, to be called when they have changed.
     """
     layers = lora_layers(model)
     inside = {id(part) for layer in layers for part in layer.modules()}

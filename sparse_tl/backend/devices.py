@@ -1,4 +1,4 @@
-"""Where models are: their device, and weights that are sharded over the processes of a run (FSDP2).
+"""Devices and dtypes by name, and weights that are sharded over the processes of a run (FSDP2).
 
 Each process holds some rows of every sharded weight. Outside a pass, such a weight is a `DTensor`:
 it has the whole weight's shape, but only this process's rows. A layer's weights are gathered while
@@ -19,6 +19,7 @@ from transformer_lens.utilities import devices
 
 from sparse_tl.calls.devices import check_device
 
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
@@ -34,11 +35,7 @@ def processes() -> Any:
 
 
 def checked_device(device: str | torch.device | None) -> str:
-    """The requested device; by default a GPU if there is one, another one for each process.
-
-    Raises:
-        ValueError: as in `check_device`.
-    """
+    """The requested device; by default a GPU if there is one, another one for each process."""
     if device is None:
         launched = processes()
         if launched.num_processes == 1:
@@ -48,16 +45,18 @@ def checked_device(device: str | torch.device | None) -> str:
     return str(device)
 
 
+def dtype_named(name: Any) -> torch.dtype:
+    """The torch dtype with this name, with or without ``torch.``."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain not in DTYPES:
+        raise ValueError(f"{name!r:.200} is not the name of a torch dtype; choose one of {DTYPES}")
+    return getattr(torch, plain)
+
+
 def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
-    """Shard the weights of a model over the processes, in place, and move them to their devices.
+    """Shard a model's weights over the processes, in place, each layer's apart; see `shard_model`.
 
-    Args:
-        root: module that a pass calls.
-        layers: modules inside it, whose weights are gathered one layer after the other.
-        precision: "bf16" gathers and computes in bfloat16; the weights themselves, gradients and
-            outputs keep their dtypes, as in "float32".
-
-    Reference: `torch.distributed.fsdp.fully_shard`.
+    Weights, gradients and outputs keep their dtypes, also where "bf16" gathers and computes.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,15 +1,107 @@
-"""Functions that run before, after or in place of a module, where there is no hook point."""
+"""The kinds of models, their hook points, and functions attached where there is no hook point."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import transformer_lens
+from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+
+from sparse_tl.graph.nodes import Slot
+
+if TYPE_CHECKING or "HookedTransformer" not in vars(transformer_lens):
+
+    class HookedTransformer(nn.Module):
+        """Stands for the class that TransformerLens 4 removed; no model is an instance of it."""
+
+        cfg: Any
+        tokenizer: Any
+        hook_dict: dict[str, Any]
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    from transformer_lens import HookedTransformer
+
+Model = HookedTransformer | TransformerBridge
+"""A dense model that can be wrapped, trained and saved."""
+
+EMBEDDED = "blocks.0.hook_resid_pre"
+"""Where the input node writes: token plus learned positional embeddings."""
+
+SLOTS: tuple[Slot, ...] = ("q", "k", "v")
+
+_SWITCHES = {
+    "hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+"""For each hook point with a switch, the flag without which TransformerLens silently skips it."""
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """What analyses need from a model; TransformerLens models and SparseTransformer provide it."""
+
+    # Not declared at run time: `isinstance` on a protocol of methods is cached per class, whereas
+    # attributes are looked up on the model every time.
+    if TYPE_CHECKING:
+
+        @property
+        def cfg(self) -> Any: ...
+
+        @property
+        def tokenizer(self) -> Any: ...
+
+        @property
+        def hook_dict(self) -> dict[str, Any]: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def state_dict(self) -> Any: ...
+
+
+def hook_point(model: HookedModel, name: str) -> HookPoint:
+    """The hook point with this name.
+
+    Raises:
+        ValueError: the model lacks the hook point, or it is switched off and never fires.
+    """
+    point: Any = model  # a bridge rebuilds its `hook_dict` each time
+    for part in name.split("."):
+        point = None if point is None else getattr(point, part, None)
+    if not isinstance(point, HookPoint):
+        tail = name.rsplit(".", 1)[-1]
+        alike = [known for known in model.hook_dict if known.endswith(tail)][:5]
+        raise ValueError(
+            f"{model.cfg.model_name!r}, {model.cfg.n_layers} layers, has no hook point {name!r}. "
+            + (f"Did you mean one of {alike}?" if alike else "See `model.hook_dict` for all names.")
+        )
+    switch = _SWITCHES.get(name.rsplit(".", 1)[-1])
+    if switch is not None and not getattr(model.cfg, switch):
+        raise ValueError(
+            f"hook point {name!r} never fires while `cfg.{switch}` is off; "
+            f"switch it on with `model.set_{switch}(True)`"
+        )
+    return point
+
+
+# ---- where there is no hook point ----------------------------------------------------------------
 
 Forward = Callable[..., Any]
 """The `forward` of a module."""
@@ -132,8 +224,7 @@ def hooks_on(
     """Inside the block, torch calls these functions after these modules."""
     with ExitStack() as handles:
         for module, hook in hooks:
-            handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
-            handles.enter_context(handle)
+            handles.enter_context(module.register_forward_hook(hook, with_kwargs=with_kwargs))
         yield
 
 
@@ -159,3 +250,23 @@ def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[
 
     module.__dict__["forward"] = make(module.forward)  # bridges set attributes on what they wrap
     return remove
+
+
+@contextmanager
+def selecting(module: nn.Module, read: Bool[Tensor, "batch pos"]) -> Iterator[Callable[[], bool]]:
+    """Inside the block, a module runs at some positions only, as a single row of them.
+
+    Passes over prompts of another shape are left alone. Yields a function that says whether the
+    last pass was restricted.
+    """
+    selected = False
+
+    def select(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        nonlocal selected
+        selected = args[0].shape[:2] == read.shape
+        # Bloom's MLPs also take the residual stream, to add to it.
+        here = (arg[read][None] if isinstance(arg, Tensor) else arg for arg in args)
+        return tuple(here) if selected else None
+
+    with module.register_forward_pre_hook(select):
+        yield lambda: selected

@@ -10,47 +10,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.points import Analysis
+from sparse_tl.backend.adapter import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.graph.nodes import Node
 
 HeadOrName = tuple[int, int] | str
 """A head: (layer, head), or its name, such as "a3.h2"."""
 
-_NEEDED_FOR: dict[Analysis, tuple[str, str]] = {
-    "circuits": (
-        "circuits",
-        "Gates on attention edges and heads, post-training, activation patching and attribution "
-        "of attention edges need no circuits",
-    ),
-    "relp": (
-        "the method 'relp'",
-        "The other methods, such as 'eap-ig', take the model's own gradient",
-    ),
-}
-"""What an analysis is called, and what still works without it."""
-
-
-def check_supported(adapter: Adapter, analysis: Analysis) -> None:
-    """Raise a ValueError if an analysis is refused for this kind of model, and say why."""
-    why = adapter.unsupported(analysis)
-    if why is not None:
-        name, instead = _NEEDED_FOR[analysis]
-        raise ValueError(f"{adapter.name!r} cannot be used for {name}, since {why}. {instead}.")
-
 
 def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     """Raise a ValueError if the model cannot read these tokens."""
     if not tokens.numel():
         raise ValueError("the prompts hold no token")
-    if tokens.shape[-1] > adapter.n_ctx:
+    length = tokens.shape[-1]
+    if length > adapter.n_ctx:
         raise ValueError(
-            f"a prompt may have at most {adapter.n_ctx} tokens, the model's context; got "
-            f"{tokens.shape[-1]}"
+            f"a prompt may have at most {adapter.n_ctx} tokens, the model's context; got {length}"
         )
     # Dynamic scaling grows with the longest prompt so far, and is reset by shorter ones only.
-    if tokens.shape[-1] == adapter.n_ctx and any(
+    if length == adapter.n_ctx and any(
         vars(module).get("max_seq_len_cached", 0) > vars(module).get("original_max_seq_len", inf)
         for module in adapter.core.modules()
     ):
@@ -61,8 +39,7 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     _check_vocabulary(tokens, adapter.d_vocab, f"{adapter.name!r} reads")
 
 
-def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
-    """Raise a ValueError if the model cannot predict these tokens."""
+def _check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
     _check_vocabulary(labels, adapter.d_vocab_out, f"{adapter.name!r} predicts")
 
 
@@ -80,11 +57,13 @@ def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | 
 
     A pass longer than the original context of LongRoPE uses other rotary positions, in all rows.
     """
+    if attention_mask is None:
+        return
     adapter.check_mask(attention_mask)
     config: Any = getattr(adapter.core, "config", None)
     rotary = getattr(config, "rope_parameters", None) or {}
     for one in (rotary, *rotary.values()):  # layers may differ
-        if attention_mask is None or not isinstance(one, Mapping) or "longrope" not in one.values():
+        if not isinstance(one, Mapping) or "longrope" not in one.values():
             continue
         name = "original_max_position_embeddings"
         border = one.get(name) or getattr(config, name)
@@ -100,7 +79,7 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
     """Check that the model can read these rows, and predict their labels."""
     check_tokens(adapter, rows.tokens)
     check_padding(adapter, rows.attention_mask)
-    check_labels(adapter, rows.loss_labels())
+    _check_labels(adapter, rows.loss_labels())
 
 
 def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
@@ -122,7 +101,7 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
             "padded on the right, after the last token, which positions point to."
         )
     for side in (pairs.answers, pairs.wrong):
-        check_labels(adapter, side[side >= 0])
+        _check_labels(adapter, side[side >= 0])
 
 
 def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:
@@ -130,11 +109,8 @@ def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Non
 
     If the padding token is also EOS or BOS, a single one at either end of a prompt may be text.
     """
-    tokenizer = adapter.model.tokenizer
-    is_text = tokenizer is not None and tokenizer.pad_token_id in (
-        tokenizer.eos_token_id,
-        tokenizer.bos_token_id,
-    )
+    known = adapter.model.tokenizer
+    is_text = known is not None and known.pad_token_id in (known.eos_token_id, known.bos_token_id)
     for where, rows in (("begins", prompts), ("ends", prompts.flip(1))):
         found = _paddings(adapter, rows)
         row, least = int(found.argmax()), int(found.min())
@@ -178,14 +154,13 @@ def check_head(adapter: Adapter, layer: int, head: int) -> None:
 
 def heads_of(adapter: Adapter, heads: Sequence[HeadOrName]) -> list[tuple[int, int]]:
     """Heads as (layer, head) pairs, after checking that the model has them."""
-    found = [_named(head) if isinstance(head, str) else head for head in heads]
-    for layer, head in found:
-        check_head(adapter, layer, head)
+    found = list[tuple[int, int]]()
+    for head in heads:
+        if isinstance(head, str):
+            node = Node.parse(head)
+            if node.kind != "head":
+                raise ValueError(f'{head!r} is no head; name one as "a3.h2", or as (layer, head)')
+            head = node.layer, node.head
+        check_head(adapter, *head)
+        found.append(head)
     return found
-
-
-def _named(name: str) -> tuple[int, int]:
-    node = Node.parse(name)
-    if node.kind != "head":
-        raise ValueError(f'{name!r} is no head; name one as "a3.h2", or as (layer, head)')
-    return node.layer, node.head
