@@ -104,13 +104,6 @@ def target_log_probabilities(
 
     A pass has as many prompts and matrices as `ACTIVATIONS_AT_ONCE` allows, and starts at the first
     layer in which a gate of its matrices is not 1.
-
-    Args:
-        model: dense or sparse model; left unchanged.
-        rows: prompts and their targets.
-        gates: gate matrices.
-        title: title of the progress bar.
-        progress: whether to show a progress bar.
     """
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
@@ -136,12 +129,7 @@ def target_log_probabilities(
 
 
 class GatedHeads(nn.Module):
-    """A model with a stack of trainable head gates and frozen weights.
-
-    Args:
-        model: dense or sparse model.
-        theta: logits of the gates.
-    """
+    """A model with a stack of trainable head gates, ``sigmoid(theta)``, and frozen weights."""
 
     def __init__(self, model: HookedModel, theta: Float[Tensor, "stack layer head"]) -> None:
         super().__init__()
@@ -159,13 +147,7 @@ class GatedHeads(nn.Module):
 
 @dataclass
 class Likelihood(Objective):
-    """The objective that makes targets likely; it also records the gates during training.
-
-    Args:
-        gated: model with its gates.
-        lambda_: coefficient of the penalty; 0 for none.
-        record_every: updates between two records of the gates.
-    """
+    """The objective that makes targets likely; it also records the gates during training."""
 
     gated: GatedHeads
     lambda_: float
@@ -199,11 +181,7 @@ class Likelihood(Objective):
 
 @dataclass
 class Contrast(Likelihood):
-    """The objective that makes some targets likely, to retain, and others unlikely, to forget.
-
-    Args:
-        forget: prompts and targets to forget; those to retain are the training stream.
-    """
+    """The objective that makes the training stream's targets likely, and others unlikely."""
 
     forget: TokenStream
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.graph.grids import HeadGrid
@@ -106,30 +106,22 @@ class HeadRoles(Result):
         """The increase of the mean NLL, in nats, that the penalty accepts for closing one head."""
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
-    def score(self, role: Role | str) -> Float[Tensor, "fitted layer head"]:
-        """The score of a role, 0 to 1, for each seed that fitted.
-
-        Raises:
-            ValueError: the role is unknown.
-        """
-        if role not in ROLES:
-            raise ValueError(f"expected a role of {ROLES}; got {role!r}")
+    def score(self, role: str) -> Float[Tensor, "fitted layer head"]:
+        """The score of a role, 0 to 1, for each seed that fitted."""
         return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 
-    def members(
-        self, role: Role | str, threshold: float = THRESHOLD
-    ) -> Bool[Tensor, "fitted layer head"]:
+    def members(self, role: str, threshold: float = THRESHOLD) -> Bool[Tensor, "fitted layer head"]:
         """The heads whose score is at least the threshold, for each seed that fitted."""
         return self.score(role) >= threshold
 
-    def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
-        """All heads (layer, head) by decreasing score, for each seed that fitted.
+    def order(self, role: str) -> Int[Tensor, "fitted place"]:
+        """Indices of all heads by decreasing score, ties in the model's order."""
+        return self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
 
-        Ties keep the order of the model.
-        """
-        n_heads = self.g0.shape[2]
-        order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
-        return [[divmod(index, n_heads) for index in of_seed] for of_seed in order.tolist()]
+    def ranking(self, role: str) -> list[list[tuple[int, int]]]:
+        """All heads (layer, head) by decreasing score, for each seed that fitted."""
+        n_heads = self.removed.shape[1]
+        return [[divmod(index, n_heads) for index in row] for row in self.order(role).tolist()]
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
         """One row per role and head: share of seeds with the head in the role; whether all; any."""
@@ -161,10 +153,9 @@ class HeadRoles(Result):
         return pd.DataFrame(columns, index=pd.Index(ROLES, name="role"))
 
     def notes(self) -> list[str]:
-        """Caveats about these roles, as sentences; empty if there are none.
+        """Caveats about these roles: seeds that did not fit, and irrelevant heads that matter.
 
-        There is a caveat for seeds that did not fit, and for irrelevant heads whose removal
-        matters: a head that costs more than `price`, below which the penalty calls a head
+        These are a head that costs more than `price`, below which the penalty calls a head
         irrelevant, or all of them together costing more than their number times `price`.
         """
         notes = []
@@ -201,24 +192,14 @@ class HeadRoles(Result):
         return notes
 
     def mean_scores(self) -> Float[Tensor, "role layer head"]:
-        """The scores of all `ROLES`, mean over the seeds that fitted.
-
-        Raises:
-            ValueError: no seed fitted.
-        """
+        """The scores of all `ROLES`, mean over the seeds that fitted."""
         self.check_fitted()
         return torch.stack([self.score(role).mean(dim=0) for role in ROLES])
 
     def check_fitted(self) -> None:
-        """Check that at least one seed fitted.
-
-        Raises:
-            ValueError: no seed fitted.
-        """
+        """Raise a ValueError if no seed fitted."""
         if not self.fitted.any():
-            raise ValueError(
-                f"expected a fit with at least one seed that fitted. {self.notes()[0]}"
-            )
+            raise ValueError(f"no seed fitted. {self.notes()[0]}")
 
     def __repr__(self) -> str:
         n_seeds, n_layers, n_heads = self.g0.shape
@@ -244,7 +225,7 @@ class HeadRoles(Result):
 
 def role_scores(
     g_plus: Float[Tensor, "*stack layer head"], g_minus: Float[Tensor, "*stack layer head"]
-) -> dict[Role, Float[Tensor, "*stack layer head"]]:
+) -> dict[str, Float[Tensor, "*stack layer head"]]:
     """The scores of all roles: facilitation G-, irrelevance G+ (1 - G-), interference 1 - G+."""
     return {
         "facilitation": g_minus,

@@ -250,9 +250,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
 def test_prompts_that_do_not_fit_are_refused(build_tiny: Build) -> None:
     model = build_tiny()
     rows = [[1] * 5, [1] * 20]
-    with pytest.raises(
-        ValueError, match="context of 16 tokens; row 1 has 20 tokens, including 17 of"
-    ):
+    with pytest.raises(ValueError, match="at most 16 tokens, the model's context; got 19"):
         long = TargetDataset.from_tokens(rows, [(2, 3), (3, 20)])
         fit_head_gates(model, long, seeds=1, held_out=_dataset(), **SETTINGS)
     # What comes after the target is never read, nor are rows that were left out.
@@ -299,5 +297,3 @@ def test_scores_and_classes_by_hand() -> None:
     frame = roles.to_pandas()
     assert len(frame) == 4
     assert frame.query("seed == 9 and head == 1")["irrelevance"].item() == pytest.approx(0.6)
-    with pytest.raises(ValueError, match="expected a role of"):
-        roles.score("helpful")
