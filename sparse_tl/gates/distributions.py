@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -118,27 +117,40 @@ def with_pressure(probability: Gates, logits: Gates, strength: float) -> Gates:
     return probability + pull - pull.detach()
 
 
-class GateMode(Enum):
-    """How gates are computed in a forward pass."""
+@dataclass
+class GateSettings:
+    """Settings of a forward pass: how gates are set, and what is counted.
 
-    DETERMINISTIC = "deterministic"
-    SAMPLED = "sampled"
-    OPEN = "open"
+    Args:
+        mode: how gates are set.
+        generator: random generator of sampled gates.
+        noise: scale of the noise of sampled gates.
+        counts: list to which every layer appends its counts; None to count nothing.
+        keep_gates: whether to keep every gate in `counts`, not only the totals.
+        pressure: extra gradient of the expected count for confidently open gates, by
+            `with_pressure`.
+        edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
+        real: attention mask, 0 at padding; padding is not counted.
+        by_blocks: whether long patterns are computed by blocks even if no gate has an effect; this
+            changes results by rounding.
+        again: whether a layer runs again in the backward pass, under the settings it had.
+    """
 
+    mode: Literal["deterministic", "sampled", "open"] = "deterministic"
+    generator: torch.Generator | None = None
+    noise: float = 1.0
+    counts: list[dict[str, Tensor]] | None = None
+    keep_gates: bool = False
+    pressure: float = 0.0
+    edge_cost: Tensor | None = None
+    real: Tensor | None = None
+    by_blocks: bool = False
+    again: bool = False
 
-def gate_values(
-    distribution: GateDistribution,
-    logits: Gates,
-    mode: GateMode,
-    generator: torch.Generator | None = None,
-    noise: float = 1.0,
-) -> Gates:
-    """Gates from their logits, in one mode; `noise` scales the noise of sampled gates."""
-    if mode is GateMode.OPEN:
-        return torch.ones_like(logits)
-    if mode is GateMode.SAMPLED:
-        return distribution.sample(logits, generator, noise)
-    return distribution.mode(logits)
+    @property
+    def does_nothing(self) -> bool:
+        """Whether a pass neither closes nor counts any gate."""
+        return self.mode == "open" and self.counts is None
 
 
 DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] = {

@@ -13,8 +13,7 @@ from torch.nn.functional import one_hot
 from sparse_tl.backend import adapt, check_rows, has_sharded_weights, processes
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
-from sparse_tl.gates.sparse.computed_gates import using
+from sparse_tl.gates.sparse.computed_gates import check_edge_cost, costs_of_first, using
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (

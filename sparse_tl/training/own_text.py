@@ -316,7 +316,7 @@ class _File:
 
 def _identity(model: Model | SparseTransformer, starts: Starts, seed: int) -> str:
     """A text that names everything that the windows depend on."""
-    mode = model.gates.settings.mode.name if isinstance(model, SparseTransformer) else None
+    mode = model.gates.settings.mode if isinstance(model, SparseTransformer) else None
     identity = run_identity(model, {"gates": mode})
     return (
         f"model {_hash(identity)}, window {starts.window}, seed {seed}, "

@@ -18,7 +18,7 @@ from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, c
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.attention import check_edge_cost
+from sparse_tl.gates.sparse.computed_gates import check_edge_cost
 from sparse_tl.storage.files import digest
 from sparse_tl.training.constraint import (
     GAP_LEAD,

@@ -21,7 +21,7 @@ from sparse_tl.backend import AttentionMask, Deferred, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
-from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import attention_by_blocks
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24

@@ -417,7 +417,7 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
 def test_gates_of_another_model_are_refused() -> None:
     model = build("plain")
     for wrong in (MLPGates(3, 16), MLPGates(2, 15)):
-        with pytest.raises(ValueError, match=r"the model needs \(2, 16\)"):
+        with pytest.raises(ValueError, match=r"the model needs \[\(2,\), \(2, 16\)\]"):
             SparseTransformer(model, mlp_gates=wrong)
     with pytest.raises(ValueError, match="distribution of those on attention edges"):
         SparseTransformer(model, mlp_gates=MLPGates(2, 16, distribution=SigmoidGate()))

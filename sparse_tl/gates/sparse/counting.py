@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sparse_tl.results import Result
@@ -137,13 +137,7 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def of_pass(layers: Sequence[Mapping[str, Tensor]]) -> AttentionEdgeCounts:
-        """Combine what was counted in the layers of one pass.
-
-        Raises:
-            ValueError: no layer was counted.
-        """
-        if not layers:
-            raise ValueError("no gate was counted: the pass ran no layer")
+        """Combine what was counted in the layers of one pass."""
         names = {name: [layer[name] for layer in layers if name in layer] for name in _COUNTED}
         found = {name: torch.stack(parts) for name, parts in names.items() if parts}
         real = found.pop("real")[0]
@@ -171,62 +165,41 @@ _COUNTED = (
 """Names of a layer's counts: the mask of real tokens, and all fields stacked over layers."""
 
 
-def _per_prompt(
-    counts: Float[Tensor, "layer prompt *head"] | Int[Tensor, "layer prompt *head"],
-) -> float:
+def _per_prompt(counts: Tensor) -> float:
     """Sum over layers and heads; mean over prompts."""
     return counts.transpose(0, 1).flatten(1).sum(dim=1).double().mean().item()
 
 
-def attention_edges_of_layer(
+def counted_edges(
     valid: Bool[Tensor, "#prompt #head query key"],
-    is_open: Bool[Tensor, "prompt head query key"],
+    is_open: Real[Tensor, "prompt head query key"] | Bool[Tensor, "prompt head query key"],
     probability: Float[Tensor, "prompt head query key"],
-    cost: Float[Tensor, "*#prompt #head #query #key"] | None,
-    keep_gates: bool,
+    cost: Float[Tensor, "#head #query #key"] | None,
 ) -> Counted:
     """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
+
+    ``real`` says which queries are real tokens: those with a valid pair, since a real token attends
+    at least to itself.
 
     Args:
         valid: pairs of real tokens that the layer's mask allows.
         is_open: valid pairs whose deterministic gate is open.
         probability: probability that a gate is open; 0 at pairs that are not valid.
         cost: cost per edge.
-        keep_gates: whether to keep `is_open`, and not only its sums.
     """
     n_prompts, n_heads = is_open.shape[:2]
-    found = possible_edges(valid, n_prompts, n_heads) | open_edges(is_open, probability, cost)
-    return found | {"gates": is_open} if keep_gates else found
-
-
-def possible_edges(
-    valid: Bool[Tensor, "#prompt #head query key"], n_prompts: int, n_heads: int
-) -> Counted:
-    """The number of possible edges, and ``real``: which queries of each prompt are real tokens.
-
-    A real token attends at least to itself; a padding token has no valid pair.
-    """
-    return {
+    found = {
         "real": valid[:, 0].any(dim=-1).expand(n_prompts, -1),
         "possible": _number_of(valid).expand(n_prompts, n_heads),
+        "active": _number_of(is_open),
+        "expected": probability.sum(dim=(-2, -1)),
     }
-
-
-def open_edges(
-    is_open: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
-    probability: Float[Tensor, "*head query key"],
-    cost: Float[Tensor, "*#head #query #key"] | None,
-) -> Counted:
-    """The numbers and costs of active and expected edges."""
-    found = {"active": _number_of(is_open), "expected": probability.sum(dim=(-2, -1))}
     if cost is not None:
         found["cost"] = (cost * probability).sum(dim=(-2, -1))
         found["active_cost"] = (cost * is_open).sum(dim=(-2, -1))
     return found
 
 
-def _number_of(
-    edges: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
-) -> Int[Tensor, "*head"]:
+def _number_of(edges: Tensor) -> Int[Tensor, "*head"]:
     """The number of edges; summed over keys in float32, which is exact and faster than int64."""
     return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)

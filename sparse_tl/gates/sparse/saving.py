@@ -29,8 +29,7 @@ from sparse_tl.backend import (
 )
 from sparse_tl.backend.loading.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
-from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
-from sparse_tl.gates.sparse.computed_gates import MLPGates
+from sparse_tl.gates.sparse.computed_gates import KINDS, AttentionGates, GateKind, MLPGates
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -142,7 +141,7 @@ def load_sparse(
     unknown = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if unknown:
         raise ValueError(f"{file} holds NaN or infinity, in {unknown}")
-    gates = KINDS[said.gates].of(adapter, distribution=distribution)
+    gates = KINDS[said.gates].of(adapter, distribution)
     mlp_gates = MLPGates.of(adapter, distribution) if said.mlps else None
     of_mlps = {name for name in tensors if said.mlps and name.startswith(_MLPS)}
     try:

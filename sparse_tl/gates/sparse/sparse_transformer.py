@@ -28,9 +28,15 @@ from sparse_tl.backend import (
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
 from sparse_tl.calls.scopes import scope
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates.distributions import GateDistribution, GateMode
-from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
-from sparse_tl.gates.sparse.computed_gates import MLPGates, as_now, using
+from sparse_tl.gates.distributions import GateDistribution
+from sparse_tl.gates.sparse.computed_gates import (
+    AttentionGates,
+    GateKind,
+    MLPGates,
+    as_now,
+    attention_gates,
+    using,
+)
 from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
 from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
 
@@ -91,8 +97,14 @@ class SparseTransformer(nn.Module):
         starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
         gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
-            mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
-            mlp_gates.check(adapter, gates.distribution)
+            rule = gates.distribution
+            mlp_gates = mlp_gates or MLPGates.of(adapter, rule)
+            mlp_gates.check(adapter)
+            if mlp_gates.distribution != rule:
+                raise ValueError(
+                    f"gates on MLPs need the distribution of those on attention edges, {rule}, "
+                    f"not {mlp_gates.distribution}"
+                )
         self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
         try:
@@ -161,11 +173,11 @@ class SparseTransformer(nn.Module):
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
     ) -> AbstractContextManager[None]:
         """Inside the block, gates are sampled, as in training; `noise` scales their noise."""
-        return self._set(mode=GateMode.SAMPLED, generator=generator, noise=noise)
+        return self._set(mode="sampled", generator=generator, noise=noise)
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
-        return self._set(mode=GateMode.OPEN)
+        return self._set(mode="open")
 
     @scope
     def _set(self, **settings: Any) -> Iterator[None]:
