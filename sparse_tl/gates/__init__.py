@@ -10,7 +10,6 @@ from sparse_tl.gates.distributions import (
     GateDistribution as GateDistribution,
     HardConcreteGate as HardConcreteGate,
     SigmoidGate as SigmoidGate,
-    expected_size as expected_size,
 )
 from sparse_tl.gates.patches import (
     Patch as Patch,

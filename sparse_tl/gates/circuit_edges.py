@@ -39,6 +39,10 @@ from sparse_tl.gates.sites import GatedPass, Site
 from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
 from sparse_tl.graph.nodes import Node
 
+Residual = Float[Tensor, "rows pos d_model"]
+ByHead = Float[Tensor, "rows pos head d_head"]
+EdgeGates = Float[Tensor, "stack *span source destination"]
+
 _MOST = 7 / 8
 """A source is closed as a whole if more than this share of its edges is closed."""
 _FEW_READS = 0.5
@@ -75,13 +79,9 @@ class CircuitEdges(Site):
         return graph.layer((0, int(columns[0]))) if len(columns) else graph.n_layers
 
     def hooks(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack *span source destination"],
-        patch: PatchValues,
-        now: GatedPass,
+        self, adapter: Adapter, gates: EdgeGates, patch: PatchValues, now: GatedPass
     ) -> list[Hook]:
-        return _Hooks(adapter, gates, patch, now, self.spans).hooks()
+        return _Hooks(self, adapter, gates, patch, now).hooks()
 
     def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
         check_sums_under_hooks(adapter, tokens)
@@ -106,16 +106,11 @@ class EdgesOfNeurons(CircuitEdges):
 class NeuronPatch(PatchValues):
     """The clean output of an MLP, with the parts of some neurons patched, one in each setting.
 
-    `moved` is the patched minus the clean coefficient of each neuron's direction.
+    `moved`, ``[batch, pos, neuron]``, is the patched minus the clean coefficient of each of the
+    `directions`, ``[neuron, d_model]``.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        layer: int,
-        moved: Float[Tensor, "batch pos neuron"],
-        directions: Float[Tensor, "neuron d_model"],
-    ) -> None:
+    def __init__(self, adapter: Adapter, layer: int, moved: Tensor, directions: Tensor) -> None:
         super().__init__(adapter, (), "zero")
         self._name = f"blocks.{layer}.hook_mlp_out"
         self._moved, self._directions = moved, directions
@@ -138,15 +133,14 @@ class _Hooks:
 
     def __init__(
         self,
+        site: CircuitEdges,
         adapter: Adapter,
         gates: Tensor,
         patch: PatchValues,
         now: GatedPass,
-        spans: Spans | None,
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
-        self.edges = _Weights(adapter, gates, now.from_layer)
-        self.spans = spans
+        self.edges, self.spans = _Weights(adapter, gates, now.from_layer), site.spans
         self._shared: Tensor
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
@@ -204,18 +198,12 @@ class _Hooks:
             self._changes = self._none_yet()
         self._ran = True
 
-    def _read(
-        self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
+    def _read(self, column: int, before: int, residual: Residual) -> Residual:
         """What one destination reads, replacing the residual stream."""
         shared = self._changes.without_closed(before, residual)
         return self._changes.reads([column], shared)[:, 0].reshape(residual.shape)
 
-    # ---- reading ---------------------------------------------------------------------------------
-
-    def _enter(
-        self, layer: int, slots: Sequence[str], residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
+    def _enter(self, layer: int, slots: Sequence[str], residual: Residual) -> Residual:
         """Keep what the reads of a layer's heads share; compute reads that differ for many heads.
 
         Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
@@ -237,9 +225,7 @@ class _Hooks:
         weighted = self.edges.weighted(columns)
         return self.edges.learned or int(weighted.count_nonzero()) > _FEW_READS * weighted.numel()
 
-    def _read_heads(
-        self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
-    ) -> Float[Tensor, "rows pos head d_head"]:
+    def _read_heads(self, layer: int, slot: str, value: ByHead) -> ByHead:
         """The value at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
@@ -266,16 +252,11 @@ class _Hooks:
         stacked[stack, :, :, head] = out.to(value.dtype)
         return stacked.flatten(0, 1)
 
-    def _shape(self) -> tuple[int, int, int]:
+    def _shape(self) -> torch.Size:
         """Prompts, positions and d_model."""
-        rows, pos, d_model = self._shared.shape
-        return rows // self.now.n_stack, pos, d_model
+        return self._shared.unflatten(0, (self.now.n_stack, -1)).shape[1:]
 
-    # ---- writing ------------------------------------------------------------------------------
-
-    def _note(
-        self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
+    def _note(self, name: str, row: int, value: Residual) -> Residual:
         change = self.patch.change(name, value, self.now.n_stack, self.now.start)
         if self.edges.separated(row):
             self._changes.append(change[None])
@@ -283,9 +264,7 @@ class _Hooks:
             self._changes.add(row, self._changes.where_closed(row, change[:, :, None])[:, :, 0])
         return value
 
-    def _note_heads(
-        self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
-    ) -> Float[Tensor, "rows pos head d_head"]:
+    def _note_heads(self, layer: int, first: int, z: ByHead) -> ByHead:
         name = self.adapter.heads_point(layer)
         change = self.patch.change(name, z, self.now.n_stack, self.now.start)
         heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
@@ -306,12 +285,7 @@ class _Weights:
     is closed as a whole, and every edge counts as weighted.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack *span source destination"],
-        from_layer: int,
-    ) -> None:
+    def __init__(self, adapter: Adapter, gates: EdgeGates, from_layer: int) -> None:
         self.graph, self.learned = adapter.graph, gates.requires_grad
         exists = self.graph.exists.to(adapter.device, copy=True)
         at_end = from_layer == self.graph.n_layers
@@ -373,14 +347,13 @@ class _Changes:
     def __init__(self, edges: _Weights, spans: Spans | None) -> None:
         self.edges = edges
         self._n_stack = len(edges.source_closed)
-        self._buffer: Tensor | None = None
         self._parts: list[Tensor] = []
         self._filled = 0
         self._sum: Tensor | None = None
         self._waiting = deque[tuple[int, Tensor]]()
         self._spans = spans
         one_span = edges.source_closed.new_zeros(1, 1, dtype=torch.long)
-        self._at = one_span if spans is None else spans.at
+        self._at = one_span if spans is None else spans.at  # without spans, one token for all
         self._places: list[Tensor | slice] = [slice(None)]
         if spans is not None:
             order = spans.at.flatten().argsort(stable=True)
@@ -388,17 +361,15 @@ class _Changes:
             self._places = [*order.split(counts.tolist())]
             self._back = order.argsort()
 
-    # ---- writing ---------------------------------------------------------------------------------
-
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
         """Add the changes of the next separated sources."""
         self._check(len(part[0]) // self._n_stack, part.shape[2])
         if self.edges.learned:
             self._parts.append(part)
             return
-        if self._buffer is None:
-            self._buffer = part.new_empty(len(self.edges.rows), *part.shape[1:])
-        self._buffer[self._filled : self._filled + len(part)] = part
+        if not self._parts:
+            self._parts = [part.new_empty(len(self.edges.rows), *part.shape[1:])]
+        self._parts[0][self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
     def where_closed(
@@ -407,10 +378,10 @@ class _Changes:
         """Changes of some sources where they are closed as a whole; 0 elsewhere."""
         stacked = change.unflatten(0, (self._n_stack, -1))
         self._check(*stacked.shape[1:3])
-        closed = self._by_token(self.edges.source_closed[..., row : row + change.shape[2]])
+        closed = self.edges.source_closed[:, self._at, row : row + change.shape[2]]
         return (stacked * closed[..., None]).flatten(0, 1)
 
-    def add(self, source: int, change: Float[Tensor, "rows pos d_model"]) -> None:
+    def add(self, source: int, change: Residual) -> None:
         """Add to the sum the change of one source, or of several that start with it."""
         self._waiting.append((source, change))
 
@@ -421,14 +392,10 @@ class _Changes:
             self.append(changes[rows].repeat(1, self._n_stack, 1, 1))
         if self.edges.closes(0, len(changes)):
             self._check(*changes.shape[1:3])
-            closed = self._by_token(self.edges.source_closed[..., : len(changes)])
+            closed = self.edges.source_closed[:, self._at, : len(changes)]
             self.add(0, torch.einsum("sbpu,ubpd->sbpd", closed, changes).flatten(0, 1))
 
-    # ---- reading ---------------------------------------------------------------------------------
-
-    def without_closed(
-        self, before: int, residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
+    def without_closed(self, before: int, residual: Residual) -> Residual:
         """The residual stream, patched for the sources before `before` that are closed as a whole.
 
         `before` does not decrease between calls.
@@ -440,9 +407,7 @@ class _Changes:
             self._sum = change if self._sum is None else self._sum + change
         return residual if self._sum is None else (residual + self._sum).to(residual.dtype)
 
-    def reads(
-        self, columns: Sequence[int], shared: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "stack n flat"]:
+    def reads(self, columns: Sequence[int], shared: Residual) -> Float[Tensor, "stack n flat"]:
         """What n destinations, whose sources have all written, read under their own closed edges.
 
         `shared` is what `without_closed` returns.
@@ -468,7 +433,7 @@ class _Changes:
     def few_reads(
         self,
         columns: range,
-        shared: Float[Tensor, "rows pos d_model"],
+        shared: Residual,
         stack: Int[Tensor, " part"],
         some: Int[Tensor, " part"],
     ) -> Float[Tensor, "part batch pos d_model"]:
@@ -482,7 +447,7 @@ class _Changes:
             weights = self.edges.of(rows, columns)[stack, :, :, some]
             part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
             change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
-            change = change * self._by_token(weights[part, :, row])[..., None]
+            change = change * weights[part, :, row][:, self._at, None]
             reads = reads.index_add(0, part, change)
         return reads
 
@@ -494,24 +459,14 @@ class _Changes:
         count = used[-1] + 1 if used else 0
         if not self.edges.learned and _FEW_ROWS * len(used) <= count:
             if used:
-                assert self._buffer is not None
-                yield used, self._buffer[used]
+                yield used, self._parts[0][used]
             return
         start = 0
-        for part in self._parts if self.edges.learned else [self._buffer]:
+        for part in self._parts:
             if start < count:
-                assert part is not None
                 stop = min(start + len(part), count)
                 yield range(start, stop), part[: stop - start]
                 start = stop
-
-    # ---- spans -----------------------------------------------------------------------------------
-
-    def _by_token(
-        self, values: Float[Tensor, "some span *more"]
-    ) -> Float[Tensor, "some batch pos *more"]:
-        """The value of each token's span; without spans, one token stands for all."""
-        return values[:, self._at]
 
     def _check(self, batch: int, pos: int) -> None:
         if self._spans is not None and self._at.shape != (batch, pos):

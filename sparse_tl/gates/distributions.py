@@ -56,9 +56,8 @@ class BernoulliGate(GateDistribution):
     temperature: float = 1.0
 
     def squash(self, noisy: Gates) -> Gates:
-        sample = _HardSample.apply(noisy, self.temperature)
-        assert isinstance(sample, Tensor)
-        return sample
+        soft = torch.sigmoid(noisy / self.temperature)
+        return (noisy > 0).to(noisy.dtype) + (soft - soft.detach())  # the value of the first term
 
     def mode(self, logits: Gates) -> Gates:
         return self.is_open(logits).to(logits.dtype)
@@ -97,9 +96,7 @@ class SigmoidGate(GateDistribution):
     Reference: causal head gating, arXiv 2505.13737.
     """
 
-    def sample(
-        self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
-    ) -> Gates:
+    def sample(self, logits: Gates, generator: Any = None, noise: float = 1.0) -> Gates:
         return self.mode(logits)  # no noise
 
     def squash(self, noisy: Gates) -> Gates:
@@ -159,11 +156,6 @@ DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] =
 """Distribution classes by name, for saved gates."""
 
 
-def expected_size(distribution: GateDistribution, logits: Gates) -> Float[Tensor, ""]:
-    """The expected number of open gates, ``sum P(gate > 0)``; differentiable."""
-    return distribution.open_probability(logits).sum()
-
-
 def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
     """Standard logistic noise for every gate."""
     # The open interval (0, 1): an exact 0 or 1 would make the noise infinite.
@@ -172,19 +164,3 @@ def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
         logits.shape, device=logits.device, dtype=torch.float32, generator=generator
     ).clamp(tiny, 1 - 2**-24)
     return torch.logit(uniform).to(logits.dtype)
-
-
-class _HardSample(torch.autograd.Function):
-    """Forward: ``[noisy > 0]``; backward: the gradient of ``sigmoid(noisy / temperature)``."""
-
-    @staticmethod
-    def forward(ctx: Any, noisy: Tensor, temperature: float) -> Tensor:
-        ctx.save_for_backward(noisy)
-        ctx.temperature = temperature
-        return (noisy > 0).to(noisy.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (noisy,) = ctx.saved_tensors
-        soft = torch.sigmoid(noisy / ctx.temperature)
-        return gradient * soft * (1 - soft) / ctx.temperature, None

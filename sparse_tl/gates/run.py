@@ -35,7 +35,7 @@ from sparse_tl.backend import (
 )
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.calls.scopes import scope
-from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
+from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, reference_prompts
 from sparse_tl.gates.sites import (
     AttentionEdges,
     ClosedAttentionEdges,
@@ -49,6 +49,9 @@ from sparse_tl.gates.sites import (
     meant,
 )
 from sparse_tl.graph.grids import AttentionGrid
+
+Logits = Float[Tensor, "*stack label vocab"]
+Final = Float[Tensor, "*stack label d_model"]
 
 
 @checked
@@ -143,7 +146,9 @@ class GatedRun:
             # Drawn once, so that all settings are compared under the same patch.
             prompts = reference_prompts(self.adapter, patch, reference)
             assert prompts is not None
-            patch, reference = "corrupted", drawn(prompts, len(tokens), seed)
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randint(len(prompts), (len(tokens),), generator=generator)
+            patch, reference = "corrupted", prompts[drawn]
         if not isinstance(patch, PatchValues):
             points = site.points(self.adapter)
             patch = PatchValues(self.adapter, points, patch, reference, order=site.order)
@@ -193,20 +198,18 @@ class GatedRun:
         self._expected = final if hooks_besides(adapter, OWN) else None
         return self._logits(final)
 
-    def logits(self, gates: SiteGates) -> Float[Tensor, "*stack label vocab"]:
+    def logits(self, gates: SiteGates) -> Logits:
         """Logits at the read positions, one row per label, for one gate setting or a stack of them.
 
         Differentiable in the gates if gradients are enabled.
         """
         return self._logits(self.final(gates))
 
-    def _logits(
-        self, final: Float[Tensor, "*stack label d_model"]
-    ) -> Float[Tensor, "*stack label vocab"]:
+    def _logits(self, final: Final) -> Logits:
         logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
         return logits.view(*final.shape[:-1], -1)
 
-    def final(self, gates: SiteGates) -> Float[Tensor, "*stack label d_model"]:
+    def final(self, gates: SiteGates) -> Final:
         """The final residual stream at the read positions, one row per label."""
         stack, shape = _stacked(self.adapter, self.site, gates)
         n_stack, base = math.prod(shape), self._base
@@ -442,7 +445,7 @@ def steer(
             return value + change
         n = value.shape[1]
         last = end or start + n
-        chosen = meant(positions, start, last, first=last - n).to(value.device)
+        chosen = meant(positions, last - n, start, last).to(value.device)
         return value + chosen.view(n, *[1] * vector.ndim) * change
 
     def begin(cached: Int[Tensor, ""]) -> None:

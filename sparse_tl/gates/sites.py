@@ -73,12 +73,10 @@ class ClosedAttentionEdges:
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Shape of the stack axis: one size, or none."""
         return () if self.stack is None else (self.n_stack,)
 
     @property
     def layers(self) -> list[int]:
-        """The layers with a closed edge, in order."""
         return self.edges[:, 0].unique().tolist()
 
     def on(
@@ -105,13 +103,7 @@ class ClosedAttentionEdges:
 
 @dataclass(frozen=True)
 class ClosedByRule:
-    """Gates that are 0 where a rule selects both query and key, in some heads, and 1 elsewhere.
-
-    Args:
-        heads: (layer, head) pairs.
-        query: columns of the queries.
-        key: columns of the keys.
-    """
+    """Gates that are 0 where a rule selects both query and key, in some heads, and 1 elsewhere."""
 
     heads: Sequence[tuple[int, int]]
     query: Columns
@@ -127,8 +119,8 @@ class ClosedByRule:
         self, layer: int, pattern: Float[Tensor, "rows head query key"], start: int
     ) -> Float[Tensor, "1 head query key"]:
         end = start + pattern.shape[2]
-        queries = meant(self.query, start, end)
-        keys = meant(self.key, start, end, first=end - pattern.shape[3])
+        queries = meant(self.query, start, start, end)
+        keys = meant(self.key, end - pattern.shape[3], start, end)
         closed = (queries[:, None] & keys).to(pattern.device)
         gates = pattern.new_ones(1, *pattern.shape[1:])
         for head in (head for where, head in self.heads if where == layer):
@@ -140,22 +132,13 @@ ClosedEdges = ClosedAttentionEdges | ClosedByRule
 """Gates on attention edges that fit prompts of any length."""
 
 
-def meant(
-    columns: Columns, start: int, end: int, *, first: int | None = None
-) -> Bool[Tensor, " column"]:
-    """Whether a rule selects each column from `first` to `end` (exclusive).
-
-    Args:
-        columns: the rule.
-        start: number of columns in the key-value cache.
-        end: number of columns in the cache and in this pass together.
-        first: first column of the result; by default the first column of this pass.
+def meant(columns: Columns, first: int, start: int, end: int) -> Bool[Tensor, " column"]:
+    """Whether a rule selects each column from `first` to `end`; `start` of `end` are cached.
 
     Raises:
         ValueError: a listed column lies outside the tokens that are run, or a column counts from
             the end, which moves with every generated token, in a run with a key-value cache.
     """
-    first = start if first is None else first
     if callable(columns):
         found = [column for column in range(first, end) if columns(column)]
     else:
@@ -225,6 +208,7 @@ class _Activations(Site):
     """Gates over some axes of the activations at hook points, ordered as in the model."""
 
     axes: tuple[int, ...]
+    spans: Spans | None = None
     order = Order.FIRST  # so that caches and user hooks see gated activations
 
     def layer(self, index: int) -> int:
@@ -242,8 +226,7 @@ class _Activations(Site):
             if isinstance(gates, ClosedEdges):
                 here, acts = partial(gates.on, layer), layer in gates.layers
             else:
-                here = gates[:, index]
-                acts = _acts(here)
+                here, acts = gates[:, index], _acts(gates[:, index])
             makes_copies = layer == now.from_layer and now.n_prompts is not None
             if layer >= now.from_layer and (makes_copies or acts):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
@@ -261,6 +244,9 @@ class _Activations(Site):
     ) -> Float[Tensor, "stacked ..."]:
         if not isinstance(gates, Tensor):
             gates = gates(clean, now.start)
+        elif self.spans is not None:
+            # Every prompt of every stack entry has a row of its own, as in the stacked batch.
+            gates = gates[:, self.spans.at].flatten(0, 1)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
@@ -351,7 +337,7 @@ class HookPoints(_Activations):
     names: tuple[str, ...]
     axes: tuple[int, ...]  # type: ignore[bad-override]
     sizes: tuple[AtLeastOne, ...]
-    spans: Spans | None = None
+    spans: Spans | None = None  # type: ignore[bad-override]
 
     def __post_init__(self) -> None:
         if not self.names or len(self.axes) != len(self.sizes):
@@ -362,19 +348,6 @@ class HookPoints(_Activations):
         spans = self.spans
         if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
             raise ValueError(f"a site with spans has axis 1 and {len(spans.names)} gates")
-
-    def _close(
-        self,
-        name: str,
-        gates: Float[Tensor, "stack ..."] | Callable[..., Tensor],
-        patch: PatchValues,
-        now: GatedPass,
-        clean: Float[Tensor, "rows ..."],
-    ) -> Float[Tensor, "stacked ..."]:
-        if self.spans is not None and isinstance(gates, Tensor):
-            # Every prompt of every stack entry has a row of its own, as in the stacked batch.
-            gates = gates[:, self.spans.at].flatten(0, 1)
-        return super()._close(name, gates, patch, now, clean)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return len(self.names), *self.sizes

@@ -291,10 +291,8 @@ def has_fitted(
     optimisation. Two standard errors of the difference, paired by prompt, allow for the choice of
     prompts.
 
-    Args:
-        excess: NLL of each held-out target under G+ and G-, minus that without gates, in nats.
-        n_labels: total number of target tokens.
-        lambda_: coefficient of the penalty.
+    `excess` is the NLL in nats of each held-out target under G+ and G-, minus that without gates;
+    `n_labels` is the total number of target tokens.
     """
     n_rows = excess.shape[-1]
     mean = excess.sum(dim=-1) / n_labels

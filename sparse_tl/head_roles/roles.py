@@ -17,6 +17,8 @@ from sparse_tl.results import Result, table_html
 
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
+BySeed = Float[Tensor, "seed layer head"]
+ByFitted = Float[Tensor, "fitted layer head"]
 THRESHOLD = 0.5
 """Minimum score for a head to belong to a role."""
 MOST_NAMED = 5
@@ -58,32 +60,32 @@ class HeadRoles(Result):
     prompt_start: str | None = None
 
     @property
-    def g0(self) -> Float[Tensor, "seed layer head"]:
+    def g0(self) -> BySeed:
         """Gates fitted without a penalty."""
         return self.trajectories[0, :, -1]
 
     @property
-    def g_plus(self) -> Float[Tensor, "seed layer head"]:
+    def g_plus(self) -> BySeed:
         """Gates fitted from g0 under a penalty that opens them."""
         return self.trajectories[1, :, -1]
 
     @property
-    def g_minus(self) -> Float[Tensor, "seed layer head"]:
+    def g_minus(self) -> BySeed:
         """Gates fitted from g0 under a penalty that closes them."""
         return self.trajectories[2, :, -1]
 
     @property
-    def facilitation(self) -> Float[Tensor, "fitted layer head"]:
+    def facilitation(self) -> ByFitted:
         """G-: high for heads that help, whose gates stay open although pushed shut."""
         return self.score("facilitation")
 
     @property
-    def interference(self) -> Float[Tensor, "fitted layer head"]:
+    def interference(self) -> ByFitted:
         """1 - G+: high for heads that harm, whose gates stay shut although pushed open."""
         return self.score("interference")
 
     @property
-    def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
+    def irrelevance(self) -> ByFitted:
         """G+ (1 - G-): high for heads that do not matter, whose gates follow both penalties."""
         return self.score("irrelevance")
 
@@ -106,7 +108,7 @@ class HeadRoles(Result):
         """The increase of the mean NLL, in nats, that the penalty accepts for closing one head."""
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
-    def score(self, role: str) -> Float[Tensor, "fitted layer head"]:
+    def score(self, role: str) -> ByFitted:
         """The score of a role, 0 to 1, for each seed that fitted."""
         return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 

@@ -14,7 +14,6 @@ from architectures import ARCHITECTURES, VOCABULARY
 from double_precision import DoublePrecision
 from finite_differences import derivative
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import AttentionMask, Deferred, deferred
@@ -255,22 +254,6 @@ def test_what_hooks_see_is_whole(blocks: list[Any], monkeypatch: pytest.MonkeyPa
     assert {type(cache[name]), type(logits)} == {Tensor} and cache[name].shape[-1] == LENGTH
     torch.testing.assert_close(logits, plain, rtol=0, atol=1e-12)
     assert blocks, "the other layers have no hooks of the user's"
-
-
-def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "LONG", LENGTH)
-    model = Subject("llama").build()
-    sparse = SparseTransformer(model)
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(blockwise.GatedAttention, "on", stop)
-    with pytest.raises(KeyboardInterrupt):
-        sparse(_tokens())
-    assert not active_modes()
-    sparse.unwrap()
-    assert not any("forward" in block.attn.__dict__ for block in model.blocks)
 
 
 def _deferred_scores(q: Tensor, k: Tensor) -> Any:

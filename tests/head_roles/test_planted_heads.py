@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from planted_heads import DEAD, INTERFERER
@@ -97,10 +95,3 @@ def test_a_random_order_is_its_own_control(
     control = _curve(planted, roles, echo_targets, "facilitation", max_heads=4).control
     assert control is not None and torch.equal(random.values, control)
     assert random.values.shape == (2, 5) and random.in_role == (8, 8) and random.control is None
-
-
-def test_roles_of_another_model_are_refused(
-    build_tiny: Callable[..., Model], roles: HeadRoles, echo_targets: TargetDataset
-) -> None:
-    with pytest.raises(ValueError, match=r"need the shape \[2, 2\].* 2, 4\]"):
-        _curve(build_tiny(), roles, echo_targets, "facilitation")

@@ -54,11 +54,20 @@ from sparse_tl.gates.distributions import (
 )
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
-from sparse_tl.gates.sparse.counting import Counted, counted_edges
+from sparse_tl.gates.sparse.counting import (
+    Counted,
+    EdgeCost,
+    Pairs,
+    Pattern,
+    QueryTerm,
+    counted_edges,
+)
 from sparse_tl.gates.sparse.straight_through import edge_term, gated_pattern
 
 GateKind = Literal["score", "share"]
 """What a gate reads: its edge's score, or its edge's share of the query's attention."""
+Rule = GateDistribution | None
+"""How gates are sampled and evaluated; None for `BernoulliGate`."""
 
 
 class ComputedGates(nn.Module, ABC):
@@ -76,12 +85,7 @@ class ComputedGates(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def of(
-        cls,
-        adapter: Adapter,
-        distribution: GateDistribution | None = None,
-        start: float | None = None,
-    ) -> ComputedGates:
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.0) -> ComputedGates:
         """New gates for a model, on its device and in the precision that it needs.
 
         `start` is the initial bias, or threshold; see `SparseTransformer` and `MLPGates`.
@@ -107,11 +111,7 @@ class ComputedGates(nn.Module, ABC):
         return f"{size} {self.label}, {self.distribution}, bias {least:.2f} to {most:.2f}"
 
     def _now(self) -> GateSettings:
-        """The settings of this pass.
-
-        Raises:
-            RuntimeError: a backward pass repeats the layer, with other settings and other noise.
-        """
+        """The settings of this pass; in a backward pass, others would give other noise."""
         if torch._C._current_graph_task_id() != -1 and not self.settings.again:
             raise RuntimeError(
                 "a backward pass runs a layer again without knowing its gates: checkpoint "
@@ -153,9 +153,8 @@ def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
 def as_now(gates: Sequence[ComputedGates]) -> Callable[[], AbstractContextManager[None]]:
     """Keep the settings of a model's gates for the repetition of a layer in the backward pass.
 
-    Returns:
-        Opens a block in which gates are set as they are now, with the same noise. Nothing is
-        counted: what counts already holds the graph, which holds this function.
+    What is returned opens a block in which gates are set as they are now, with the same noise.
+    Nothing is counted: what counts already holds the graph, which holds this function.
     """
     now = replace(gates[0].settings, counts=None, again=True)  # all gates have the same settings
     counting = gates[0].settings.counts is not None
@@ -208,11 +207,7 @@ class AttentionGates(ComputedGates):
     """The hook point, in every layer, that the gates read besides the pattern."""
 
     @abstractmethod
-    def _terms(
-        self, layer: int, read: Tensor
-    ) -> tuple[
-        Float[Tensor, "prompt head query key"] | None, Float[Tensor, "#prompt head #query 1"]
-    ]:
+    def _terms(self, layer: int, read: Tensor) -> tuple[Pattern | None, QueryTerm]:
         """The edges' term of the logits (scores, or None for log p), and each query's term."""
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
@@ -222,12 +217,8 @@ class AttentionGates(ComputedGates):
         return mask_hooks(adapter, masks) + gated
 
     def _gate_pattern(
-        self,
-        masks: dict[int, AttentionMask],
-        layer: int,
-        read: Tensor,
-        pattern: Float[Tensor, "prompt head query key"],
-    ) -> Float[Tensor, "prompt head query key"] | None:
+        self, masks: dict[int, AttentionMask], layer: int, read: Tensor, pattern: Pattern
+    ) -> Pattern | None:
         mask, now = masks.pop(layer), self._now()
         deferred = isinstance(pattern, Deferred)
         if now.does_nothing and not (now.by_blocks and deferred):
@@ -276,12 +267,12 @@ class AttentionGates(ComputedGates):
     def _gate(
         self,
         now: GateSettings,
-        scores: Float[Tensor, "prompt head query key"] | None,
-        pattern: Float[Tensor, "prompt head query key"],
-        row: Float[Tensor, "#prompt head #query 1"],
-        cost: Float[Tensor, "#head #query #key"] | None,
-        valid: Bool[Tensor, "#prompt #head query key"] | None,
-    ) -> tuple[Float[Tensor, "prompt head query key"] | None, Counted]:
+        scores: Pattern | None,
+        pattern: Pattern,
+        row: QueryTerm,
+        cost: EdgeCost | None,
+        valid: Pairs | None,
+    ) -> tuple[Pattern | None, Counted]:
         """The pattern of some heads under gates, None if it is unchanged, and counts if `valid`."""
         if now.mode == "open" and valid is None:
             return None, {}
@@ -318,22 +309,15 @@ class ScoreGates(AttentionGates):
     reads = "attn.hook_attn_scores"
 
     @classmethod
-    def of(
-        cls,
-        adapter: Adapter,
-        distribution: GateDistribution | None = None,
-        start: float | None = None,
-    ) -> ScoreGates:
-        return cls(_initial(adapter, 4.0 if start is None else start), distribution)
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 4.0) -> ScoreGates:
+        return cls(_initial(adapter, start), rule)
 
     def check(self, adapter: Adapter) -> None:
         """Raise a ValueError if these gates do not fit a model, or scores see later tokens."""
         check_scores(adapter)
         super().check(adapter)
 
-    def _terms(
-        self, layer: int, read: Float[Tensor, "prompt head query key"]
-    ) -> tuple[Float[Tensor, "prompt head query key"], Float[Tensor, "1 head 1 1"]]:
+    def _terms(self, layer: int, read: Pattern) -> tuple[Pattern, Float[Tensor, "1 head 1 1"]]:
         return read, self.bias[layer][None, :, None, None]
 
 
@@ -370,14 +354,9 @@ class ShareGates(AttentionGates):
         self.weight = nn.Parameter(weight)
 
     @classmethod
-    def of(
-        cls,
-        adapter: Adapter,
-        distribution: GateDistribution | None = None,
-        start: float | None = None,
-    ) -> ShareGates:
-        bias = _initial(adapter, -math.log(0.005 if start is None else start))
-        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), distribution)
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.005) -> ShareGates:
+        bias = _initial(adapter, -math.log(start))
+        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), rule)
 
     def _terms(
         self, layer: int, read: Float[Tensor, "prompt query head d_head"]
@@ -393,21 +372,21 @@ def attention_gates(
     adapter: Adapter,
     gates: GateKind | AttentionGates | None,
     starts: Mapping[str, float | None],
-    distribution: GateDistribution | None,
+    distribution: Rule,
 ) -> AttentionGates:
     """Gates that fit a model: new ones of a kind, or the given ones; see `SparseTransformer`."""
     check_gates(adapter)
     given = {name: value for name, value in starts.items() if value is not None}
     kind = gates or ("score" if given.keys() == {"initial_bias"} else "share")
-    start = given.pop("initial_bias" if kind == "score" else "initial_threshold", None)
     if isinstance(kind, AttentionGates):
-        kind.check(adapter)
-        if given or start is not None:
-            raise ValueError("initial_bias and initial_threshold are for new gates")
-        return kind
-    if given:
-        raise ValueError(f"{kind} gates take no {', '.join(given)}")
-    made = KINDS[kind].of(adapter, distribution, start)
+        if given:
+            raise ValueError(f"{' and '.join(given)}: these are for new gates")
+        made = kind
+    else:
+        start = given.pop("initial_bias" if kind == "score" else "initial_threshold", None)
+        if given:
+            raise ValueError(f"{kind} gates take no {', '.join(given)}")
+        made = KINDS[kind].of(adapter, distribution, *([] if start is None else [start]))
     made.check(adapter)
     return made
 
@@ -514,19 +493,10 @@ class MLPGates(ComputedGates):
         self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **like))
 
     @classmethod
-    def of(
-        cls,
-        adapter: Adapter,
-        distribution: GateDistribution | None = None,
-        start: float | None = None,
-    ) -> MLPGates:
-        return cls(
-            *(adapter.n_layers, adapter.d_model),
-            initial_bias=2.0 if start is None else start,
-            distribution=distribution,
-            device=adapter.device,
-            dtype=adapter.gate_dtype,
-        )
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 2.0) -> MLPGates:
+        like = {"device": adapter.device, "dtype": adapter.gate_dtype}
+        size = adapter.n_layers, adapter.d_model
+        return cls(*size, initial_bias=start, distribution=rule, **like)
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
         reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from sparse_tl.results import Result
 
+Pattern = Float[Tensor, "prompt head query key"]
+QueryTerm = Float[Tensor, "#prompt head #query 1"]
+EdgeCost = Float[Tensor, "#head #query #key"]
+Pairs = Bool[Tensor, "#prompt #head query key"]
+"""Pairs of real tokens that a layer's mask allows."""
 Counted = dict[str, Tensor]
 """Counts of one layer in one pass, keyed by field of `AttentionEdgeCounts`."""
 
@@ -97,24 +102,11 @@ class AttentionEdgeCounts(Result):
     def to_pandas(self) -> pd.DataFrame:
         """One row per layer and head; mean number of edges per prompt."""
         n_layers, _, n_heads = self.active.shape
-        index = pd.MultiIndex.from_product(
-            [range(n_layers), range(n_heads)], names=["layer", "head"]
-        )
-        return pd.DataFrame(self._means("").to_dict("list"), index=index)
-
-    def mlps_to_pandas(self) -> pd.DataFrame:
-        """One row per layer: mean open MLP outputs per prompt. Empty without MLP gates."""
-        return self._means("_mlps").rename_axis(index="layer")
-
-    def _means(self, suffix: str) -> pd.DataFrame:
-        """Means over the prompts."""
-        names = ("active", "expected", "possible")
-        counts = {name: getattr(self, name + suffix) for name in names}
+        heads = range(n_layers), range(n_heads)
+        counts = {name: getattr(self, name) for name in ("active", "expected", "possible")}
         return pd.DataFrame(
-            {
-                name: [] if values is None else values.detach().double().mean(dim=1).flatten()
-                for name, values in counts.items()
-            }
+            {name: x.detach().double().mean(dim=1).flatten() for name, x in counts.items()},
+            index=pd.MultiIndex.from_product(heads, names=["layer", "head"]),
         )
 
     def __repr__(self) -> str:
@@ -171,21 +163,16 @@ def _per_prompt(counts: Tensor) -> float:
 
 
 def counted_edges(
-    valid: Bool[Tensor, "#prompt #head query key"],
+    valid: Pairs,
     is_open: Real[Tensor, "prompt head query key"] | Bool[Tensor, "prompt head query key"],
-    probability: Float[Tensor, "prompt head query key"],
-    cost: Float[Tensor, "#head #query #key"] | None,
+    probability: Pattern,
+    cost: EdgeCost | None,
 ) -> Counted:
     """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
 
+    `is_open` says which valid pairs have an open deterministic gate; `probability` is 0 at others.
     ``real`` says which queries are real tokens: those with a valid pair, since a real token attends
     at least to itself.
-
-    Args:
-        valid: pairs of real tokens that the layer's mask allows.
-        is_open: valid pairs whose deterministic gate is open.
-        probability: probability that a gate is open; 0 at pairs that are not valid.
-        cost: cost per edge.
     """
     n_prompts, n_heads = is_open.shape[:2]
     found = {

@@ -196,9 +196,6 @@ class SparseTransformer(nn.Module):
             tokens: prompts with ``attention_mask=`` if padded, or pairs, whose clean ones count.
             batch_size: prompts per forward pass.
             **kwargs: keyword arguments of the model; tensors are split along the prompts.
-
-        Raises:
-            ValueError: no prompt is given.
         """
         return AttentionEdgeCounts.concatenate([*self._counted(tokens, batch_size, kwargs)])
 
@@ -209,7 +206,7 @@ class SparseTransformer(nn.Module):
     ) -> pd.DataFrame:
         """The attention edges that are open in at least one prompt, most common first.
 
-        Arguments and errors are those of `count_attention_edges`, for prompts of one length.
+        Arguments are those of `count_attention_edges`, for prompts of one length.
 
         Returns:
             One row per edge: layer, head, query and key (columns of the prompt), and the share of
@@ -257,12 +254,7 @@ class SparseTransformer(nn.Module):
         return self.model
 
     def model_under_gates(self) -> Model:
-        """The wrapped model with its gates attached.
-
-        Raises:
-            RuntimeError: the gates were removed, by `unwrap` or from outside.
-            ValueError: another bridge has taken over the model's modules.
-        """
+        """The wrapped model, if its gates are attached."""
         if self._hooks_on is None:
             raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
         if not self._hooks_on.in_place:

@@ -25,12 +25,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.calls.devices import SizeByDevice, fastest
 from sparse_tl.gates.distributions import GateSettings, logistic_noise
-from sparse_tl.gates.sparse.counting import Counted, counted_edges
+from sparse_tl.gates.sparse.counting import (
+    Counted,
+    EdgeCost,
+    Pairs,
+    Pattern,
+    QueryTerm,
+    counted_edges,
+)
 
 EDGES_AT_ONCE = SizeByDevice(cpu=2**20, elsewhere=2**24)
 """Number of edges whose intermediate values are held at one time, but for those of one prompt."""
@@ -48,24 +55,18 @@ def edge_term(
 
 
 def gated_pattern(
-    scores: Float[Tensor, "prompt head query key"] | None,
-    pattern: Float[Tensor, "prompt head query key"],
-    row: Float[Tensor, "#prompt head #query 1"],
+    scores: Pattern | None,
+    pattern: Pattern,
+    row: QueryTerm,
     temperature: float,
     now: GateSettings,
-    cost: Float[Tensor, "#head #query #key"] | None = None,
-    valid: Bool[Tensor, "#prompt #head query key"] | None = None,
-) -> tuple[Float[Tensor, "prompt head query key"], Counted]:
+    cost: EdgeCost | None = None,
+    valid: Pairs | None = None,
+) -> tuple[Pattern, Counted]:
     """The pattern under sampled gates, and the counts of `counted_edges` at valid pairs, if given.
 
-    Args:
-        scores: attention scores, if they are the edges' term; None if the pattern's logarithm is.
-        pattern: attention pattern.
-        row: each query's term.
-        temperature: temperature of the backward pass.
-        now: settings, of which the noise's generator and scale and the pressure are used.
-        cost: cost per edge.
-        valid: pairs of real tokens that the layer's mask allows.
+    The edges' term is the scores, or if these are None, the pattern's logarithm; `row` is each
+    query's. Of the settings, the noise and the pressure are used.
     """
     n, row = len(pattern), row.expand(*pattern.shape[:3], 1)
     size = max(1, EDGES_AT_ONCE.on(pattern.device) * n // max(1, pattern.numel()))
