@@ -104,7 +104,7 @@ class PairRuns(PatchedPairs):
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
-            written = len(self.adapter.graph.sources) if site.sources(self.adapter) else 0
+            written = len(self.adapter.graph.sources) if site.keeps_changes else 0
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
             per_batch = self.batch_size * pairs.clean.shape[1] * per_token
             self._n_kept = max(1, STATES_AT_ONCE // per_batch)

@@ -38,7 +38,7 @@ from sparse_tl.calls.autograd import autograd
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data.batches import TokenBatch, log_probabilities
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import attention_by_blocks
 from sparse_tl.gates.sparse.computed_gates import using
 
 Reference = Model | SparseTransformer

@@ -18,7 +18,7 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.attention import costs_of_first
+from sparse_tl.gates.sparse.computed_gates import costs_of_first
 from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetEdges, TargetLoss
 from sparse_tl.training.distillation import (

@@ -29,8 +29,7 @@ from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.attention import check_edge_cost, costs_of_first
-from sparse_tl.gates.sparse.computed_gates import using
+from sparse_tl.gates.sparse.computed_gates import check_edge_cost, costs_of_first, using
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks

@@ -287,7 +287,7 @@ def _identity(
     model: Model | SparseTransformer, starts: list[list[int]], window: int, seed: int
 ) -> str:
     """A text that names everything that the windows depend on."""
-    mode = model.gates.settings.mode.name if isinstance(model, SparseTransformer) else None
+    mode = model.gates.settings.mode if isinstance(model, SparseTransformer) else None
     of_model, begun = (
         hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
         for content in (run_identity(model, {"gates": mode}), starts)

@@ -37,7 +37,7 @@ from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
-from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
+from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch
 from sparse_tl.graph.circuit_graph import CircuitGraph
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
@@ -154,7 +154,7 @@ def prune_circuit_edges(
     optimizer = torch.optim.Adam([logits], lr=learning_rate)
     generator = torch.Generator(device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
-    first_share = expected_size(GATE, logits).item() / graph.n_edges
+    first_share = GATE.open_probability(logits).sum().item() / graph.n_edges
     rows = []
     with autograd(True), tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
@@ -229,7 +229,7 @@ def _shifted(
     low, high = -reach, reach
     for _ in range(60):
         shift = (low + high) / 2
-        too_many = expected_size(GATE, values + shift) > expected
+        too_many = GATE.open_probability(values + shift).sum() > expected
         low, high = torch.where(too_many, low, shift), torch.where(too_many, shift, high)
     return ((values + shift) * noise).to(logits)
 
