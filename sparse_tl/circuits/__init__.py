@@ -1,20 +1,24 @@
 """Find the parts of a model that perform a task; works on dense and sparse models."""
 
-from sparse_tl.circuits.circuit import Circuit as Circuit
-from sparse_tl.circuits.effect import (
-    EffectCurve as EffectCurve,
-    Evaluation as Evaluation,
-    SeedCurves as SeedCurves,
-    SeedMultipliers as SeedMultipliers,
-    multiplier as multiplier,
-    seed_multipliers as seed_multipliers,
+from sparse_tl.circuits.circuit import (
+    Circuit as Circuit,
+    Overlap as Overlap,
+    Roc as Roc,
+    Scores as Scores,
+    overlap as overlap,
+    roc as roc,
 )
 from sparse_tl.circuits.evaluation import (
+    EffectCurve as EffectCurve,
+    Evaluation as Evaluation,
     Faithfulness as Faithfulness,
+    SeedCurves as SeedCurves,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,
     log_sizes as log_sizes,
+    multiplier as multiplier,
+    seed_multipliers as seed_multipliers,
 )
 from sparse_tl.circuits.exchange import (
     MIB_FRACTIONS as MIB_FRACTIONS,
@@ -32,24 +36,22 @@ from sparse_tl.circuits.heads import (
     head_behaviour as head_behaviour,
 )
 from sparse_tl.circuits.methods.acdc import Acdc as Acdc, acdc as acdc
-from sparse_tl.circuits.methods.activation_patching import (
-    ActivationPatching as ActivationPatching,
-    patch_activations as patch_activations,
-)
 from sparse_tl.circuits.methods.attribution import (
     attribute_attention_edges as attribute_attention_edges,
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
 )
-from sparse_tl.circuits.methods.exact import (
-    ScoreCheck as ScoreCheck,
-    check_scores as check_scores,
-    patch_exactly as patch_exactly,
-)
 from sparse_tl.circuits.methods.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,
     neuron_effects as neuron_effects,
+)
+from sparse_tl.circuits.methods.patching import (
+    ActivationPatching as ActivationPatching,
+    ScoreCheck as ScoreCheck,
+    check_scores as check_scores,
+    patch_activations as patch_activations,
+    patch_exactly as patch_exactly,
 )
 from sparse_tl.circuits.methods.pruning import (
     Pruning as Pruning,
@@ -69,13 +71,6 @@ from sparse_tl.circuits.prompt.logits import (
     logit_lens as logit_lens,
 )
 from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
-from sparse_tl.circuits.scores import (
-    Overlap as Overlap,
-    Roc as Roc,
-    Scores as Scores,
-    overlap as overlap,
-    roc as roc,
-)
 from sparse_tl.circuits.skill import (
     Skill as Skill,
     accuracy as accuracy,

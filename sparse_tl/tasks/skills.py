@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparse_tl.backend import Model, evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.circuits.effect import mean_interval, sign_test, wilson_interval
+from sparse_tl.circuits.evaluation import mean_interval, sign_test, wilson_interval
 from sparse_tl.circuits.pair_runs import PairBatches
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer

@@ -24,7 +24,7 @@ from sparse_tl.circuits import (
     evaluate_heads,
     log_sizes,
 )
-from sparse_tl.circuits.effect import effect_draws
+from sparse_tl.circuits.evaluation import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer

@@ -54,9 +54,10 @@ def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
 
 def _checked(method: str) -> ScoreCheck:
     exact = torch.linspace(-3, 1, 40)
-    drawn = ("strongest",) * 20 + ("random",) * 20
-    parts = tuple(f"a{i}.h0->m{i}" for i in range(40))
-    return ScoreCheck(method, "circuit edges", 8, parts, drawn, exact + exact**2 / 9, exact)
+    table = pd.DataFrame({"score": exact + exact**2 / 9, "exact": exact})
+    table["drawn"] = ["strongest"] * 20 + ["random"] * 20
+    table["part"] = [f"a{i}.h0->m{i}" for i in range(40)]
+    return ScoreCheck(method, "circuit edges", 8, table)
 
 
 def _evaluation() -> Evaluation:

@@ -17,7 +17,12 @@ from typing import Any, Literal
 import numpy as np
 
 from sparse_tl.calls.arguments import Share, checked
-from sparse_tl.circuits.effect import EffectCurve, SeedCurves, seed_multipliers
+from sparse_tl.circuits.evaluation import (
+    EffectCurve,
+    SeedCurves,
+    multiplier_words,
+    seed_multipliers,
+)
 from sparse_tl.plots.page.palette import (
     INK,
     LABEL_SIZE,
@@ -231,7 +236,7 @@ def _words(curves: Curves, level: float) -> tuple[str, ...]:
         return ()
     ratios = seed_multipliers(*curves, level=level)
     # For a single seed, the missing dashed line shows that the level is not reached.
-    return () if len(ratios.seeds) == len(ratios.missing) == 1 else ratios.words()
+    return () if len(ratios) == 1 and ratios.isna().all() else multiplier_words(ratios)
 
 
 def _notes(panels: Mapping[str, Curves]) -> list[str]:

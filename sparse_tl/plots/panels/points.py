@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.circuits import NeuronEffects
-from sparse_tl.circuits.methods.exact import Drawn, ScoreCheck
+from sparse_tl.circuits import NeuronEffects, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
 from sparse_tl.plots.panels.grid_figure import GridFigure
@@ -39,7 +38,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 # ---- scores against exact effects --------------------------------------------------------------
 
 _SCORE_GAP, _WIDEST_SCORES = 40, 300
-_SCORE_NAMES: dict[Drawn, str] = {"strongest": "Strongest", "random": "Drawn at Random"}
+_SCORE_NAMES = {"strongest": "Strongest", "random": "Drawn at Random"}
 
 
 @checked
@@ -60,23 +59,20 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
     axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
     figure = panel_figure(rows, **axes, width=width, height=width, gap=_SCORE_GAP, shared=False)
     for position, check in zip(panel_positions(rows), checks.values(), strict=True):
-        values = [*check.score.tolist(), *check.exact.tolist()]
-        ends = _padded(min(0.0, *values), max(0.0, *values))
+        values = check.table[["score", "exact"]].to_numpy()
+        ends = _padded(min(0.0, float(values.min())), max(0.0, float(values.max())))
         for update in (figure.update_xaxes, figure.update_yaxes):
             update(range=ends, **ticks(*ends), row=position[0], col=position[1])
         add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
-        for drawn, colour in zip(get_args(Drawn), MODEL_PAIRS[0], strict=True):
-            indices = [i for i, choice in enumerate(check.drawn) if choice == drawn]
-            both = check.score, check.exact
-            score, exact = ([values[i].item() for i in indices] for values in both)
+        for (drawn, name), colour in zip(_SCORE_NAMES.items(), MODEL_PAIRS[0], strict=True):
+            half = check.table[check.table["drawn"] == drawn]
+            exact, score = half["exact"].tolist(), half["score"].tolist()
             hover = [
-                (check.parts[i], f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
-                for i, x, y in zip(indices, exact, score, strict=True)
+                (part, f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
+                for part, x, y in zip(half["part"], exact, score, strict=True)
             ]
-            style: dict[str, Any] = {"colour": colour, "name": _SCORE_NAMES[drawn]}
-            add_points(
-                figure, position, x=exact, y=score, hover=hover, opacity=0.7, size=6, **style
-            )
+            style: dict[str, Any] = {"colour": colour, "name": name, "opacity": 0.7, "size": 6}
+            add_points(figure, position, x=exact, y=score, hover=hover, **style)
     add_legend_below(figure)
     return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
 
