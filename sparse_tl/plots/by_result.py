@@ -27,10 +27,9 @@ from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_dia
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.plots.panels.curves import Parts, effect_figure
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.head_map import head_map
-from sparse_tl.plots.panels.head_roles import ablation_grid, head_roles_figure
-from sparse_tl.plots.panels.layer_map import layer_map
+from sparse_tl.plots.panels.grid import GridFigure
+from sparse_tl.plots.panels.head_roles import ablation_grid
+from sparse_tl.plots.panels.maps import head_map, head_roles_figure, layer_map
 from sparse_tl.plots.panels.points import neuron_figure, score_figure, skill_figure
 from sparse_tl.tasks import SkillComparison
 

@@ -214,7 +214,7 @@ def _problems(page: Any, html: str, margin: int = 0) -> str:
 @pytest.mark.parametrize("name", [*FIGURES, *DIAGRAMS])
 def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
-    # Letters of a grid's static drawing are outlines.
+    # Its own page would load plotly's script again.
     is_grid = isinstance(figure, GridFigure)
     html = by_plotly(figure.plotly) if is_grid else figure.light_html
     problems = _problems(saved_page, html, figure.page_margin)

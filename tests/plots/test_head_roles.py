@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
-from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
+from sparse_tl.plots import ablation_grid, head_roles_figure
 from sparse_tl.plots.page.palette import EMPTY_CELL, ROLES
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
@@ -70,17 +68,13 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     figure = head_roles_figure(roles)
     assert figure.plotly.data[0].z == ([0.0, 1.0], [0.5, 0.0])
     assert "<b>a0.h1</b><br>facilitation 1.000" in str(figure.plotly.data[0].text)
-    assert figure.svg.count(f"fill: {ROLES['facilitation']}") == 1
-    assert figure.svg.count(f"fill: {EMPTY_CELL}") > 2
-    bars = [trace.colorbar for trace in figure.plotly.data]
-    assert [list(bar.tickvals) for bar in bars] == [[0, 0.5, 1]] * 3
-    assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
+    for role, map_ in zip(ENDS, figure.plotly.data, strict=True):
+        assert map_.colorscale == ((0, EMPTY_CELL), (1, ROLES[role]))
+        assert (map_.zmin, map_.zmax) == (0, 1)
+        assert map_.colorbar.title.text == f"{role.capitalize()} score"
 
 
-def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:
-    assert roles.figure().svg == head_roles_figure(roles).svg
+def test_a_result_makes_its_own_figure(roles: HeadRoles) -> None:
+    assert roles.figure().plotly == head_roles_figure(roles).plotly
     curve = curves()[0]
     assert curve.figure(title="IOI").plotly == ablation_grid({"": {"IOI": [curve]}}).plotly
-    for suffix in ("html", "svg", "png", "json"):
-        path = gate_trajectories(roles).save(tmp_path / f"gates.{suffix}")
-        assert path.stat().st_size > 500

@@ -48,7 +48,7 @@ from sparse_tl.plots.page.token_text import (
     visible_text,
     wrap_text,
 )
-from sparse_tl.plots.panels.panels import MAX_WIDTH
+from sparse_tl.plots.panels.grid import MAX_WIDTH
 
 MAX_NUMBERS = 200_000
 """Maximum number of attention weights in one view."""

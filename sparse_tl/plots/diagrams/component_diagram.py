@@ -34,7 +34,7 @@ from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
 from sparse_tl.plots.page.rendering import FIRST_VIEW, STYLE, run_script, script_json
 from sparse_tl.plots.page.token_text import running_text, visible_text
-from sparse_tl.plots.panels.head_map import marked_heads
+from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
 
 COMPONENT_DRAWING = (

@@ -80,7 +80,7 @@ class PanelFigure(SelfContainedFigure):
         content = (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'
-            f'<div class="canvas">\n{self.light_svg}\n</div>\n'
+            f'<div class="canvas">\n{self._svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
         script = read_assets("interactive_figure.js", *self.scripts)

@@ -64,14 +64,18 @@ class Figure:
         raise NotImplementedError
 
     @property
-    def light_svg(self) -> str:
-        """The light figure as a static SVG element."""
-        raise NotImplementedError
+    def has_images(self) -> bool:
+        """Whether the figure can be saved as SVG and PNG on this machine."""
+        return True
 
     @property
     def svg(self) -> str:
         """The figure as a static SVG element."""
-        return dark_svg(self.light_svg) if self.is_dark else self.light_svg
+        raise NotImplementedError
+
+    def png(self, scale: float) -> bytes:
+        """The figure as a PNG image, with so many pixels per pixel of the figure."""
+        return svg_to_png(self.svg, scale)
 
     def dark(self: Kind) -> Kind:
         """The same figure, dark whatever the notebook's theme."""
@@ -85,12 +89,6 @@ class Figure:
         themed = copy(self)
         themed.theme = theme
         return themed
-
-    def _with_theme(self, html: str) -> str:
-        """HTML of the figure, inverted in dark notebooks if its theme is auto."""
-        if self.theme != "auto":
-            return html
-        return f'<div class="{AUTO}">\n{notebook_style()}\n{html}\n</div>'
 
     @checked
     def save(self, path: str | Path, *, scale: Scale = 2.0, theme: Theme = "auto") -> Path:
@@ -109,7 +107,7 @@ class Figure:
             ValueError: the suffix is unknown.
         """
         drawn = self._themed(self.theme if theme == "auto" else theme)
-        kinds = drawn.file_kinds(scale, drawn.theme)
+        kinds = drawn.file_kinds(scale)
         path = Path(path)
         make = kinds.get(path.suffix.lower())
         if make is None:
@@ -119,14 +117,14 @@ class Figure:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
+    def file_kinds(self, scale: float) -> dict[str, Callable[[], str | bytes]]:
         """Functions that produce a file's content, by suffix."""
         return {
             ".html": lambda: html_page(
-                self.title, self.light_html, margin=self.page_margin, theme=theme
+                self.title, self.light_html, margin=self.page_margin, theme=self.theme
             ),
             ".svg": lambda: f'<?xml version="1.0" encoding="UTF-8"?>\n{self.svg}\n',
-            ".png": lambda: svg_to_png(self.svg, scale),
+            ".png": lambda: self.png(scale),
         }
 
 
@@ -142,13 +140,15 @@ class SelfContainedFigure(Figure, RenderedHTML):
         self._svg = svg
 
     @property
-    def light_svg(self) -> str:
-        return self._svg
+    def svg(self) -> str:
+        return dark_svg(self._svg) if self.is_dark else self._svg
 
     def _repr_html_(self) -> str:
         if self.is_dark:
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
-        return self._with_theme(self.light_html)
+        if self.theme == "light":
+            return self.light_html
+        return f'<div class="{AUTO}">\n{notebook_style()}\n{self.light_html}\n</div>'
 
     # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_

@@ -4,7 +4,6 @@
 2. Give all panels the same effect range, with room for the multiplier above all curves.
 3. Draw each curve with its interval, or the curves of all seeds and their median; and a dashed line
    between two curves at the level, with the multiplier above it.
-4. Put legends inside panels if they hide no curve there, or else below all panels.
 """
 
 from __future__ import annotations
@@ -27,20 +26,17 @@ from sparse_tl.plots.page.palette import (
     channels,
 )
 from sparse_tl.plots.page.token_text import text_width
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.panels import (
+from sparse_tl.plots.panels.grid import (
+    GridFigure,
     Position,
     add_legend,
-    add_legend_below,
     add_line,
     add_notes,
+    count_ticks,
     fitting_width,
     in_rows,
-    legend_height,
-    legend_width,
     panel_figure,
     panel_positions,
-    ticks,
 )
 
 Parts = Literal["heads", "circuit_edges"]
@@ -55,6 +51,7 @@ _LABEL_HEIGHT, _MARGIN = 18, 0.04
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
 # Least distance of 0 from the first power of ten, in powers of ten.
 _ASIDE = 0.5
+# plotly's own superscripts are too small to read.
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -108,7 +105,7 @@ def effect_figure(
         height=round(unit * (span[1] - span[0])),
         gap=_GAP,
     )
-    figure.update_yaxes(range=span, **ticks(0, 1, 2))
+    figure.update_yaxes(range=span, dtick=0.5)
     positions = dict(zip(drawn, panel_positions(rows), strict=True))
     axes = {title: _Axis.of(curves, parts) for title, curves in drawn.items()}
     for title, curves in drawn.items():
@@ -137,13 +134,7 @@ def effect_figure(
                 row=row,
                 col=column,
             )
-    # The legend of a pair appears in its first panel only.
-    first = {names: title for title, names in reversed(pairs.items())}.values()
-    if all(_has_room(drawn[title], axes[title], width, low, unit) for title in first):
-        for title in first:
-            add_legend(figure, positions[title])
-    else:
-        add_legend_below(figure)
+    add_legend(figure)
     add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
@@ -192,7 +183,7 @@ class _Axis:
         margin = 0.02 * (self.stop - self.start)
         ends = (self.start - margin, self.stop + margin)
         if not self.log:
-            return {"type": "linear", "range": ends, **ticks(self.start, self.stop, 5, whole=True)}
+            return {"type": "linear", "range": ends, **count_ticks(self.stop)}
         powers = range(math.ceil(self.start), math.floor(self.stop + 1e-9) + 1)
         labels = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
         if self.start < powers[0]:
@@ -251,19 +242,6 @@ def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
         yield from one.mean
         if len(curve.curves) == 1:
             yield from (*one.low, *one.high)
-
-
-def _has_room(curves: Curves, axis: _Axis, width: float, low: float, unit: float) -> bool:
-    """Whether no curve is behind a legend at the lower right of a panel."""
-    share = legend_width(curve.name for curve in curves) / width
-    behind = np.linspace(axis.stop - share * (axis.stop - axis.start), axis.stop, 33)
-    top = low + legend_height(len(curves)) / unit
-    return share < 1 and all(
-        np.interp(behind, axis.positions(one.sizes), ends).min() > top
-        for seeds in curves
-        for one in seeds.curves
-        for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
-    )
 
 
 def _add_curve(figure: Any, at: Position, seeds: SeedCurves, colour: str, axis: _Axis) -> None:

@@ -1,4 +1,4 @@
-"""Figures of head roles: effects of ablation, roles by head, and gate trajectories."""
+"""Figures of head roles: effects of ablation, and gate trajectories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from sparse_tl.calls.arguments import checked
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.page.palette import (
-    EMPTY_CELL,
     INK,
     LABEL_SIZE,
     MUTED,
@@ -22,24 +21,19 @@ from sparse_tl.plots.page.palette import (
     TICK_SIZE,
 )
 from sparse_tl.plots.page.token_text import clip_text, visible_text
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.head_map import head_panels
-from sparse_tl.plots.panels.panels import (
+from sparse_tl.plots.panels.grid import (
     LEFT_LINE,
     LONGEST_NAME,
     ROW_TITLE_WIDTH,
+    GridFigure,
     Position,
-    add_cells,
-    add_legend_below,
+    add_legend,
     add_line,
     add_notes,
     add_outer_titles,
-    add_side_legend,
+    count_ticks,
     fitting_width,
-    legend_height,
-    legend_width,
     panel_figure,
-    ticks,
 )
 
 _PALE, _PALE_WEIGHT = 0.45, 1.0
@@ -47,8 +41,6 @@ _CROWDED = 0.7
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
 _GAP, _WIDEST = 18, 400
-# For more models, there is no room for a legend beside the panels.
-_MOST_BESIDE_LEGEND = 4
 
 
 @checked
@@ -70,37 +62,33 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     every = [curve for row in rows.values() for curves in row.values() for curve in curves]
     if not columns or not all(curves for row in rows.values() for curves in row.values()):
         raise ValueError("there is no task, or a panel has no curves")
-    legend = _legend(every)
-    is_beside = len(columns) <= _MOST_BESIDE_LEGEND
     beside = LEFT_LINE + (ROW_TITLE_WIDTH if any(rows) else 0)
-    beside += legend_width(legend) if is_beside else 0
     width = fitting_width(len(columns), gap=_GAP, most=_WIDEST, beside=beside)
-    least = legend_height(len(legend)) if len(rows) == 1 and is_beside else 0
     figure = panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
         x="",
         y="",
         width=width,
-        height=max(140, width / 2, least),
+        height=max(140, width / 2),
         gap=_GAP,
     )
     # Samples in full colour, even if the lines of the first panel are pale.
-    for name, style in legend.items():
+    for name, style in _legend(every).items():
         add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
     for number, row in enumerate(rows.values(), start=1):
         drawn = [curve for curves in row.values() for curve in curves]
         _span_updates(figure, max(curve.counts[-1] for curve in drawn), row=number)
         span = _vertical_span(drawn)
-        figure.update_yaxes(range=span, **ticks(*span), row=number)
+        figure.update_yaxes(range=span, nticks=5, row=number)
         for column, name in enumerate(columns, start=1):
             if name in row:
                 _add_curves(figure, (number, column), row[name])
             else:
                 _add_missing(figure, number, column)
-    across, upwards = "Number of Ablated Heads", "\N{GREEK CAPITAL LETTER DELTA} Log Probability"
-    add_outer_titles(figure, across, f"{upwards} of Target Response")
-    (add_side_legend if is_beside else add_legend_below)(figure)
+    upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
+    add_outer_titles(figure, "Number of Ablated Heads", upwards)
+    add_legend(figure)
     add_notes(figure, _empty_roles(rows))
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return GridFigure(figure, title)
@@ -156,47 +144,16 @@ def _add_missing(figure: Any, row: int, column: int) -> None:
 
 
 @checked
-def head_roles_figure(roles: HeadRoles) -> GridFigure:
-    """Draw mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
-
-    A note gives the cost of removing all heads of a role, in nats per target token; tooltips give
-    the cost of removing one head.
-    """
-    costs = roles.classes()["removed"]
-    scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
-    figure, positions = head_panels([role.capitalize() for role in ROLES], *roles.removed.shape)
-    for position, (role, rows) in zip(positions, scores.items(), strict=True):
-        hover = [
-            [
-                (
-                    f"a{layer}.h{head}",
-                    f"{role} {score:.3f}",
-                    f"loss without it {roles.removed[layer, head]:+.3g} nats",
-                )
-                for head, score in enumerate(row)
-            ]
-            for layer, row in enumerate(rows)
-        ]
-        colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
-        label = f"{role.capitalize()} score"
-        add_cells(figure, position, rows, hover, colours, (0, 1), label)
-    each = ", ".join(f"{role} {costs[role]:+.2f}" for role in ROLES)
-    add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
-    return GridFigure(figure, "Roles of heads")
-
-
-@checked
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
     """Draw each head's mean gate over seeds in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
     heads = {role: (strongest == index).nonzero().tolist() for index, role in enumerate(ROLES)}
     heads = {role: members for role, members in heads.items() if members}
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
-    beside = legend_width(_NAMES[role] for role in heads)
-    width = fitting_width(len(titles), gap=_GAP, most=200, beside=beside)
+    width = fitting_width(len(titles), gap=_GAP, most=200)
     figure = panel_figure([titles], x="Update", y="Mean Gate", width=width, height=160, gap=_GAP)
     _span_updates(figure, max(roles.recorded_at))
-    figure.update_yaxes(range=(-0.03, 1.03), **ticks(0, 1, 2))
+    figure.update_yaxes(range=(-0.03, 1.03), dtick=0.5)
     for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
         # The role with most heads is drawn first, so that it covers no other.
         for role in sorted(heads, key=lambda role: -len(heads[role])):
@@ -213,14 +170,14 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
                     width=THIN_CURVE_WEIGHT,
                     opacity=_CROWDED,
                 )
-    add_side_legend(figure)
+    add_legend(figure)
     return GridFigure(figure, "Gates of heads by update")
 
 
 def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
     """Set horizontal axes from 0 to the last update, with a small margin."""
     last = max(last, 1)
-    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True), row=row)
+    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **count_ticks(last), row=row)
 
 
 def _add_curves(figure: Any, position: Position, curves: Sequence[AblationCurve]) -> None:
