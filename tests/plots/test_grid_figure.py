@@ -123,5 +123,3 @@ def test_without_a_browser_a_page_is_offered(tmp_path: Path, monkeypatch: Any) -
             effects().save(tmp_path / f"figure.{suffix}")
     save_figure(effects(), tmp_path, "figure")
     assert [path.name for path in tmp_path.iterdir()] == ["figure.html"]
-    data = json.loads(effects().save(tmp_path / "figure.json").read_text(encoding="utf-8"))
-    assert data["layout"]["width"] == effects().plotly.layout.width

@@ -57,8 +57,6 @@ def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
         assert list(pale.x) == beyond[in_role] and pale.line.width == 1
         # The interval, too, is of the heads in the role only.
         assert sum(trace.fill == "toself" for trace in figure.data) == len(thick)
-        notes = [text.text for text in figure.layout.annotations if "No heads" in text.text]
-        assert notes == ([] if solid else ["No heads of interference: Math (Dense)."])
     whole = curves(in_role=11, control=False)[2]
     traces = ablation_grid({"Math": {"Dense": [whole]}}).plotly.data
     assert [trace.name for trace in traces if trace.showlegend] == ["Interference"]

@@ -5,7 +5,7 @@ Lengths are in pixels. Rows and columns are counted from 1, as in plotly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import chain
 from typing import Any
@@ -114,8 +114,7 @@ class GridFigure(Figure):
     Notebooks show it by plotly's default renderer (``plotly.io.renderers.default``), which is
     interactive in JupyterLab. nbconvert's HTML drops that; ``"plotly_mimetype+png"`` adds pictures.
     A page holds plotly's script, 5 MB; images are drawn by plotly in Chrome or Chromium (the one at
-    the environment variable ``BROWSER_PATH``, if set). `save` also supports ``.json``, which holds
-    plotly data.
+    the environment variable ``BROWSER_PATH``, if set).
     """
 
     page_margin = 0
@@ -151,9 +150,6 @@ class GridFigure(Figure):
                 "set BROWSER_PATH to it, or save the figure as .html"
             )
         return self.plotly.to_image(kind, scale=scale)
-
-    def file_kinds(self, scale: float) -> dict[str, Callable[[], str | bytes]]:
-        return {**super().file_kinds(scale), ".json": lambda: str(self.plotly.to_json()) + "\n"}
 
     def show(self, *args: Any, **kwargs: Any) -> None:
         """Show the figure as plotly does, with its arguments."""
@@ -332,7 +328,7 @@ def add_points(
         marker={"color": colour, "size": size},
         opacity=opacity,
         name=name,
-        legendgroup=name,
+        legendgroup=f"{name} {colour}",
         showlegend=False,
         hoverinfo="text",
         hovertext=[hover_text(words) for words in hover],
@@ -360,14 +356,14 @@ def add_line(
     """Add a line to a panel, optionally with intervals.
 
     Args:
-        name: name in the legend, which toggles all lines of this name together.
+        name: name in the legend, which toggles all lines of this name and colour together.
         group: name with which the line is toggled, if it has none in the legend.
         low, high: ends of the interval at each point; empty for none.
         hover: lines of text in the tooltip of each point, the first one bold.
     """
     row, column = position
     style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
-    style["legendgroup"] = name or group
+    style["legendgroup"] = f"{name or group} {colour}"
     if len(low):
         # Along the upper ends, then back along the lower ends.
         figure.add_scatter(
@@ -487,7 +483,7 @@ def add_texts(
 # ---- legends and notes -------------------------------------------------------------------------
 
 # Width of a line sample including gaps, and height of an entry.
-_SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 40, 19, 18
+_SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 50, 19, 18
 
 
 def add_legend(figure: Any) -> None:

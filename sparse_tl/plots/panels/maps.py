@@ -43,6 +43,7 @@ from sparse_tl.plots.panels.grid import (
     panel_figure,
     panel_positions,
     panel_size,
+    plain_text,
 )
 
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
@@ -104,7 +105,7 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     figure: Any = panel_figure([list(drawn)], x="", y="Layer", **sizes)
     span = {"range": (-0.5, n_rows - 0.5), "showgrid": False}
     figure.update_yaxes(**span, tickvals=list(range(n_rows)), ticktext=first.rows)
-    figure.update_xaxes(range=(-0.5, n_columns - 0.5), tickvals=[], ticks="")
+    figure.update_xaxes(range=(-0.5, n_columns - 0.5), ticks="")
     bar_top = _label_columns(figure, drawn, cell)
     for column, cells in enumerate(drawn.values(), start=1):
         shown = cells.values, cells.hover, cells.colours, cells.limits, cells.label
@@ -133,13 +134,10 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> flo
     bottom = deep + BAR_BELOW
     layout = figure.layout
     figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
-    texts = [
-        ((1, column), x, -0.5, row[x])
-        for column, row in enumerate(labels, start=1)
-        for x in range(len(row) - 1, -1, -every)  # always label the last column
-    ]
-    below = {"yanchor": "top", "yshift": -6, "textangle": -90 if rotated else 0}
-    add_texts(figure, texts, font={"size": TICK_SIZE, "color": palette.MUTED}, **below)
+    for column, row in enumerate(labels, start=1):
+        shown = range(len(row) - 1, -1, -every)  # always the last column
+        texts = {"tickvals": [*shown], "ticktext": [plain_text(row[x]) for x in shown]}
+        figure.update_xaxes(**texts, tickangle=-90 if rotated else 0, row=1, col=column)
     return deep
 
 
