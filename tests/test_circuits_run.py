@@ -102,7 +102,7 @@ def test_a_dense_model_alone(
     assert {file.name for file in folder.iterdir()} == {
         *("dense", "dense_circuit.json", "circuit.html", "circuit.svg", "circuit.png")
     }
-    assert (out / "heads_kept.svg").stat().st_size > 1000
+    assert (out / "heads_kept.html").stat().st_size > 1000
     with Console(width=200).capture():
         comparison(outcome.metrics)
 
@@ -225,8 +225,8 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
             both = first[side][name] + second[side][name]
             assert value == pytest.approx(both if name.startswith("prompts") else both / 2)
     assert set(outcome.curves["seed"]) == {0, 1}
-    svg = (out / "circuit_edges_kept.svg").read_text()
-    assert svg.count("opacity: 0.55") == 4
+    page = (out / "circuit_edges_kept.html").read_text()
+    assert page.count('"opacity":0.55') == 4
     wide = Console(width=200)
     monkeypatch.setattr(printing, "console", wide)
     with wide.capture() as printed:

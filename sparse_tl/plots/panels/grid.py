@@ -1,7 +1,6 @@
 """Plotly figures of panels in rows and columns, in this package's style.
 
-Lengths are in pixels. Every range, tick and position is explicit, so that `static_drawing` agrees.
-Rows and columns are counted from 1, as in plotly.
+Lengths are in pixels. Rows and columns are counted from 1, as in plotly.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io as pio
 from plotly.subplots import make_subplots
 
 from sparse_tl.plots.page.palette import (
@@ -30,7 +30,9 @@ from sparse_tl.plots.page.palette import (
     PANEL_TITLE_SIZE,
     TICK_SIZE,
     Colour,
+    dark_colour,
 )
+from sparse_tl.plots.page.rendering import AUTO, Figure, notebook_style
 from sparse_tl.plots.page.token_text import (
     clip_text,
     fit_text,
@@ -83,8 +85,103 @@ _TEMPLATE = go.layout.Template(
             "ticks": "",
         },
         "annotationdefaults": {"showarrow": False, "font": {"color": INK}},
+        "legend": {
+            "bgcolor": CLEAR,
+            "font": {"size": LEGEND_SIZE, "color": INK},
+            "itemwidth": 30,
+            "tracegroupgap": 0,
+        },
     }
 )
+
+# ---- display and files -------------------------------------------------------------------------
+
+# Buttons would cover the last title; dragging zooms, a double click resets.
+_CONFIG = {"displayModeBar": False, "responsive": False}
+_INVISIBLE = {"opacity": 0, "showlegend": False, "hoverinfo": "skip", "mode": "markers"}
+
+
+def has_browser() -> bool:
+    """Whether there is a Chrome or Chromium in which plotly can draw images."""
+    from choreographer.browsers.chromium import Chromium
+
+    return Chromium.find_browser(skip_local=False) is not None
+
+
+class GridFigure(Figure):
+    """A figure of panels; `plotly` returns it as a plotly figure that can be modified.
+
+    Notebooks show it by plotly's default renderer (``plotly.io.renderers.default``), which is
+    interactive in JupyterLab. nbconvert's HTML drops that; ``"plotly_mimetype+png"`` adds pictures.
+    A page holds plotly's script, 5 MB; images are drawn by plotly in Chrome or Chromium (the one at
+    the environment variable ``BROWSER_PATH``, if set).
+    """
+
+    page_margin = 0
+
+    def __init__(self, drawn: go.Figure, title: str) -> None:
+        super().__init__(visible_text(title))
+        self._drawn = drawn
+
+    @property
+    def plotly(self) -> go.Figure:
+        """The figure as a new plotly figure."""
+        return go.Figure(_inverted(self._drawn.to_dict()) if self.is_dark else self._drawn)
+
+    @property
+    def light_html(self) -> str:
+        return self._drawn.to_html(full_html=False, config=_CONFIG)
+
+    @property
+    def has_images(self) -> bool:
+        return has_browser()
+
+    @property
+    def svg(self) -> str:
+        return self._image("svg").decode()
+
+    def png(self, scale: float) -> bytes:
+        return self._image("png", scale)
+
+    def _image(self, kind: str, scale: float = 1.0) -> bytes:
+        if not has_browser():
+            raise RuntimeError(
+                "images of plots are drawn in Chrome or Chromium, and none was found: install one, "
+                "set BROWSER_PATH to it, or save the figure as .html"
+            )
+        return self.plotly.to_image(kind, scale=scale)
+
+    def show(self, *args: Any, **kwargs: Any) -> None:
+        """Show the figure as plotly does, with its arguments."""
+        self.plotly.show(*args, **({"config": _CONFIG} | kwargs))
+
+    def _ipython_display_(self) -> None:
+        shown = self.plotly
+        renderers = set((pio.renderers.default or "").split("+"))
+        if self.theme == "auto" and renderers & {"plotly_mimetype", "vscode"}:
+            from IPython.display import HTML, display
+
+            display(HTML(notebook_style()))
+            # plotly draws elements without a class of ours, but makes one of the uid of a trace. An
+            # invisible point has it: the trace of a map without a colour bar has no class.
+            shown.add_scatter(x=[0], y=[0], uid=AUTO, **_INVISIBLE)
+        shown.show(config=_CONFIG)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.title!r})"
+
+
+def _inverted(value: Any, key: str = "") -> Any:
+    """A part of a figure with all colours inverted."""
+    if isinstance(value, dict):
+        return {name: _inverted(part, name) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inverted(part, key) for part in value]
+    is_colour = key.endswith(("color", "colorscale")) and isinstance(value, str)
+    return dark_colour(value) if is_colour and value != CLEAR else value
+
+
+# ---- panels ------------------------------------------------------------------------------------
 
 
 def in_rows(panels: Sequence[str]) -> list[list[str]]:
@@ -106,7 +203,7 @@ def fitting_width(n_columns: int, *, gap: float, most: float, beside: float = 0)
         n_columns: plots in the row.
         gap: gap between two plots.
         most: maximum width of a plot.
-        beside: width needed beside the plots, for a legend and the titles of rows.
+        beside: width needed beside the plots, for labels and the titles of rows.
     """
     room = MAX_WIDTH - _LEFT - _RIGHT - beside
     return max(min((room + gap) / n_columns - gap, most), _LEAST_WIDTH)
@@ -168,14 +265,19 @@ def panel_figure(
     return figure
 
 
+def count_ticks(most: float) -> dict[str, Any]:
+    """Ticks of an axis of counts from 0: integers only."""
+    return {"nticks": 5} if most > 8 else {"dtick": 1}
+
+
 def panel_size(figure: Any, position: Position) -> tuple[float, float]:
     """Width and height of a plot."""
-    axes, (width, height) = figure.get_subplot(*position), inner_size(figure.layout)
+    axes, (width, height) = figure.get_subplot(*position), _inner_size(figure.layout)
     (left, right), (bottom, top) = axes.xaxis.domain, axes.yaxis.domain
     return (right - left) * width, (top - bottom) * height
 
 
-def inner_size(layout: Any) -> tuple[float, float]:
+def _inner_size(layout: Any) -> tuple[float, float]:
     """Width and height within the margins."""
     margin = layout.margin
     return layout.width - margin.l - margin.r, layout.height - margin.t - margin.b
@@ -193,19 +295,14 @@ def _add_title(
 
 
 def add_outer_titles(figure: Any, x: str, y: str) -> None:
-    """Add axis titles for all panels together, the vertical one in two lines if necessary."""
-    layout, n_lines = figure.layout, 1
-    if text_width(y, LABEL_SIZE) > inner_size(layout)[1]:
-        spaces = (i for i, character in enumerate(y) if character == " ")
-        middle = min(spaces, key=lambda i: abs(i - len(y) / 2))
-        y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
-        figure.update_layout(width=layout.width + LEFT_LINE, margin_l=layout.margin.l + LEFT_LINE)
+    """Add axis titles for all panels together, the vertical one in two lines."""
+    margin = figure.layout.margin
     title = {"font": {"size": LABEL_SIZE}, "xref": "paper", "yref": "paper"}
     title |= {"xanchor": "center", "yanchor": "middle"}
-    below = {"x": 0.5, "y": 0, "yshift": _X_TITLE - layout.margin.b}
-    aside = {"x": 0, "y": 0.5, "xshift": n_lines * LEFT_LINE / 2 + 4 - layout.margin.l}
-    figure.add_annotation(text=x, **title, **below)
-    figure.add_annotation(text=y, textangle=-90, **title, **aside)
+    figure.add_annotation(text=x, x=0.5, y=0, yshift=_X_TITLE - margin.b, **title)
+    aside = {"x": 0, "y": 0.5, "xshift": 4 - margin.l, "textangle": -90}
+    figure.add_annotation(text=y, **title, **aside)
+    figure.update_layout(width=figure.layout.width + LEFT_LINE, margin_l=margin.l + LEFT_LINE)
 
 
 # ---- points, lines and cells -------------------------------------------------------------------
@@ -223,7 +320,7 @@ def add_points(
     opacity: float = 1.0,
     size: float = 7,
 ) -> None:
-    """Add points to a panel, each with a tooltip; `add_legend_below` lists their name once."""
+    """Add points to a panel, each with a tooltip; `add_legend` lists their name once."""
     figure.add_scatter(
         x=x,
         y=y,
@@ -231,7 +328,7 @@ def add_points(
         marker={"color": colour, "size": size},
         opacity=opacity,
         name=name,
-        legendgroup=name,
+        legendgroup=f"{name} {colour}",
         showlegend=False,
         hoverinfo="text",
         hovertext=[hover_text(words) for words in hover],
@@ -259,14 +356,14 @@ def add_line(
     """Add a line to a panel, optionally with intervals.
 
     Args:
-        name: name in the legend, which toggles all lines of this name together.
+        name: name in the legend, which toggles all lines of this name and colour together.
         group: name with which the line is toggled, if it has none in the legend.
         low, high: ends of the interval at each point; empty for none.
         hover: lines of text in the tooltip of each point, the first one bold.
     """
     row, column = position
     style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
-    style["legendgroup"] = name or group
+    style["legendgroup"] = f"{name or group} {colour}"
     if len(low):
         # Along the upper ends, then back along the lower ends.
         figure.add_scatter(
@@ -325,8 +422,9 @@ def add_cells(
         bar_top: top of the colour bar, in pixels below the cells.
     """
     row, column = position
-    axes, (inner_width, inner_height) = figure.get_subplot(row, column), inner_size(figure.layout)
+    axes, (inner_width, inner_height) = figure.get_subplot(row, column), _inner_size(figure.layout)
     width, _ = panel_size(figure, position)
+    shown = plain_text(clip_text(visible_text(label), TICK_SIZE, width))
     bar = {
         "orientation": "h",
         "x": axes.xaxis.domain[0] + _BAR_INSET / inner_width,
@@ -342,7 +440,8 @@ def add_cells(
         "ticks": "",
         "tickfont": {"size": TICK_SIZE, "color": MUTED},
         "tickangle": 0,
-        **ticks(*limits, 2),
+        "nticks": 4,
+        "title": {"text": shown, "side": "bottom", "font": {"size": TICK_SIZE}},
     }
     figure.add_heatmap(
         z=values,
@@ -352,15 +451,6 @@ def add_cells(
         colorbar=bar,
         text=[[hover_text(words) for words in cells] for cells in hover],
         **CELLS,
-        row=row,
-        col=column,
-    )
-    figure.add_annotation(
-        text=plain_text(clip_text(visible_text(label), TICK_SIZE, width)),
-        font={"size": TICK_SIZE},
-        **{"xref": "x domain", "x": 0.5, "xanchor": "center"},
-        **{"yref": "y domain", "y": 0, "yanchor": "middle"},
-        yshift=-bar_top - _BAR_HEIGHT - 26,
         row=row,
         col=column,
     )
@@ -377,93 +467,47 @@ def plain_text(text: str) -> str:
     return escape(text, quote=False)
 
 
-def ticks(low: float, high: float, most: int = 4, *, whole: bool = False) -> dict[str, Any]:
-    """Ticks at round numbers, or integers only, within a range: at most so many intervals."""
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
-
-    values = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
-    shown = [float(value) for value in values if low <= value <= high]
-    formatter = ScalarFormatter(useOffset=False)
-    formatter.set_scientific(False)
-    formatter.create_dummy_axis()
-    return {"tickvals": shown, "ticktext": formatter.format_ticks(shown)}
+def add_texts(
+    figure: Any, texts: Iterable[tuple[Position, float, float, str]], **style: Any
+) -> None:
+    """Add texts (panel, x, y, text), all at once: plotly validates all at each addition."""
+    added = []
+    for position, x, y, text in texts:
+        axes = figure.get_subplot(*position)
+        xref, yref = (axis.plotly_name.replace("axis", "") for axis in axes)
+        place = {"x": x, "xref": xref, "xanchor": "center", "y": y, "yref": yref}
+        added.append({"text": plain_text(text)} | place | style)
+    figure.update_layout(annotations=[*figure.layout.annotations, *added])
 
 
 # ---- legends and notes -------------------------------------------------------------------------
 
 # Width of a line sample including gaps, and height of an entry.
-_SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 40, 19, 18
-_LEGEND = {
-    "bgcolor": CLEAR,
-    "font": {"size": LEGEND_SIZE, "color": INK},
-    "itemwidth": 30,
-    "tracegroupgap": 0,
-}
+_SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 50, 19, 18
 
 
-def legend_width(names: Iterable[str]) -> float:
-    """Width of a legend of one column."""
-    return max(text_width(name, LEGEND_SIZE) for name in names) + _SAMPLE + 6
-
-
-def legend_height(n_names: int) -> float:
-    """Height of a legend of one column."""
-    return n_names * _ENTRY_HEIGHT + 8
-
-
-def add_legend(figure: Any, position: Position) -> None:
-    """Add a legend to a panel, at its lower right."""
-    row, column = position
-    panel = figure.get_subplot(row, column)
-    name = panel.xaxis.plotly_name.replace("xaxis", "legend")
-    place = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
-    figure.update_layout({name: _LEGEND | place | {"xanchor": "right", "yanchor": "bottom"}})
-    in_legend = {"legend": name, "showlegend": True}
-    figure.update_traces(in_legend, lambda trace: bool(trace.name), row=row, col=column)
-
-
-def add_side_legend(figure: Any) -> None:
-    """Add one legend at the right of all panels, with each name once."""
-    layout, right = figure.layout, figure.layout.margin.r
-    room = legend_width(_list_once(figure))
-    x = 1 + (right - 6) / inner_size(layout)[0]
-    place = {"x": x, "xanchor": "left", "y": 1, "yanchor": "top"}
-    width = round(layout.width + room)
-    figure.update_layout(legend=_LEGEND | place, width=width, margin_r=right + room)
-
-
-def add_legend_below(figure: Any) -> None:
-    """Add one legend below all panels, in rows, with each name once."""
-    names = _list_once(figure)
-    flow: dict[str, Any] = {"orientation": "h", "entrywidthmode": "pixels"}
-    flow["entrywidth"] = max(text_width(name, LEGEND_SIZE) for name in names)
-    figure.update_layout(legend=_LEGEND | flow)
-    _, inner_height = inner_size(figure.layout)
-    n_rows = -(-len(names) // entries_per_row(figure.layout, figure.layout.legend))
+def add_legend(figure: Any) -> None:
+    """Add one legend below all panels, in rows, with each name once per colour."""
+    first = dict[tuple[str, Colour], Any]()
+    for trace in figure.data:
+        if trace.name:
+            first.setdefault((trace.name, trace.line.color or trace.marker.color), trace)
+    for trace in first.values():
+        trace.showlegend = True
+    inner_width, inner_height = _inner_size(figure.layout)
+    entry = max(text_width(name, LEGEND_SIZE) for name, _ in first)
+    n_rows = -(-len(first) // max(int(inner_width // (entry + _SAMPLE)), 1))
     start = _grow_below(figure, n_rows * _ENTRY_HEIGHT + 8)
+    flow = {"orientation": "h", "entrywidthmode": "pixels", "entrywidth": entry}
     place = {"x": 0, "xanchor": "left", "y": (6 - start) / inner_height, "yanchor": "top"}
-    figure.update_layout(legend=place)
-
-
-def entries_per_row(layout: Any, legend: Any) -> int:
-    """Number of entries per row of a legend."""
-    if legend.orientation != "h":
-        return 1
-    return max(int(inner_size(layout)[0] // (legend.entrywidth + _SAMPLE)), 1)
+    figure.update_layout(legend=flow | place)
 
 
 def add_notes(figure: Any, notes: Iterable[str]) -> None:
-    """Add notes below all panels, at the left, as many per line as fit."""
-    layout, lines = figure.layout, []
-    for note in notes:
-        room = layout.width - layout.margin.l - 4
-        *whole, rest = wrap_text(visible_text(note), TICK_SIZE, room)
-        longer = f"{lines[-1]} {rest}" if lines and not whole else rest
-        if lines and not whole and text_width(longer, TICK_SIZE) <= layout.width - layout.margin.l:
-            lines[-1] = longer
-        else:
-            lines += [*whole, rest]
-    for line in lines:
+    """Add notes below all panels, at the left."""
+    layout = figure.layout
+    room = layout.width - layout.margin.l - 4
+    for line in wrap_text(visible_text(" ".join(notes)), TICK_SIZE, room):
         figure.add_annotation(
             text=plain_text(line),
             font={"size": TICK_SIZE},
@@ -479,12 +523,3 @@ def _grow_below(figure: Any, by: float) -> float:
     layout, start = figure.layout, figure.layout.margin.b
     figure.update_layout(height=layout.height + round(by), margin_b=start + round(by))
     return start
-
-
-def _list_once(figure: Any) -> list[str]:
-    """Show the first trace of each name in the legend; return the names in order."""
-    first = {trace.name: trace for trace in figure.data[::-1] if trace.name}
-    names = list(dict.fromkeys(trace.name for trace in figure.data if trace.name))
-    for name in names:
-        first[name].showlegend = True
-    return names
