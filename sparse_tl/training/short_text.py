@@ -19,7 +19,7 @@ from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.pairs import padded
 from sparse_tl.data.prompts import chat_start
-from sparse_tl.data.windows import check_window
+from sparse_tl.data.streams import check_window
 
 TOKENS = (4, 64)
 """Least and largest number of tokens of a row, besides those that precede the text."""

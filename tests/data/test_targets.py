@@ -50,7 +50,7 @@ def test_padding_that_is_there_already_is_not_attended_to(rows: Any) -> None:
     found = TargetDataset.from_tokens(rows, [(3, 4), (2, 3)], pad_token=0).rows
     assert found.attention_mask is not None
     assert found.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 0]]
-    with pytest.raises(ValueError, match="row 1; it is partly padding"):
+    with pytest.raises(ValueError, match="the target of row 1 has padding"):
         TargetDataset.from_tokens(rows, [(3, 4), (2, 4)], pad_token=0)
 
 
@@ -61,8 +61,8 @@ def test_rows_of_one_length_need_no_mask() -> None:
 @pytest.mark.parametrize(
     ("rows", "spans", "message"),
     [
-        ([[1, 2]], [(1, 1)], r"span in 1..2 of row 0, with at least one token.*got \(1, 1\)"),
-        ([[1, 2], [1, 0, 0]], [(1, 2), (1, 3)], "row 1; it is all padding"),
+        ([[1, 2]], [(1, 1)], r"span \(1, 1\) of row 0 .* in 1..2"),
+        ([[1, 2], [1, 0, 0]], [(1, 2), (1, 3)], "the target of row 1 has padding"),
     ],
 )
 def test_spans_that_do_not_fit_are_refused(rows: Any, spans: Any, message: str) -> None:
@@ -73,9 +73,9 @@ def test_spans_that_do_not_fit_are_refused(rows: Any, spans: Any, message: str) 
 def test_targets_on_padding_are_refused() -> None:
     tokens = torch.tensor([[0, 3, 4]])
     mask = torch.tensor([[True, False, False]])
-    with pytest.raises(ValueError, match="row 0 is predicted at a position that the attention"):
+    with pytest.raises(ValueError, match="row 0: its target is on padding"):
         TargetDataset(TokenBatch(tokens, tokens, mask, torch.tensor([[0, 1, 1]])))
-    with pytest.raises(ValueError, match="every row; row 1 has none"):
+    with pytest.raises(ValueError, match="row 1: there is no target"):
         mask = torch.tensor([[True, False, False], [False] * 3])
         TargetDataset(TokenBatch(tokens.repeat(2, 1), tokens.repeat(2, 1), mask))
 
@@ -160,7 +160,7 @@ def test_a_split_holds_every_row_once() -> None:
     assert len(held_out) == 3
     firsts = [int(row[0]) for part in (kept, held_out) for row in part.rows.tokens]
     assert sorted(firsts) == list(range(0, 40, 4))
-    with pytest.raises(ValueError, match="share between 0 and 1"):
+    with pytest.raises(ValueError, match="one of the parts empty"):
         dataset.split(1.0)
 
 
