@@ -41,7 +41,7 @@ from sparse_tl.training.loop import Objective, choose_trained
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.pretrain import PlainLoss
 from sparse_tl.training.reference import reference_of
-from sparse_tl.zoo.addition import ARCHITECTURE
+from sparse_tl.zoo import addition_recipe
 
 VARIANTS = ("plain", "gated", "paired", "lora")
 
@@ -55,7 +55,7 @@ def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
     if name == "addition":
         batch, fields = (
             AdditionTask("autoregressive").split()[0].select(slice(0, 256)),
-            ARCHITECTURE,
+            addition_recipe().architecture,
         )
     else:
         rows, window, fields = 4, 128, GPT2_SMALL

@@ -29,7 +29,7 @@ from typing import Any
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.pairs import PairTexts
 from sparse_tl.metrics import Metric, margin
-from sparse_tl.tasks.words import WordTask, content, single_words
+from sparse_tl.tasks.words import Task, content, single_words
 
 # Word lists of ACDC (github.com/ArthurConmy/Automatic-Circuit-Discovery, MIT, (c) 2023 Arthur
 # Conmy, Adrià Garriga-Alonso).
@@ -46,7 +46,7 @@ SUMMARY, DESCRIPTION = 3, 2
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class DocstringTask(WordTask):
+class DocstringTask(Task):
     """Predict the next argument of a reST docstring.
 
     Args:
@@ -103,16 +103,9 @@ def _write(
     described: Sequence[str],
     descriptions: Sequence[str],
 ) -> str:
+    both = zip(described, descriptions, strict=True)
     # The published prompts start with a line break.
-    lines = [
-        "",
-        f"def {function}(self, {', '.join(defined)}):",
-        f'    """{summary}',
-        "",
-        *(
-            f"    :param {argument}: {text}"
-            for argument, text in zip(described, descriptions, strict=True)
-        ),
-        "    :param",
-    ]
+    lines = ["", f"def {function}(self, {', '.join(defined)}):", f'    """{summary}', ""]
+    lines += [f"    :param {argument}: {text}" for argument, text in both]
+    lines.append("    :param")
     return "\n".join(lines)

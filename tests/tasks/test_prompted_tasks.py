@@ -252,15 +252,14 @@ def test_years_that_are_one_token_are_not_used():
     years = GreaterThanTask(centuries=(14, 15, 17)).years(tokenizer)
     everything = {(c, f"{start:02d}") for c in ("14", "17") for start in range(2, 99)}
     assert set(years) == everything - {("17", "32"), ("14", "50")}  # 1501 would be the corrupted
-    with pytest.raises(ValueError, match=r"two tokens.*centuries \[15\]"):
+    with pytest.raises(ValueError, match=r"centuries \[15\] into two tokens"):
         GreaterThanTask(centuries=(15,)).pairs(Reader(tokenizer), 1)
 
 
 def test_tokenizers_without_pairs_of_digits_are_refused():
-    with pytest.raises(ValueError, match=r"00 to 99 .*100 are not.*1732 is read as"):
-        GreaterThanTask().pairs(Reader(word_tokenizer(re.sub(r"\d", "", EVERYTHING))), 1)
-    with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
-        GreaterThanTask().pairs(Reader(word_tokenizer(EVERYTHING.replace("37", ""))), 1)
+    for known in (re.sub(r"\d", "", EVERYTHING), EVERYTHING.replace("37", "")):
+        with pytest.raises(ValueError, match="a token for each of 00 to 99"):
+            GreaterThanTask().pairs(Reader(word_tokenizer(known)), 1)
 
 
 def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):

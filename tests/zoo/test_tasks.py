@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.tasks import GreaterThanTask
-from sparse_tl.tasks.words import WordTask
+from sparse_tl.tasks import GreaterThanTask, Task
 from sparse_tl.zoo import (
     TASKS,
     load_task_models,
@@ -18,7 +17,7 @@ from sparse_tl.zoo import (
     task_rows,
     task_tokenizer,
 )
-from sparse_tl.zoo.tasks import UNKNOWN, WIDTH, part_of, task_vocabulary
+from sparse_tl.zoo.built_in import UNKNOWN, WIDTH, part_of, task_vocabulary
 
 by_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 
@@ -49,7 +48,7 @@ def test_years_are_two_tokens_and_the_frame_of_a_definition_is_few() -> None:
 
 
 @by_task
-def test_prompts_of_every_task_are_read_without_unknown_words(task: WordTask) -> None:
+def test_prompts_of_every_task_are_read_without_unknown_words(task: Task) -> None:
     pairs = task_pairs(task, 20)
     unknown = task_vocabulary().index(UNKNOWN)
     assert not (pairs.clean == unknown).any()
