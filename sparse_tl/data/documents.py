@@ -71,7 +71,7 @@ def read_documents(
     paths = [Path(path) for path in source]
     for path in paths:
         if not path.is_file():  # say so now, not when its turn comes
-            raise ValueError(f"there is no text file {path}")
+            raise ValueError(f"{path} is not a file")
     return _Files(paths, separator, column)
 
 
@@ -98,10 +98,7 @@ class DocumentRows(Documents):
     A place is reached by skipping the rows before it. The states of streamed Hugging Face datasets
     (``state_dict``) are not used, because they lose the rows of a shuffle buffer.
 
-    Args:
-        rows: an iterable of dictionaries or strings that can be restarted.
-        column: key of the text in a dictionary.
-        name: name of the rows, for messages.
+    The rows are dictionaries with a text in `column`, or strings; messages call them `name`.
     """
 
     def __init__(self, rows: Iterable[Any], column: str = "text", name: str = "the list") -> None:
@@ -189,15 +186,12 @@ def json_rows(path: Path, byte: int = 0) -> Iterator[tuple[int, str, Any]]:
         file.seek(byte)
         for line in file:
             name = f"the line at byte {byte:,} of {path}"
-            end = byte + len(line)
             try:
                 if text := line.decode("utf-8-sig").strip():
                     yield byte, name, json.loads(text)
-            except UnicodeDecodeError as error:
-                raise _not_text(path, end, error) from error
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"expected JSON in {name}; {error}") from error
-            byte = end
+            except ValueError as error:
+                raise ValueError(f"expected JSON in UTF-8 in {name}; {error}") from error
+            byte += len(line)
 
 
 def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
@@ -244,19 +238,14 @@ class _Document:
         try:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
-            raise _not_text(self.path, self.end, error) from error
+            byte = self.end - len(error.object) + error.start
+            raise ValueError(f"{self.path} is not UTF-8 text at byte {byte:,}: {error}") from error
         text = self._space + text if self._begun else text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
             self._begun = True
             yield self.begin, kept
-
-
-def _not_text(path: Path, end: int, error: UnicodeDecodeError) -> ValueError:
-    """The error for bytes of a file, of which those that were decoded end at a byte."""
-    byte = end - len(error.object) + error.start
-    return ValueError(f"expected UTF-8 text in {path}; at byte {byte:,}: {error.reason}")
 
 
 PIECE = 2**17

@@ -58,60 +58,6 @@ class Spans(Rows):
     at: Int[Tensor, "pair pos"]
     names: tuple[str, ...]
 
-    @staticmethod
-    def of_tokens(ends: Int[Tensor, " pair"], n_columns: int) -> Spans:
-        """A span for every token, named by its column; for prompts that all end in one column."""
-        end = int(ends[0])
-        if bool((ends != end).any()):
-            raise ValueError(
-                f'expected prompts of one length for positions="tokens"; got lengths from '
-                f"{int(ends.min()) + 1} to {int(ends.max()) + 1} tokens. Select those of one "
-                'length, or name spans: pairs.with_spans(...) and positions="spans"'
-            )
-        columns = torch.arange(n_columns, device=ends.device).clamp(max=end)
-        return Spans(columns.repeat(len(ends), 1), tuple(map(str, range(end + 1))))
-
-    @staticmethod
-    def named(
-        spans: Mapping[str, Span] | Sequence[Mapping[str, Span]],
-        ends: Int[Tensor, " pair"],
-        n_columns: int,
-    ) -> Spans:
-        """Named spans, as in `PromptPairs.with_spans`."""
-        rows = [spans] * len(ends) if isinstance(spans, Mapping) else spans
-        names = tuple(rows[0])
-        if any(name.isdigit() for name in names):
-            raise ValueError(f"numbers are names of tokens, and cannot name spans, as in {names}")
-        at = torch.full((len(ends), n_columns), -1)
-        for row, (by_name, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
-            if by_name.keys() != set(names):
-                raise ValueError(
-                    f"all pairs need the spans {names} of the first; pair {row} has "
-                    f"{tuple(by_name)}"
-                )
-            for index, name in enumerate(names):
-                span = by_name[name]
-                for column in [span] if isinstance(span, int) else span:
-                    if not -end - 1 <= column <= end:
-                        raise ValueError(
-                            f"expected columns within the {end + 1} tokens of pair {row}; got "
-                            f"{column} in {name!r}"
-                        )
-                    column %= end + 1
-                    if at[row, column] >= 0:
-                        raise ValueError(
-                            f"spans may not share a token; column {column} of pair {row} is in "
-                            f"{names[int(at[row, column])]!r} and in {name!r}"
-                        )
-                    at[row, column] = index
-        last = ends.cpu()[:, None]
-        others = (at < 0) & (torch.arange(n_columns) <= last)
-        if bool(others.any()):
-            names = tuple(dict.fromkeys([*names, REST]))
-            at[others] = names.index(REST)
-        at = torch.where(at < 0, at.gather(1, last), at)
-        return Spans(at.to(ends.device), names)
-
     def __repr__(self) -> str:
         return f"Spans({', '.join(self.names)})"
 
@@ -218,12 +164,53 @@ class PromptPairs(Rows):
             ValueError: spans overlap or exceed the prompt, pairs have different names, or a name is
                 a number.
         """
-        return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
+        ends, width = self.positions.cpu(), self.clean.shape[1]
+        rows = [spans] * len(self) if isinstance(spans, Mapping) else spans
+        names = tuple(rows[0])
+        if any(name.isdigit() for name in names):
+            raise ValueError(f"numbers are names of tokens, and cannot name spans, as in {names}")
+        at = torch.full((len(self), width), -1)
+        for row, (by_name, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+            if by_name.keys() != set(names):
+                raise ValueError(
+                    f"all pairs need the spans {names} of the first; pair {row} has "
+                    f"{tuple(by_name)}"
+                )
+            for index, name in enumerate(names):
+                span = by_name[name]
+                for column in [span] if isinstance(span, int) else span:
+                    if not -end - 1 <= column <= end:
+                        raise ValueError(
+                            f"expected columns within the {end + 1} tokens of pair {row}; got "
+                            f"{column} in {name!r}"
+                        )
+                    column %= end + 1
+                    if at[row, column] >= 0:
+                        raise ValueError(
+                            f"spans may not share a token; column {column} of pair {row} is in "
+                            f"{names[int(at[row, column])]!r} and in {name!r}"
+                        )
+                    at[row, column] = index
+        others = (at < 0) & (torch.arange(width) <= ends[:, None])
+        if bool(others.any()):
+            names = tuple(dict.fromkeys([*names, REST]))
+            at[others] = names.index(REST)
+        at = torch.where(at < 0, at.gather(1, ends[:, None]), at)
+        return replace(self, spans=Spans(at.to(self.positions.device), names))
 
     def spans_of(self, positions: Positions) -> Spans:
         """The spans that an analysis's ``positions=`` asks for."""
         if positions == "tokens":
-            return Spans.of_tokens(self.positions, self.clean.shape[1])
+            ends, width = self.positions, self.clean.shape[1]
+            end = int(ends[0])
+            if bool((ends != end).any()):
+                raise ValueError(
+                    f'expected prompts of one length for positions="tokens"; got lengths from '
+                    f"{int(ends.min()) + 1} to {int(ends.max()) + 1} tokens. Select those of one "
+                    'length, or name spans: pairs.with_spans(...) and positions="spans"'
+                )
+            columns = torch.arange(width, device=ends.device).clamp(max=end)
+            return Spans(columns.repeat(len(self), 1), tuple(map(str, range(end + 1))))
         if self.spans is None:
             raise ValueError(
                 'expected pairs with spans for positions="spans"; name them by '
@@ -457,11 +444,10 @@ def tokens_of_pairs(
         answers, wrong = ([by_text[text] for text in texts] for texts in pair[2:4])
         one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
-            first, second = (in_tokens(tokenizer, tokens) for tokens in _differing(one, other))
             raise ValueError(
                 f"{where}expected clean and corrupted prompts of equal token length, which are "
-                f"compared position by position; got {len(one)} and {len(other)} tokens, where "
-                f"{first} is compared with {second}: {pair.clean!r:.200} / {pair.corrupted!r:.200}"
+                f"compared position by position; got {len(one)} and {len(other)} tokens: "
+                f"{in_tokens(tokenizer, one)} / {in_tokens(tokenizer, other)}"
             )
         yield one, other, answers, wrong
 
@@ -488,11 +474,3 @@ def _continued(encode: Encoder, pair: PairTexts, where: str) -> tuple[list[Token
                 )
         prompts.append(encode(prompt) if known is None else known)
     return prompts, by_text
-
-
-def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Two rows of tokens without their common start and end."""
-    shorter = min(len(one), len(other))
-    start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
-    return one[start : len(one) - end], other[start : len(other) - end]

@@ -49,13 +49,11 @@ class Encoder:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise a ValueError if there is no tokenizer, or a model in its place."""
+    """Raise a ValueError if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError(
             "this model has no tokenizer. Build it with one, or give prompts as tokens."
         )
-    if isinstance(tokenizer, ModelWithTokenizer):
-        raise ValueError("pass model.tokenizer, not the model")
 
 
 # ---- what a prompt begins with -------------------------------------------------------------------
@@ -66,10 +64,7 @@ def prepends_bos(
 ) -> bool:
     """Whether the prompts of a model start with its tokenizer's BOS token.
 
-    Args:
-        model: dense or sparse model; `load_model` makes it follow its tokenizer.
-        prepend_bos: overrides the model's default.
-        chat: whether prompts are put into a chat, whose template decides.
+    `prepend_bos` overrides the model's default; in a chat, the template decides.
 
     Raises:
         ValueError: the model has no tokenizer, its tokenizer lacks the requested BOS token, or

@@ -26,12 +26,7 @@ from sparse_tl.data.documents import DocumentRows, Documents, separator, tokenis
 from sparse_tl.data.prompts import check_tokenizer
 
 Boundaries = Literal["predict", "skip", "split"]
-"""What happens where one document follows another.
-
-"predict": windows run on, and the end of a document predicts the next one's separator. "skip":
-windows run on, and nothing predicts that separator. "split": no window holds two documents, so
-neither loss nor attention crosses a boundary; a document's last window is padded on the right.
-"""
+"""What happens where one document follows another, as `text_rows` says."""
 Windows = Int[Tensor, "window pos"]
 PADDING = -1
 """Placeholder for tokens after a document's end."""
@@ -430,9 +425,8 @@ class TextStream:
                 )
         if state["text"] != self._identity:
             raise ValueError(
-                "expected the text files as they were when the run was interrupted; their names, "
-                f"sizes in bytes and times of change were {state['text']}, and now are "
-                f"{self._identity}. Restore them, or start over."
+                "expected the text files as they were (name, bytes, time of change): "
+                f"{state['text']}; now they are {self._identity}. Restore them, or start over."
             )
         self.n_windows = state["n_windows"] or self.n_windows
         self._places[state["block"]] = Place(**state["place"])

@@ -84,28 +84,21 @@ class DocstringTask(Task):
             undefined = list(rest)
             summary = " ".join(rng.sample(nouns, SUMMARY))
             texts = [" ".join(rng.sample(nouns, DESCRIPTION)) for _ in undefined]
-            answer = matching[-1]
+
+            def write(matching: Sequence[str], described: Sequence[str]) -> str:
+                defined = ", ".join([*prefix, *matching, *suffix])
+                # The published prompts start with a line break.
+                lines = ["", f"def {function}(self, {defined}):", f'    """{summary}', ""]
+                for argument, text in zip(described, texts, strict=True):
+                    lines.append(f"    :param {argument}: {text}")
+                return "\n".join([*lines, "    :param"])
+
             wrong = [*prefix, *matching[:-1], *suffix, *other, *undefined]
             return PairTexts(
-                _write(function, [*prefix, *matching, *suffix], summary, matching[:-1], texts),
-                _write(function, [*prefix, *other, *suffix], summary, undefined, texts),
-                answers=(f" {answer}",),
+                write(matching, matching[:-1]),
+                write(other, undefined),
+                answers=(f" {matching[-1]}",),
                 wrong=tuple(f" {argument}" for argument in wrong),
             )
 
         return draw
-
-
-def _write(
-    function: str,
-    defined: Sequence[str],
-    summary: str,
-    described: Sequence[str],
-    descriptions: Sequence[str],
-) -> str:
-    both = zip(described, descriptions, strict=True)
-    # The published prompts start with a line break.
-    lines = ["", f"def {function}(self, {', '.join(defined)}):", f'    """{summary}', ""]
-    lines += [f"    :param {argument}: {text}" for argument, text in both]
-    lines.append("    :param")
-    return "\n".join(lines)

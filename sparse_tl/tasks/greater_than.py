@@ -71,12 +71,10 @@ class YearForm(NamedTuple):
         The last year of a tens digit is left out: no later year begins with that digit, so the
         digit would be a wrong answer.
         """
-        n_left, unit = 4 - self.n_given, self.unit
-        last = 10**n_left - 1
-        some = range(2, last)
-        if unit > 1:
-            some = [y for y in some if unit <= y <= last - unit and (y + 1) % unit != 0]
-        return [f"{year:0{n_left}d}" for year in some]
+        n_left = 4 - self.n_given
+        years = range(2, 10**n_left - 1)
+        some = [f"{year:0{n_left}d}" for year in years if self.unit == 1 or (year + 1) % self.unit]
+        return [start for start in some if all(self.judged(start))]
 
     def judged(self, start: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Right answers, all of whose years are later, and wrong ones, none of whose years is."""
@@ -114,13 +112,13 @@ class GreaterThanTask(Task):
 
     def describe(self, tokenizer: Any) -> str:
         """The answer in words, and how many nouns are left out under this tokenizer."""
-        asked = f"the answer is {self._read(tokenizer)[0].answer} of the year"
+        asked = f"the answer is {self.years(tokenizer)[0].answer} of the year"
         return ", ".join(filter(None, [asked, super().describe(tokenizer)]))
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """A function that draws a prompt, with right and wrong answers from `YearForm.judged`."""
         nouns = self.words(tokenizer)["nouns"]
-        form, years = self._read(tokenizer)
+        form, years = self.years(tokenizer)
         judged = {start: form.judged(start) for start in form.starts}
 
         def draw() -> PairTexts:
@@ -134,8 +132,8 @@ class GreaterThanTask(Task):
 
         return draw
 
-    def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years, split into the digits that the end year shares and the rest.
+    def years(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
+        """Their form; and start years, split into the digits that the end year shares and the rest.
 
         Years near the ends are left out, and so are those that the corruption would not change, or
         that would leave no answer.
@@ -143,9 +141,6 @@ class GreaterThanTask(Task):
         Raises:
             ValueError: the tokenizer splits years in none of the supported ways.
         """
-        return self._read(tokenizer)[1]
-
-    def _read(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
         encode = Encoder(tokenizer)
         for form in FORMS:
             if years := self._years(encode, form):

@@ -48,11 +48,8 @@ class QuestionSet:
     ) -> TargetDataset:
         """The first `n` questions that fit the model's context, as prompts with targets.
 
-        Args:
-            model: model whose tokenizer is used; BOS is prepended if the model's prompts have it.
-            n: maximum number of questions.
-            source: a file with one JSON object per line, a folder of such files, or a dataset
-                name; the set's own dataset by default.
+        `source` is a file with one JSON object per line, a folder of such files, or a dataset name;
+        the set's own dataset by default.
         """
         tokenizer, bos, n_ctx = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
         n_start = len(prompt_start(tokenizer, bos))

@@ -310,11 +310,8 @@ def numbers(
 ) -> dict[str, Any]:
     """A row of `SkillComparison.table`, from values of every prompt.
 
-    Args:
-        chance: mean share of right answers among all answers.
-        right, above: of the dense and the sparse model.
-        divergence: divergence in nats.
-        edges: open edges, possible edges, and tokens.
+    `right` and `above` are of the dense and the sparse model; `edges` are open edges, possible
+    edges, and tokens.
     """
     n, row = len(divergence), dict[str, Any](chance=chance)
     found = {"divergence": (divergence.mean().item(), *mean_interval(divergence))}

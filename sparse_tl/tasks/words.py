@@ -110,16 +110,23 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
     Raises a ValueError if there are fewer than `needed`; `what` is the name of the task's field.
     """
     words = tuple(dict.fromkeys(words))
-    return enough(_known(tokenizer, words), words, needed, what)
+    rows = single_rows(tokenizer, ((word,) for word in words), 0, what)
+    return enough([word for (word,) in rows], words, needed, what)
 
 
 def single_rows(
     tokenizer: Any, rows: Iterable[tuple[str, ...]], needed: int, what: str
 ) -> list[tuple[str, ...]]:
     """The rows whose words are all one token after a space; arguments as in `single_words`."""
-    rows = tuple(dict.fromkeys(rows))
-    known = set(_known(tokenizer, [word for row in rows for word in row]))
-    return enough([row for row in rows if known.issuperset(row)], rows, needed, what)
+    rows, encode = tuple(dict.fromkeys(rows)), Encoder(tokenizer)
+    before = encode("to")
+
+    def is_known(word: str) -> bool:
+        tokens = encode(f"to {word}")
+        # Decoding distinguishes known from unknown words, whatever the unknown token is.
+        return tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word)
+
+    return enough([row for row in rows if all(map(is_known, row))], rows, needed, what)
 
 
 def enough(usable: list[Word], words: Sequence[Word], needed: int, what: str) -> list[Word]:
@@ -131,17 +138,6 @@ def enough(usable: list[Word], words: Sequence[Word], needed: int, what: str) ->
             f"`{what}`, or use a tokenizer that knows more of them."
         )
     return usable
-
-
-def _known(tokenizer: Any, words: Iterable[str]) -> list[str]:
-    encode = Encoder(tokenizer)
-    before, known = encode("to"), []
-    for word in words:
-        tokens = encode(f"to {word}")
-        # Decoding distinguishes known from unknown words, whatever the unknown token is.
-        if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
-            known.append(word)
-    return known
 
 
 def draw_distinct(draw: Callable[[], Drawn], n: int) -> list[Drawn]:

@@ -62,7 +62,6 @@ class Published:
 
     @property
     def requirements(self) -> list[str]:
-        """The wheels, as pip names them."""
         return [requirement for requirement, _ in self.parts]
 
 

@@ -102,30 +102,19 @@ class Recipe:
         return boot(model.to(checked_device(device)), tokenizer, name=self.name)
 
     def train(
-        self,
-        seed: int = 0,
-        *,
-        checkpoint: str | Path | None = None,
-        device: str | None = None,
-        progress: bool = True,
+        self, seed: int = 0, *, device: str | None = None, **options: Any
     ) -> tuple[Model, pd.DataFrame]:
-        """Train the dense model from scratch; arguments as in `build_pair` and `pretrain`.
+        """Train the dense model from scratch; further options as in `pretrain`.
 
         Returns:
             The model with its best validation weights, and the training history.
         """
         training, validation = self.rows(seed)
         model, stream = self.build(seed, device), ShuffledStream(training, self.batch_size, seed)
-        options: dict[str, Any] = {"checkpoint": checkpoint, "progress": progress}
         return model, pretrain(model, stream, validation=validation, **options, **self.dense)
 
     def sparsify(
-        self,
-        dense: Model,
-        seed: int = 0,
-        *,
-        checkpoint: str | Path | None = None,
-        progress: bool = True,
+        self, dense: Model, seed: int = 0, **options: Any
     ) -> tuple[SparseTransformer, PostTraining]:
         """Post-train a dense model in place until few attention edges are open.
 
@@ -133,14 +122,13 @@ class Recipe:
             dense: a trained model; it is wrapped and modified.
             seed: random seed for gate noise, batches and rows; the dense model's seed gives the
                 rows that it was trained on.
-            checkpoint: folder for checkpoints; a run interrupted there is resumed.
-            progress: whether to show a progress bar.
+            **options: further options of `post_train`, such as `checkpoint` and `progress`.
         """
         training, validation = (self.sparse_rows or self.rows)(seed)
         stream = ShuffledStream(training, self.batch_size, seed + 1)
-        options: dict[str, Any] = {"seed": seed, "checkpoint": checkpoint, "progress": progress}
         sparse = SparseTransformer(dense, **self.gates)
-        return sparse, post_train(sparse, stream, validation=validation, **options, **self.sparse)
+        options |= {"validation": validation, "seed": seed, **self.sparse}
+        return sparse, post_train(sparse, stream, **options)
 
 
 class Pair(NamedTuple):

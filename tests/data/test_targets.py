@@ -23,13 +23,6 @@ def tokenizer() -> Any:
     return task_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def gpt2(shared_data: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(shared_data / "tokenizers" / "gpt2"))
-
-
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
 SPANS = [(2, 4), (1, 2)]
 
@@ -116,18 +109,6 @@ def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> Non
     for source in sources[1:]:
         for name in ("tokens", "labels", "loss_mask", "attention_mask"):
             assert torch.equal(getattr(source.rows, name), getattr(sources[0].rows, name))
-
-
-@pytest.mark.parametrize(("text", "target"), [("The capital is", " Paris"), ("A is ", "Paris")])
-def test_a_space_may_stand_on_either_side(gpt2: Any, text: str, target: str) -> None:
-    found = TargetDataset.from_texts(gpt2, [text], [target], prepend_bos=True)
-    assert found.to_records(gpt2)[0]["target"] == " Paris"
-    assert int(found.rows.tokens[0, 0]) == gpt2.bos_token_id
-
-
-def test_a_token_that_holds_text_and_target_is_refused(gpt2: Any) -> None:
-    with pytest.raises(ValueError, match="target of row 0 begins inside a token"):
-        TargetDataset.from_texts(gpt2, ["The capital is Par"], ["is"])
 
 
 def test_an_accent_is_no_target_without_its_letter() -> None:

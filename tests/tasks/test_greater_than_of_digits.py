@@ -69,22 +69,14 @@ def test_answers_are_those_after_which_every_year_is_later(kind: str) -> None:
     assert len(starts) > 50
 
 
-def test_the_tens_digit_is_above_that_of_the_start_year_or_below() -> None:
-    for record in _records("digits"):
-        tens = int(re.findall(r"\d{4}", record["clean"])[0][2])
-        assert [int(end) for end in record["answer"]] == list(range(tens + 1, 10))
-        assert [int(end) for end in record["wrong"]] == list(range(tens))
-        assert re.findall(r"\d{4}", record["corrupted"])[0][2] == "0"
-
-
 def test_years_by_hand() -> None:
     task = GreaterThanTask(centuries=(17,))
     tens = [f"{tens}{unit}" for tens in range(1, 9) for unit in range(9)]
-    assert task.years(TOKENIZERS["digits"]()) == [("17", rest) for rest in tens]
+    assert task.years(TOKENIZERS["digits"]())[1] == [("17", rest) for rest in tens]
     last = [(f"17{tens}", f"{unit}") for tens in range(10) for unit in range(2, 9)]
-    assert task.years(TOKENIZERS["threes"]()) == last
+    assert task.years(TOKENIZERS["threes"]())[1] == last
     both = [("17", f"{rest:02d}") for rest in range(2, 99)]
-    assert task.years(TOKENIZERS["pairs"]()) == both
+    assert task.years(TOKENIZERS["pairs"]())[1] == both
 
 
 def test_a_tokenizer_that_splits_years_otherwise_is_refused_in_one_sentence() -> None:

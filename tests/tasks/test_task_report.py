@@ -47,8 +47,3 @@ def test_the_numbers_are_those_of_the_prompts(report: TaskReport) -> None:
     pairs = task.pairs(model, 40)
     assert report.skills["ioi"].accuracy == accuracy(model, pairs)
     assert report.skills["ioi"].clean.shape == (40,)
-
-
-def test_an_untrained_model_does_nothing() -> None:
-    found = task_report(small_task_models()[0], ["greater_than", IOITask()], n=32)
-    assert found.done == [] and list(found.skills) == ["greater_than", "ioi"]
