@@ -40,7 +40,7 @@ from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import reference_of
 from sparse_tl.training.loop import Objective, PlainLoss, choose_trained
 from sparse_tl.training.post_train import SparsityObjective
-from sparse_tl.zoo.addition import ARCHITECTURE
+from sparse_tl.zoo import addition_recipe
 
 VARIANTS = ("plain", "gated", "paired", "lora")
 
@@ -54,7 +54,7 @@ def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
     if name == "addition":
         batch, fields = (
             AdditionTask("autoregressive").split()[0].select(slice(0, 256)),
-            ARCHITECTURE,
+            addition_recipe().architecture,
         )
     else:
         rows, window, fields = 4, 128, GPT2_SMALL

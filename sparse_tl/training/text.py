@@ -46,7 +46,7 @@ from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.documents import separator
 from sparse_tl.data.pairs import padded
 from sparse_tl.data.prompts import chat_start, check_known
-from sparse_tl.data.windows import check_window
+from sparse_tl.data.streams import check_window
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import tracked
 from sparse_tl.storage.files import check_writable, read_metadata, read_tensors, write_tensors

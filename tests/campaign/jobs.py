@@ -23,8 +23,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import run_addition, run_circuits, run_head_roles, run_post_training
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import pretrain
-from sparse_tl.zoo import pairs as built
-from sparse_tl.zoo.addition import addition_recipe
+from sparse_tl.zoo import addition_recipe, recipes as built
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 

@@ -19,7 +19,7 @@ from sparse_tl.backend import Model, adapt, load_model, read_parameters, save_mo
 from sparse_tl.training import pretrain
 from sparse_tl.training.loop import PlainLoss
 from sparse_tl.training.memory import training_memory
-from sparse_tl.zoo.addition import build_addition_model
+from sparse_tl.zoo import build_addition_model
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,

@@ -72,9 +72,8 @@ class Recipe:
         **fields: Any,
     ) -> Recipe:
         """The recipe with settings of either training phase, or other fields, replaced."""
-        fields |= {"dense": {**self.dense, **(dense or {})}}
-        fields |= {"sparse": {**self.sparse, **(sparse or {})}}
-        return replace(self, **fields)
+        dense, sparse = {**self.dense, **(dense or {})}, {**self.sparse, **(sparse or {})}
+        return replace(self, dense=dense, sparse=sparse, **fields)
 
     def settings(self, seed: int) -> dict[str, Any]:
         """Everything except the code that determines the weights, as JSON-serialisable values."""
@@ -103,43 +102,19 @@ class Recipe:
         return boot(model.to(checked_device(device)), tokenizer, name=self.name)
 
     def train(
-        self,
-        seed: int = 0,
-        *,
-        checkpoint: str | Path | None = None,
-        device: str | None = None,
-        progress: bool = True,
+        self, seed: int = 0, *, device: str | None = None, **options: Any
     ) -> tuple[Model, pd.DataFrame]:
-        """Train the dense model from scratch; see `pretrain`.
-
-        Args:
-            seed: random seed for weights, rows and batches.
-            checkpoint: folder for checkpoints; a run interrupted there is resumed.
-            device: device for training; a GPU by default if there is one.
-            progress: whether to show a progress bar.
+        """Train the dense model from scratch; further options as in `pretrain`.
 
         Returns:
             The model with its best validation weights, and the training history.
         """
         training, validation = self.rows(seed)
-        model = self.build(seed, device)
-        history = pretrain(
-            model,
-            ShuffledStream(training, self.batch_size, seed),
-            validation=validation,
-            checkpoint=checkpoint,
-            progress=progress,
-            **self.dense,
-        )
-        return model, history
+        model, stream = self.build(seed, device), ShuffledStream(training, self.batch_size, seed)
+        return model, pretrain(model, stream, validation=validation, **options, **self.dense)
 
     def sparsify(
-        self,
-        dense: Model,
-        seed: int = 0,
-        *,
-        checkpoint: str | Path | None = None,
-        progress: bool = True,
+        self, dense: Model, seed: int = 0, **options: Any
     ) -> tuple[SparseTransformer, PostTraining]:
         """Post-train a dense model in place until few attention edges are open.
 
@@ -147,21 +122,13 @@ class Recipe:
             dense: a trained model; it is wrapped and modified.
             seed: random seed for gate noise, batches and rows; the dense model's seed gives the
                 rows that it was trained on.
-            checkpoint: folder for checkpoints; a run interrupted there is resumed.
-            progress: whether to show a progress bar.
+            **options: further options of `post_train`, such as `checkpoint` and `progress`.
         """
         training, validation = (self.sparse_rows or self.rows)(seed)
+        stream = ShuffledStream(training, self.batch_size, seed + 1)
         sparse = SparseTransformer(dense, **self.gates)
-        outcome = post_train(
-            sparse,
-            ShuffledStream(training, self.batch_size, seed + 1),
-            validation=validation,
-            seed=seed,
-            checkpoint=checkpoint,
-            progress=progress,
-            **self.sparse,
-        )
-        return sparse, outcome
+        options |= {"validation": validation, "seed": seed, **self.sparse}
+        return sparse, post_train(sparse, stream, **options)
 
 
 class Pair(NamedTuple):
@@ -231,21 +198,16 @@ def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
 
 
 def load_built_in(
-    recipe: Recipe,
-    seed: int,
-    *,
-    cache: str | Path | None = None,
-    device: str | None = None,
-    progress: bool = True,
+    recipe: Recipe, seed: int, *, device: str | None = None, **options: Any
 ) -> tuple[Model, SparseTransformer]:
-    """The pair of a seed: shipped with the package, or built in the cache folder.
+    """The pair of a seed: shipped with the package, or built as by `build_cached`.
 
     Warns if the sparse model missed its post-training target.
     """
     device = checked_device(device)
     folder = SHIPPED / recipe.name
     if seed or not folder.is_dir():
-        folder = build_cached(recipe, seed, cache=cache, device=device, progress=progress)
+        folder = build_cached(recipe, seed, device=device, **options)
     pair = read_pair(folder, device=device)
     if not pair.feasible:
         warnings.warn(
@@ -260,12 +222,7 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 
 
 def build_cached(
-    recipe: Recipe,
-    seed: int,
-    *,
-    cache: str | Path | None = None,
-    device: str | None = None,
-    progress: bool = True,
+    recipe: Recipe, seed: int, *, cache: str | Path | None = None, **options: Any
 ) -> Path:
     """The cache folder of a pair, which is built unless one of this recipe and version exists."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
@@ -294,7 +251,7 @@ def build_cached(
         if not is_current():  # absent, or made by another recipe or version
             shutil.rmtree(folder, ignore_errors=True)
             write_json(record, made_by)
-        build_pair(recipe, folder, seed, device=device, progress=progress)
+        build_pair(recipe, folder, seed, **options)
     finally:
         lock.release()
     return folder
