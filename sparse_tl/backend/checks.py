@@ -62,7 +62,7 @@ from sparse_tl.backend.core.numerics import excess, precise, tolerance
 from sparse_tl.backend.core.places import HookFunction
 from sparse_tl.backend.core.points import EMBEDDED, SLOTS, Model
 from sparse_tl.backend.loading.bridges import check_wrapped
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "scores", "mlps", "circuits")

@@ -52,7 +52,7 @@ from sparse_tl.circuits.prompt.trace import (
 )
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, gated
-from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph import AttentionGrid
 from sparse_tl.metrics import measure
 
 

@@ -22,7 +22,7 @@ from sparse_tl.circuits.prompt.trace import (
     predicted_columns,
 )
 from sparse_tl.explorer.exploration import by_title
-from sparse_tl.graph.nodes import Node
+from sparse_tl.graph import Node
 from sparse_tl.metrics import Metric, log_probability
 
 MAX_SCORES = 1_000_000

@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.backend import Adapter
-from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
-from sparse_tl.graph.nodes import Node
+from sparse_tl.graph import CircuitGraph, Destination, Node
 
 _MOST = 7 / 8
 """A source is closed as a whole if more than this share of its edges is closed."""

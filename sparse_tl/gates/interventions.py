@@ -26,7 +26,7 @@ from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, Col
 from sparse_tl.gates.patches import Patch, ReferencePrompts
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph import AttentionGrid
 
 AttentionEdgeOrName = tuple[int, int, int, int] | str
 """An attention edge: (layer, head, query, key), or its name, such as "a3.h2:5->8"."""

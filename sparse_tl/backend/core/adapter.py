@@ -20,8 +20,7 @@ from sparse_tl.backend.core.numerics import Norm
 from sparse_tl.backend.core.places import Place, Viewed, before
 from sparse_tl.backend.core.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, hook_point
 from sparse_tl.backend.core.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import CircuitGraph, Slot
 
 
 class Adapter(ABC):

@@ -9,7 +9,7 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 
 if TYPE_CHECKING or "HookedTransformer" not in vars(transformer_lens):
 

@@ -43,7 +43,7 @@ from sparse_tl.backend.loading.bridges import (
 )
 from sparse_tl.backend.models.latent import latent_attention
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 _NORM_NAMES = ("ln1", "ln2", "ln1_post", "ln2_post")

@@ -24,7 +24,7 @@ from sparse_tl.backend.core.places import (
     read_input,
 )
 from sparse_tl.backend.core.points import Analysis, HookedTransformer, NormPlace, hook_point
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 
 _NORMS: dict[NormPlace, str] = {
     "attn": "ln1",

@@ -51,8 +51,7 @@ from sparse_tl.circuits.pair_runs import PatchedPairs
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
-from sparse_tl.graph.grids import AttentionGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import AttentionGrid, PositionedGraph
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 

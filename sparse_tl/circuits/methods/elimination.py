@@ -38,7 +38,7 @@ from torch import Tensor
 from sparse_tl.circuits.circuit import Circuit, Grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 

@@ -48,7 +48,7 @@ from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import PatchValues
-from sparse_tl.graph.circuit_graph import Node
+from sparse_tl.graph import Node
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]

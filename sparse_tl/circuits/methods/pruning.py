@@ -38,7 +38,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 

@@ -11,7 +11,7 @@ import torch
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import KINDS, HeadBehaviour, Scores
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.plots.page.palette import (
     BACKGROUND,
     EMPTY_CELL,
