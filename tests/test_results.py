@@ -36,7 +36,7 @@ from sparse_tl.circuits import (
     SeedMultipliers,
 )
 from sparse_tl.circuits.evaluation import SearchResult
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import AttentionGrid, CircuitGraph

@@ -19,7 +19,7 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparse_tl import ablate_attention_edges, ablate_heads, load_addition_models
-from sparse_tl.circuits.prompt import removal
-from sparse_tl.circuits.prompt.removal import LeaveOneOut
+from sparse_tl.circuits.prompt import attention as removal
+from sparse_tl.circuits.prompt.attention import LeaveOneOut
 from sparse_tl.circuits.prompt.tokens import Quantity
 from sparse_tl.metrics import (
     answer_logit,

@@ -12,7 +12,7 @@ import torch
 from component_examples import Scored
 
 from sparse_tl.circuits import Circuit, Scores
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.graph import CircuitGraph
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
