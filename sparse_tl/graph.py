@@ -128,13 +128,24 @@ class PartGrid(ABC):
     def exists(self) -> Bool[Tensor, "*axes"]:
         """Which indices of the array hold a part."""
 
-    @abstractmethod
     def index(self, part: Any) -> tuple[int, ...]:
         """The index of a part, from its name or index.
 
         Raises:
             ValueError: the part does not exist.
         """
+        index = tuple(part) if isinstance(part, tuple | list) else self._named(part)
+        shape = self.exists.shape
+        fits = len(index) == len(shape) and all(
+            0 <= i < n for i, n in zip(index, shape, strict=True)
+        )
+        if not fits or not self.exists[index]:
+            raise ValueError(f"{self!r} has no {part} among its {self.noun}")
+        return index
+
+    @abstractmethod
+    def _named(self, part: Any) -> tuple[int, ...]:
+        """The index that a name stands for."""
 
     @abstractmethod
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
@@ -156,15 +167,6 @@ class PartGrid(ABC):
         """The indices of all parts, in row-major order: the order of ``values[grid.exists]``."""
         return self.exists.nonzero()
 
-    def _checked(self, index: Sequence[int], part: Any) -> tuple[int, ...]:
-        shape, index = self.exists.shape, tuple(index)
-        fits = len(index) == len(shape) and all(
-            0 <= i < n for i, n in zip(index, shape, strict=True)
-        )
-        if not fits or not self.exists[index]:
-            raise ValueError(f"{self!r} has no {part} among its {self.noun}")
-        return index
-
 
 @dataclass(frozen=True)
 class HeadGrid(PartGrid):
@@ -178,11 +180,9 @@ class HeadGrid(PartGrid):
     def exists(self) -> Bool[Tensor, "layer head"]:
         return torch.ones(self.n_layers, self.n_heads, dtype=torch.bool)
 
-    def index(self, part: Node | str | tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(part, tuple):
-            return self._checked(part, part)
+    def _named(self, part: Node | str) -> tuple[int, ...]:
         node = Node.parse(part) if isinstance(part, str) else part
-        return self._checked((node.layer, node.head) if node.kind == "head" else (), part)
+        return (node.layer, node.head) if node.kind == "head" else ()
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         return {"head": [f"a{layer}.h{head}" for layer, head in places.tolist()]}
@@ -220,10 +220,8 @@ class AttentionGrid(PartGrid):
         pairs = pairs.tril() if self.causal else pairs
         return pairs.expand(self.n_layers, self.n_heads, -1, -1)
 
-    def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Layer, head, query and key of an attention edge."""
-        index = self.parse(part) if isinstance(part, str) else part
-        return self._checked(index, part)
+    def _named(self, part: str) -> tuple[int, ...]:
+        return self.parse(part)
 
     @staticmethod
     def parse(name: str) -> tuple[int, int, int, int]:
@@ -394,10 +392,7 @@ class CircuitGraph(PartGrid):
             raise ValueError(f"{self!r} has no {destination} as a destination")
         return self._columns[str(destination)]
 
-    def index(self, part: CircuitEdge | str | tuple[int, ...]) -> tuple[int, ...]:
-        """Row and column of an edge."""
-        if isinstance(part, tuple | list):
-            return self._checked(part, part)
+    def _named(self, part: CircuitEdge | str) -> tuple[int, ...]:
         edge = CircuitEdge.parse(part) if isinstance(part, str) else part
         index = self.source_index(edge.source), self.destination_index(edge.destination)
         if not self.exists[index]:
@@ -520,10 +515,7 @@ class PositionedGraph(PartGrid):
             raise ValueError(f"there is no position {name!r}, only {self.positions}")
         return self.positions.index(str(name))
 
-    def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Position, row and column of an edge."""
-        if isinstance(part, tuple):
-            return self._checked(part, part)
+    def _named(self, part: str) -> tuple[int, ...]:
         edge, at, position = part.partition("@")
         if not at:
             raise ValueError(f"{part!r} names no position: add one, such as @{self.positions[-1]}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +14,6 @@ from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
     MAX_EFFECTS,
-    AttentionGraph,
     EdgeWeight,
     Head,
     predicted_column,
@@ -76,8 +74,7 @@ def circuit_diagram(
     graphs, target = {}, -1
     for title, model in by_title(models).items():
         columns, target, effects = _plan(model, prompt, position, positions, weight)
-        graph = trace_attention(model, prompt, positions=columns, **effects, **options)
-        graphs[title] = _with_later_masks(model, prompt, graph)
+        graphs[title] = trace_attention(model, prompt, positions=columns, **effects, **options)
     return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
 
 
@@ -108,17 +105,6 @@ def _plan(
     if shown is not None and shown not in columns:
         raise ValueError(f"position is {position}, which is not one of {columns}")
     return columns, -1 if shown is None else columns.index(shown), effects
-
-
-def _with_later_masks(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
-    """The graph with predictions at all mask tokens, including those after its last target."""
-    if not graph.causal or all(column != read_at for column, read_at in graph.targets):
-        return graph
-    whole, row = trace_attention(model, prompt), list(graph.output_tokens)
-    for column, _ in whole.targets:  # every mask token
-        if column >= graph.n_read:
-            row[column] = whole.output_tokens[column]
-    return replace(graph, output_tokens=tuple(row))
 
 
 @checked

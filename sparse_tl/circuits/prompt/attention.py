@@ -422,16 +422,10 @@ def run_prompt(
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
-    """All columns that a model predicts: its mask tokens, or the column after every token.
-
-    Without mask tokens, a bidirectional model predicts every column.
-    """
-    tokens = prompt_tokens(model, prompt)
-    masked = _masked(model, tokens)
-    if masked:
-        return masked
-    first = int(adapt(model).causal)
-    return list(range(first, len(tokens) + first))
+    """All columns that a model predicts: mask tokens or, without any, the column after every token
+    (each column, if bidirectional)."""
+    tokens, first = prompt_tokens(model, prompt), int(adapt(model).causal)
+    return _masked(model, tokens) or list(range(first, len(tokens) + first))
 
 
 def predicted_column(model: HookedModel, prompt: Prompt, position: int) -> int:
@@ -456,22 +450,18 @@ def _targets(
     read_in_place = masked if causal else range(n)
     if positions is None:
         positions = masked or ([n] if causal else [])
-    elif not positions:
-        raise ValueError("positions is empty")
     if not positions:
         raise ValueError(
             "there is no position to predict: pass positions=, which a bidirectional model needs "
             "for a prompt without mask tokens"
         )
-    first, last = (1, n) if causal else (0, n - 1)
     targets = []
     for position in positions:
         column = predicted_column(model, tokens, position)
         in_place = column in read_in_place
         if not in_place and not (causal and 1 <= column <= n):
-            raise ValueError(
-                f"position {position} cannot be predicted: choose positions in {first}..{last}"
-            )
+            some = f"1..{n}" if causal else f"0..{n - 1}"
+            raise ValueError(f"position {position} cannot be predicted: choose positions in {some}")
         targets.append((column, column if in_place else column - 1))
     return targets
 
