@@ -35,11 +35,10 @@ from sparse_tl.circuits import (
     SeedCurves,
 )
 from sparse_tl.circuits.evaluation import SearchResult
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph import AttentionGrid, CircuitGraph
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.jobs import Comparison, SparseRun
 from sparse_tl.jobs.addition import AdditionRun, draw

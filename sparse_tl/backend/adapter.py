@@ -28,8 +28,7 @@ from sparse_tl.backend.hook_points import (
     selecting,
 )
 from sparse_tl.backend.numerics import Norm
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import CircuitGraph, Slot
 
 NormPlace = Literal["attn", "mlp", "after_attn", "after_mlp"]
 """Where in a layer a norm is: before attention or MLP, or after."""

@@ -56,7 +56,7 @@ from sparse_tl.backend.latent import latent_attention
 from sparse_tl.backend.lora import effective_weight
 from sparse_tl.backend.numerics import HALVES, Norm
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 
 
 def adapt(model: HookedModel) -> Adapter:

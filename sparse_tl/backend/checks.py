@@ -58,7 +58,7 @@ from sparse_tl.backend.hooks import (
 from sparse_tl.backend.inputs import check_numbers
 from sparse_tl.backend.lora import lora_layers
 from sparse_tl.backend.numerics import excess, precise, tolerance
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "scores", "mlps", "circuits")

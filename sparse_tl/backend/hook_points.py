@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 
 if TYPE_CHECKING or "HookedTransformer" not in vars(transformer_lens):
 

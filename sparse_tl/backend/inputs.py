@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_tl.backend.adapter import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
-from sparse_tl.graph.nodes import Node
+from sparse_tl.graph import Node
 
 HeadOrName = tuple[int, int] | str
 """A head: (layer, head), or its name, such as "a3.h2"."""

@@ -63,14 +63,16 @@ from sparse_tl.circuits.methods.search import (
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     find_circuit as find_circuit,
 )
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
+from sparse_tl.circuits.prompt.attention import (
+    AttentionGraph as AttentionGraph,
+    trace_attention as trace_attention,
+)
 from sparse_tl.circuits.prompt.logits import (
     LogitAttribution as LogitAttribution,
     LogitLens as LogitLens,
     attribute_logits as attribute_logits,
     logit_lens as logit_lens,
 )
-from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
 from sparse_tl.circuits.skill import (
     Skill as Skill,
     accuracy as accuracy,

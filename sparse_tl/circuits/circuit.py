@@ -15,9 +15,7 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, checked
 from sparse_tl.gates.patches import Patch, needs_reference
-from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph
-from sparse_tl.graph.grids import AttentionGrid, HeadGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, HeadGrid, PositionedGraph
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:

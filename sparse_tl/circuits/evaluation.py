@@ -43,9 +43,7 @@ from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, HeadGrid, PositionedGraph
 from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

@@ -34,8 +34,7 @@ from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.evaluation import Evaluation, evaluate
 from sparse_tl.circuits.paths import PositionedNode, path_graph
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, Destination, PositionedGraph
 from sparse_tl.metrics import Metric
 from sparse_tl.results import Result
 from sparse_tl.storage.files import (

@@ -62,7 +62,7 @@ from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.logits import towards_answers
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 

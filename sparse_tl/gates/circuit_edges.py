@@ -36,8 +36,7 @@ from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import GatedPass, Site
-from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
-from sparse_tl.graph.nodes import Node
+from sparse_tl.graph import CircuitGraph, Destination, Node
 
 Residual = Float[Tensor, "rows pos d_model"]
 ByHead = Float[Tensor, "rows pos head d_head"]

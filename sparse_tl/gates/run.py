@@ -48,7 +48,7 @@ from sparse_tl.gates.sites import (
     SiteGates,
     meant,
 )
-from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph import AttentionGrid
 
 Logits = Float[Tensor, "*stack label vocab"]
 Final = Float[Tensor, "*stack label d_model"]

@@ -19,9 +19,8 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.diagrams.circuit_diagram import circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import component_diagram

@@ -10,8 +10,7 @@ import torch
 
 from sparse_tl import to_circuit_tracer
 from sparse_tl.circuits import Scores
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 
 # The fields of `Model` in circuit_tracer/frontend/graph_models.py, with their types.
 METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list}

@@ -13,7 +13,7 @@ from sparse_tl.circuits import (
     overlap,
     roc,
 )
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 
 GRAPH = CircuitGraph(1, 1, 1, has_mlps=False)  # input -> q, k, v, logits; head -> logits
 

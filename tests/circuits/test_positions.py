@@ -28,7 +28,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

@@ -25,7 +25,7 @@ from sparse_tl.circuits import (
     SeedCurves,
 )
 from sparse_tl.circuits.evaluation import Faithfulness
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.by_result import DRAWN

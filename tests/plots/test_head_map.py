@@ -7,7 +7,7 @@ import torch
 
 from sparse_tl import Scores, head_map
 from sparse_tl.circuits import HeadBehaviour
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.plots import GridFigure
 from sparse_tl.plots.page.palette import EMPTY_CELL, HELPS, HURTS, MARKS
 

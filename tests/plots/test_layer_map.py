@@ -8,7 +8,7 @@ import torch
 
 from sparse_tl import CircuitGraph, Scores, layer_map
 from sparse_tl.circuits import ActivationPatching, LogitAttribution, LogitLens
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.plots import ComponentDiagram, GridFigure
 from sparse_tl.plots.page.palette import HELPS
 

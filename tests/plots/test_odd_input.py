@@ -11,7 +11,7 @@ from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
 from sparse_tl.circuits import EffectCurve, Scores
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import ROLES, AblationCurve
 
 

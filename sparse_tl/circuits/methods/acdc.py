@@ -34,8 +34,7 @@ from sparse_tl.circuits.evaluation import FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
 

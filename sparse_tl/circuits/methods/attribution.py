@@ -70,9 +70,7 @@ from sparse_tl.circuits.circuit import Scores
 from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
-from sparse_tl.graph.circuit_graph import Node
-from sparse_tl.graph.grids import AttentionGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import AttentionGrid, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.progress import tracked
 

@@ -41,9 +41,7 @@ from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.circuits.prompt.tokens import output_text, text_around
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.nodes import Node
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

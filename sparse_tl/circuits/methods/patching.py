@@ -37,9 +37,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
-from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph, Node
-from sparse_tl.graph.grids import HeadGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitEdge, CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

@@ -37,7 +37,7 @@ from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 

@@ -76,7 +76,7 @@ from sparse_tl.circuits.methods.patching import patch_exactly
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, checked
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagrams.circuit_svg import (
     Layout,
     PanelLayout,

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import (
     ACCENT,

@@ -24,10 +24,7 @@ import torch
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, DrivingToken, HeadBehaviour, NeuronEffects, Scores
 from sparse_tl.circuits.paths import CROSSING, PathGraph, in_order, path_graph
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
-from sparse_tl.graph.nodes import Node
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour

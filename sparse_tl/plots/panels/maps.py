@@ -21,7 +21,7 @@ from sparse_tl.circuits import (
     LogitLens,
     Scores,
 )
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import ROLES, HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import EMPTY_CELL, HELPS, HURTS, TICK_SIZE, Colour, blend
