@@ -35,7 +35,7 @@ from sparse_tl import (
 )
 from sparse_tl.backend import Model, adapt
 from sparse_tl.data import TokenBatch
-from sparse_tl.training.own_text import Starts, sampled
+from sparse_tl.training.text import sampled
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 200}
 SMOLLM2 = "SmolLM2-135M"
@@ -68,8 +68,7 @@ def step_cost(name: str, variant: str, n: int, window: int, tiny: bool) -> str:
 def sampling(n: int, window: int, tiny: bool) -> str:
     """Tokens per second of sampling."""
     adapter = adapt(build(SMOLLM2, window, tiny))
-    starts = Starts(window, [0], [])
-    sample = partial(sampled, adapter, starts, range(n), 0, lambda: None, check=False)
+    sample = partial(sampled, adapter, [[0]], window, range(n), 0, lambda: None, check=False)
     seconds = _seconds(sample, 1, half=False)
     return f"{n * window / seconds:,.0f} tokens/s, {peak():,.0f} MB"
 

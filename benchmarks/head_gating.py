@@ -28,7 +28,7 @@ from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.tasks import AdditionTask
-from sparse_tl.zoo.addition import ARCHITECTURE
+from sparse_tl.zoo import addition_recipe
 
 LENGTH, ROWS, SEEDS = 128, 2, 2
 """Of the memory's measurement."""
@@ -113,7 +113,7 @@ def main() -> None:
     if args.alone:
         _measured_alone(args.alone[0], int(args.alone[1]), args.hooked)
         return
-    model = random_gpt2(ARCHITECTURE, hooked=args.hooked).requires_grad_(False)
+    model = random_gpt2(addition_recipe().architecture, hooked=args.hooked).requires_grad_(False)
     batch = AdditionTask("placeholder").split()[0].select(slice(0, args.batch_size))
     seeds = list(range(args.seeds))
     stacked = _seconds([_objective(model, seeds)], batch, args.repeats)

@@ -38,11 +38,10 @@ from sparse_tl.cli.app import keep_freed_memory
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import evaluate_held_out
-from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.loop import MasterWeights, Run, Selection, TrainingConfig, choose_trained
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.reference import DensePredictions, reference_of
+from sparse_tl.training.distillation import DensePredictions, reference_of
+from sparse_tl.training.loop import Run, Selection, TrainingConfig, choose_trained
+from sparse_tl.training.post_train import SparsityObjective
 
 RANK, EVALUATIONS, WINDOWS, STEPS, VISITS = 16, 40, 64, 2000, 8
 Taken = dict[str, list[float]]
@@ -86,19 +85,13 @@ def floor(folder: str) -> tuple[Callable[[TokenBatch], None], int]:
 def run_of(sparse: SparseTransformer, stream: Windows) -> Run:
     """The training loop's own steps, on adapters and gates."""
     trained = choose_trained(sparse, {"all": 1.0})
-    parameters = read_parameters(sparse)
-    for name, parameter in parameters.items():
+    for name, parameter in read_parameters(sparse).items():
         parameter.requires_grad_(name in trained)
-    masters = MasterWeights({name: parameters[name] for name in trained})
-    optimizer = torch.optim.AdamW(
-        [{"params": [parameter], "scale": 1.0} for parameter in masters.by_name.values()]
-    )
-    objective = SparsityObjective(
-        sparse, reference_of(sparse, trained), torch.tensor([0.05]), LossConstraint()
-    )
+    constraint = LossConstraint(torch.tensor([0.05]))
+    objective = SparsityObjective(sparse, reference_of(sparse, trained), constraint)
     selection = Selection(dict, lambda new, old: True)
     config = TrainingConfig(steps=10_000, learning_rate=1e-5)
-    return Run(objective, stream, selection, config, masters, optimizer, TrainingState())
+    return Run(sparse, objective, stream, selection, config, trained)
 
 
 def measured(

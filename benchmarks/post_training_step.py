@@ -37,11 +37,10 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.loop import Objective, choose_trained
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.pretrain import PlainLoss
-from sparse_tl.training.reference import reference_of
-from sparse_tl.zoo.addition import ARCHITECTURE
+from sparse_tl.training.distillation import reference_of
+from sparse_tl.training.loop import Objective, PlainLoss, choose_trained
+from sparse_tl.training.post_train import SparsityObjective
+from sparse_tl.zoo import addition_recipe
 
 VARIANTS = ("plain", "gated", "paired", "lora")
 
@@ -55,7 +54,7 @@ def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
     if name == "addition":
         batch, fields = (
             AdditionTask("autoregressive").split()[0].select(slice(0, 256)),
-            ARCHITECTURE,
+            addition_recipe().architecture,
         )
     else:
         rows, window, fields = 4, 128, GPT2_SMALL
@@ -87,8 +86,7 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
             None
             if variant == "gated"
             else reference_of(sparse, choose_trained(sparse, {"all": 1.0})),
-            torch.tensor([0.05]),
-            LossConstraint(),
+            LossConstraint(torch.tensor([0.05])),
         )
     chosen = choose_trained(module, {"all": 1.0})
     parameters = [weight for name, weight in read_parameters(module).items() if name in chosen]

@@ -25,7 +25,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.loop import MasterWeights
 from sparse_tl.training.memory import TrainingMemory, training_memory
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 LLAMA_1B: dict[str, Any] = {
     "vocab_size": 128_256,
@@ -83,7 +83,7 @@ def measured(shape: str, window: int, checkpointed: bool, half: bool) -> tuple[f
     if half:
         model = model.to(torch.bfloat16)
     sparse = SparseTransformer(model, initial_bias=2.0)
-    objective = SparsityObjective(sparse, None, torch.tensor([0.05]), LossConstraint())
+    objective = SparsityObjective(sparse, None, LossConstraint(torch.tensor([0.05])))
     masters = MasterWeights(read_parameters(sparse))
     parameters = [*masters.by_name.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)

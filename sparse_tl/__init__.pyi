@@ -66,7 +66,7 @@ from .gates import (
     hook_points as hook_points,
     steer as steer,
 )
-from .graph.circuit_graph import CircuitGraph as CircuitGraph
+from .graph import CircuitGraph as CircuitGraph
 from .head_roles import (
     ablation_curve as ablation_curve,
     fit_contrastive_head_gates as fit_contrastive_head_gates,

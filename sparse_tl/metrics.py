@@ -17,7 +17,9 @@ from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
 _ADVICE = "there is no effect to explain. Check the corruption, and that the model does the task."
 
-Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
+Logits = Float[Tensor, "pair vocab"]
+PerPair = Float[Tensor, " pair"]
+Metric = Callable[[Logits, PromptPairs], PerPair]
 
 UNITS = {
     "log_probability": "nats",
@@ -29,15 +31,13 @@ UNITS = {
 
 
 @checked
-def logit_difference(
-    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
-) -> Float[Tensor, " pair"]:
+def logit_difference(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Mean logit of the answers minus mean logit of the wrong answers, in logits."""
     return _mean(logits, pairs.answers) - _mean(logits, pairs.wrong)
 
 
 @checked
-def answer_logit(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
+def answer_logit(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Mean logit of the answers, in logits.
 
     A change that all logits share affects this metric, although it affects no prediction.
@@ -46,35 +46,31 @@ def answer_logit(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Flo
 
 
 @checked
-def margin(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
+def margin(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Mean logit of the answers minus the largest logit of a wrong answer, in logits."""
     return _mean(logits, pairs.answers) - _largest(logits, pairs.wrong)
 
 
 @checked
-def probability_difference(
-    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
-) -> Float[Tensor, " pair"]:
+def probability_difference(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Probability of the answers minus that of the wrong answers, each summed; -1 to 1."""
     probabilities = logits.softmax(dim=-1)
     return _sum(probabilities, pairs.answers) - _sum(probabilities, pairs.wrong)
 
 
 @checked
-def log_probability(
-    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
-) -> Float[Tensor, " pair"]:
+def log_probability(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Log of the summed probability of the answers, in nats."""
     picked, given = _picked(logits.log_softmax(dim=-1), pairs.answers)
     return picked.masked_fill(~given, -torch.inf).logsumexp(dim=1)
 
 
-def is_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
+def is_right(logits: Logits, pairs: PromptPairs) -> Bool[Tensor, " pair"]:
     """Whether the most likely token is an answer."""
     return (logits.argmax(dim=-1, keepdim=True) == pairs.answers).any(dim=1)
 
 
-def chooses_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
+def chooses_right(logits: Logits, pairs: PromptPairs) -> Bool[Tensor, " pair"]:
     """Whether the likeliest of the right and the wrong answers is a right one."""
     return _largest(logits, pairs.answers) > _largest(logits, pairs.wrong)
 
@@ -88,9 +84,7 @@ def check_wrong(pairs: PromptPairs) -> None:
         )
 
 
-def divergence(
-    logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
-) -> Float[Tensor, " pair"]:
+def divergence(logits: Logits, reference: Logits) -> PerPair:
     """``KL(reference || logits)`` of the next-token distributions, in nats."""
     log_q, log_p = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     return (log_q.exp() * (log_q - log_p)).sum(dim=-1)
@@ -101,14 +95,8 @@ def metric_name(metric: Metric) -> str:
     return getattr(metric, "__name__", type(metric).__name__)
 
 
-def measure(
-    metric: Metric, logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
-) -> Float[Tensor, " pair"]:
-    """The metric's value for every pair, checked to be finite.
-
-    Raises:
-        ValueError: the metric does not return one value per pair, or a value is not finite.
-    """
+def measure(metric: Metric, logits: Logits, pairs: PromptPairs) -> PerPair:
+    """The metric's value for every pair, checked to be one finite number per pair."""
     values = metric(logits, pairs)
     if not isinstance(values, Tensor) or values.shape != (len(pairs),):
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -130,8 +118,8 @@ class NoEffectError(ValueError):
 
 def explained_effect(
     circuit: Float[Tensor, "*circuit pair"],
-    clean: Float[Tensor, " pair"],
-    corrupted: Float[Tensor, " pair"],
+    clean: PerPair,
+    corrupted: PerPair,
 ) -> Float[Tensor, "*circuit"]:
     """``(m(C) - m(corrupted)) / (m(clean) - m(corrupted))``, each averaged over pairs first.
 
@@ -157,11 +145,7 @@ def is_changed(clean: Float[Tensor, "*shape"], patched: Float[Tensor, "*shape"])
 
 
 def check_changed(changed: bool) -> None:
-    """Check that a search has an effect to find: that `is_changed` is true of some batch.
-
-    Raises:
-        NoEffectError: patching everything changes the metric of no pair.
-    """
+    """Raise a NoEffectError unless `is_changed` is true of some batch."""
     if not changed:
         raise NoEffectError(
             "expected prompts whose corruption changes the metric; with everything patched, it "
@@ -170,7 +154,7 @@ def check_changed(changed: bool) -> None:
 
 
 def _picked(
-    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
+    values: Logits, tokens: Int[Tensor, "pair token"]
 ) -> tuple[Float[Tensor, "pair token"], Bool[Tensor, "pair token"]]:
     n_vocab = values.shape[1]
     if bool((tokens >= n_vocab).any()):
@@ -181,21 +165,15 @@ def _picked(
     return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
 
 
-def _largest(
-    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
-) -> Float[Tensor, " pair"]:
+def _largest(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
     picked, given = _picked(values, tokens)
     return picked.masked_fill(~given, -torch.inf).amax(dim=1)
 
 
-def _sum(
-    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
-) -> Float[Tensor, " pair"]:
+def _sum(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
     picked, given = _picked(values, tokens)
     return (picked * given).sum(dim=1)
 
 
-def _mean(
-    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
-) -> Float[Tensor, " pair"]:
+def _mean(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
     return _sum(values, tokens) / (tokens != NO_TOKEN).sum(dim=1)

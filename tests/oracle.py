@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparse_tl.backend import Model
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph, Destination
+from sparse_tl.graph import CircuitEdge, CircuitGraph, Destination
 from sparse_tl.metrics import Metric, explained_effect
 
 Reading = Callable[[Destination, Tensor], Tensor]

@@ -19,8 +19,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
-from sparse_tl.data import ShuffledStream, TokenBatch
-
 
 def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 300) -> list[Any]:
     """What a function returns on each of `n` ranks, or the exception that it raises there.
@@ -84,18 +82,6 @@ def assert_same(one: Trained, other: Trained) -> None:
     pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
     assert one[1].keys() == other[1].keys()
     assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
-
-
-class CallingAt:
-    """A stream that calls something before the batch of a step."""
-
-    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
-        self.stream, self.step, self.call = stream, step, call
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == self.step:
-            self.call()
-        return self.stream.batch(step)
 
 
 def stop() -> None:

@@ -9,7 +9,7 @@ import torch
 from architecture_checks import CHECKS, Subject
 from architectures import N_HEADS
 
-from sparse_tl.backend.models.bridge import BridgeAdapter
+from sparse_tl.backend.adapters import BridgeAdapter
 
 
 @pytest.fixture(scope="module")

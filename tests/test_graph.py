@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-import sparse_tl.graph.circuit_graph as graph_module
+import sparse_tl.graph as graph_module
 from sparse_tl.circuits import Circuit, Scores, from_eap_ig, to_eap_ig
-from sparse_tl.graph.circuit_graph import CircuitEdge, CircuitGraph, Destination, Node
-from sparse_tl.graph.grids import AttentionGrid, HeadGrid
+from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, Destination, HeadGrid, Node
 
 GPT2_SMALL = CircuitGraph(12, 12, 12)
 TINY = CircuitGraph(2, 2, 2)

@@ -16,6 +16,7 @@ from sparse_tl.cli import main
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.jobs import HeadRolesRun, head_roles, run_head_roles
 from sparse_tl.jobs.head_roles import cells_of
+from sparse_tl.plots.panels.grid import has_browser
 
 pytestmark = pytest.mark.long
 
@@ -76,8 +77,8 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
                 assert curve.counts == (0, 1, 2, 3)
                 assert numbers[role]["change_when_ablated"] == pytest.approx(sum(ends) / 2)
             for name in ("heads", "gates"):
-                assert (place / f"{name}.html").stat().st_size > 1000
-    for suffix in ("html", "svg", "png"):
+                assert (place / f"{name}.png").exists() == has_browser()
+    for suffix in ("html", "svg", "png") if has_browser() else ("html",):
         assert (out / f"ablation_grid.{suffix}").stat().st_size > 1000
     assert not (out / "checkpoints").exists()
 
@@ -149,9 +150,9 @@ def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Pa
     )
     assert list(outcome.metrics["tasks"]) == ["math", "text"]
     assert list(outcome.metrics["tasks"]["math"]) == ["dense", "sparse"]
-    svg = (tmp_path / "run" / "ablation_grid.svg").read_text(encoding="utf-8")
+    page = (tmp_path / "run" / "ablation_grid.html").read_text(encoding="utf-8")
     for title in ("Math", "Text: story", "dense", "sparse"):
-        assert f"<!-- {title} -->" in svg  # beside its outlines
+        assert f'"text":"{title}"' in page
 
 
 def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> None:

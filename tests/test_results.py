@@ -33,14 +33,12 @@ from sparse_tl.circuits import (
     ScoreCheck,
     Scores,
     SeedCurves,
-    SeedMultipliers,
 )
 from sparse_tl.circuits.evaluation import SearchResult
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import AttentionGrid
+from sparse_tl.graph import AttentionGrid, CircuitGraph
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.jobs import Comparison, SparseRun
 from sparse_tl.jobs.addition import AdditionRun, draw
@@ -86,7 +84,10 @@ RESULTS: dict[str, Any] = {
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),
     "checked scores": ScoreCheck(
-        "eap", "heads", 2, ("a0.h0", "a1.h0"), ("strongest", "random"), PAIR[:2], PAIR[:2]
+        *("eap", "heads", 2),
+        pd.DataFrame(
+            {"part": ["a0.h0", "a1.h0"], "drawn": ["strongest", "random"], "score": [0.5, 1.0]}
+        ).assign(exact=[0.5, -1.0], miss=[0.0, 2.0]),
     ),
     "neurons": NeuronEffects(
         "m0",
@@ -110,7 +111,6 @@ RESULTS: dict[str, Any] = {
     "evaluation at MIB's sizes": MIBEvaluation(MIB, MIB),
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "curves of seeds": SeedCurves((0, 3), [EffectCurve("dense", (0, 2), *[(0.0, 1.0)] * 3)] * 2),
-    "multipliers": SeedMultipliers((0, 3), (2.5, None)),
     "sizes of prompts": CircuitSizes(torch.tensor([3.5, torch.inf]).double(), 0.9, 20),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
@@ -125,12 +125,12 @@ RESULTS: dict[str, Any] = {
     ),
     "counts": AttentionEdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 3, torch.tensor([3, 3, 3])),
     "held out": DENSE,
-    "post-training": PostTraining(True, TargetLoss(0.1, "increase"), DENSE, DENSE, 5, STEPS),
+    "post-training": PostTraining(DENSE, DENSE, True, TargetLoss(0.1, "increase"), 5, STEPS),
     "post-training on several texts": PostTraining(
+        DENSE,
+        DENSE,
         True,
         TargetLoss(0.1, "divergence"),
-        DENSE,
-        DENSE,
         5,
         STEPS,
         {"own": DenseAndSparse(DENSE, DENSE)},

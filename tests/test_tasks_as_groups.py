@@ -14,7 +14,7 @@ from sparse_tl.jobs.head_roles import cells_of
 from sparse_tl.jobs.post_training import GroupReader
 from sparse_tl.jobs.settings import HeadRolesJob, PostTrainingJob
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
-from sparse_tl.tasks.capitals import COUNTRIES
+from sparse_tl.tasks.templates import COUNTRIES
 
 JOB = PostTrainingJob(model="tiny", task="capitals", window=16, steps=1, batch_size=4)
 

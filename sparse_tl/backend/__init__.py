@@ -1,8 +1,21 @@
 """The only subpackage that imports TransformerLens: adapters, hooks, checks, loading."""
 
-from sparse_tl.backend.checkpointing import (
-    all_activations as all_activations,
-    checkpointed_activations as checkpointed_activations,
+from sparse_tl.backend.adapter import Adapter as Adapter, repeated as repeated
+from sparse_tl.backend.adapters import (
+    adapt as adapt,
+    read_parameters as read_parameters,
+    weights_digest as weights_digest,
+)
+from sparse_tl.backend.attention import (
+    EVERYTHING as EVERYTHING,
+    AttentionMask as AttentionMask,
+    Block as Block,
+    Expression as Expression,
+)
+from sparse_tl.backend.bridges import (
+    boot as boot,
+    check_named as check_named,
+    check_raw as check_raw,
 )
 from sparse_tl.backend.checks import (
     check_alike as check_alike,
@@ -13,22 +26,28 @@ from sparse_tl.backend.checks import (
     check_sums_under_hooks as check_sums_under_hooks,
     check_whole as check_whole,
 )
-from sparse_tl.backend.core.adapter import Adapter as Adapter
-from sparse_tl.backend.core.architecture import model_config as model_config
-from sparse_tl.backend.core.attention import (
-    EVERYTHING as EVERYTHING,
-    AttentionMask as AttentionMask,
-    Block as Block,
-    Expression as Expression,
+from sparse_tl.backend.deferred import (
+    Deferred as Deferred,
+    defer_scores as defer_scores,
+    explicit as explicit,
+    function_name as function_name,
 )
-from sparse_tl.backend.core.devices import (
+from sparse_tl.backend.devices import (
     checked_device as checked_device,
     has_sharded_weights as has_sharded_weights,
     is_sharded as is_sharded,
     processes as processes,
     whole as whole,
 )
-from sparse_tl.backend.core.hooks import (
+from sparse_tl.backend.hook_points import (
+    EMBEDDED as EMBEDDED,
+    SLOTS as SLOTS,
+    HookedModel as HookedModel,
+    Model as Model,
+    hooked as hooked,
+)
+from sparse_tl.backend.hooked_folder import build_model as build_model, model_config as model_config
+from sparse_tl.backend.hooks import (
     OWN as OWN,
     Activations as Activations,
     AttachedHooks as AttachedHooks,
@@ -36,14 +55,18 @@ from sparse_tl.backend.core.hooks import (
     Order as Order,
     attached as attached,
     enters as enters,
+    evaluation_mode as evaluation_mode,
+    frozen as frozen,
     gate_hooks as gate_hooks,
     hooks_besides as hooks_besides,
+    in_evaluation_mode as in_evaluation_mode,
+    in_use as in_use,
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
     without_user_hooks as without_user_hooks,
 )
-from sparse_tl.backend.core.limits import (
+from sparse_tl.backend.inputs import (
     HeadOrName as HeadOrName,
     check_head as check_head,
     check_numbers as check_numbers,
@@ -54,7 +77,12 @@ from sparse_tl.backend.core.limits import (
     check_tokens as check_tokens,
     heads_of as heads_of,
 )
-from sparse_tl.backend.core.lora import (
+from sparse_tl.backend.load import (
+    check_folder as check_folder,
+    load_model as load_model,
+    save_model as save_model,
+)
+from sparse_tl.backend.lora import (
     add_lora as add_lora,
     lora_off as lora_off,
     lora_parameters as lora_parameters,
@@ -62,46 +90,14 @@ from sparse_tl.backend.core.lora import (
     merged_lora as merged_lora,
     takes_lora as takes_lora,
 )
-from sparse_tl.backend.core.modes import (
-    evaluation_mode as evaluation_mode,
-    frozen as frozen,
-    in_evaluation_mode as in_evaluation_mode,
-    in_use as in_use,
+from sparse_tl.backend.memory import (
+    all_activations as all_activations,
+    checkpointed_activations as checkpointed_activations,
+    shard_model as shard_model,
 )
-from sparse_tl.backend.core.numerics import Norm as Norm, tolerance as tolerance
-from sparse_tl.backend.core.places import hooked as hooked
-from sparse_tl.backend.core.points import (
-    EMBEDDED as EMBEDDED,
-    SLOTS as SLOTS,
-    HookedModel as HookedModel,
-    Model as Model,
-)
-from sparse_tl.backend.core.shortcuts import repeated as repeated
-from sparse_tl.backend.deferred import (
-    Deferred as Deferred,
-    defer_scores as defer_scores,
-    explicit as explicit,
-    function_name as function_name,
-)
-from sparse_tl.backend.loading.bridges import (
-    boot as boot,
-    check_named as check_named,
-    check_raw as check_raw,
-)
-from sparse_tl.backend.loading.hooked import build_model as build_model
-from sparse_tl.backend.loading.load import (
-    check_folder as check_folder,
-    load_model as load_model,
-    save_model as save_model,
-)
-from sparse_tl.backend.models import (
-    adapt as adapt,
-    read_parameters as read_parameters,
-    weights_digest as weights_digest,
-)
-from sparse_tl.backend.models.neurons import (
+from sparse_tl.backend.neurons import (
     neuron_coefficients as neuron_coefficients,
     neuron_directions as neuron_directions,
 )
+from sparse_tl.backend.numerics import Norm as Norm, tolerance as tolerance
 from sparse_tl.backend.relevance import relevance_rules as relevance_rules
-from sparse_tl.backend.sharding import shard_model as shard_model

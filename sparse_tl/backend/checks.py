@@ -16,8 +16,6 @@ Each is a small forward pass in evaluation mode, in which only the package's own
            nothing else; unembedding the final stream gives the logits; heads and MLPs given inputs
            from another prompt produce that prompt's outputs.
 
-This covers architectures that no list could, and turns wrong numbers into errors.
-
 For *circuits*, each value is rebuilt from what the model had just before, so that rounding in
 earlier layers does not matter: in bfloat16, a layer that adds 1 to an activation of 26,368 does not
 change it. Each entry may differ by what rounding explains (`excess`).
@@ -35,7 +33,6 @@ overwrite the stream do not: an edge then carries something other than what its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -43,26 +40,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.devices import has_sharded_weights
-from sparse_tl.backend.core.hooks import (
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.bridges import check_wrapped
+from sparse_tl.backend.devices import has_sharded_weights
+from sparse_tl.backend.hook_points import EMBEDDED, SLOTS, HookFunction, Model
+from sparse_tl.backend.hooks import (
     Hook,
     Order,
     attached,
     check_fired,
+    evaluation_mode,
     gate_hooks,
     hooks_besides,
     record,
     without_user_hooks,
 )
-from sparse_tl.backend.core.limits import check_numbers, check_supported
-from sparse_tl.backend.core.lora import lora_layers
-from sparse_tl.backend.core.modes import evaluation_mode
-from sparse_tl.backend.core.numerics import excess, precise, tolerance
-from sparse_tl.backend.core.places import HookFunction
-from sparse_tl.backend.core.points import EMBEDDED, SLOTS, Model
-from sparse_tl.backend.loading.bridges import check_wrapped
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.backend.inputs import check_numbers
+from sparse_tl.backend.lora import lora_layers
+from sparse_tl.backend.numerics import excess, precise, tolerance
+from sparse_tl.graph import CircuitGraph
 
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "scores", "mlps", "circuits")
@@ -114,28 +110,18 @@ def check_circuits(adapter: Adapter) -> None:
         ValueError: it is not, and the message names the part that differs; or it is sharded.
     """
     check_whole(adapter)
-    _once("circuits", adapter, _check_sums)
+    _once("circuits", adapter, _parts_add_up)
 
 
 def circuit_graph(adapter: Adapter) -> CircuitGraph:
     """The circuit graph of a model that passes `check_circuits`."""
     check_circuits(adapter)
-    return CircuitGraph(
-        n_layers=adapter.n_layers,
-        n_heads=adapter.n_heads,
-        n_kv_heads=adapter.n_kv_heads,
-        has_mlps=adapter.has_mlps,
-        parallel=adapter.parallel,
-        coupled=adapter.coupled,
-    )
+    sizes = ["n_layers", "n_heads", "n_kv_heads", "has_mlps", "parallel", "coupled"]
+    return CircuitGraph(**{name: getattr(adapter, name) for name in sizes})
 
 
 def check_whole(adapter: Adapter) -> None:
-    """Check that this process holds the whole model.
-
-    Raises:
-        ValueError: its weights are sharded.
-    """
+    """Raise a ValueError if the weights are sharded over processes."""
     if has_sharded_weights(adapter.model):
         raise ValueError(
             f"expected a whole model; {adapter.name!r} is sharded, which is for training, held-out "
@@ -153,7 +139,16 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
         )
     if adapter.model in _checked[kind]:
         return
-    _check_attention(adapter)
+    for name in _each(adapter, "attn.hook_attn_scores", "attn.hook_z"):
+        try:
+            adapter.place(name)
+        except ValueError as error:
+            layer, _, point = name.removeprefix("blocks.").partition(".")
+            raise ValueError(
+                f"expected attention with hook points in every layer; layer {layer} of "
+                f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
+                "or a convolution, or TransformerLens leaves its attention to transformers"
+            ) from error
     with without_user_hooks(adapter.model), evaluation_mode(adapter.model):
         generator, shape = torch.Generator().manual_seed(0), (1, min(5, adapter.n_ctx))
         tokens = torch.randint(adapter.d_vocab, shape, generator=generator).to(adapter.device)
@@ -163,41 +158,30 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     _checked[kind].add(adapter.model)
 
 
-def _check_attention(adapter: Adapter) -> None:
-    """Check that every layer has attention that can be observed."""
-    for layer in range(adapter.n_layers):
-        for point in ("attn.hook_attn_scores", "attn.hook_z"):
-            try:
-                adapter.place(f"blocks.{layer}.{point}")
-            except ValueError as error:
-                raise ValueError(
-                    f"expected attention with hook points in every layer; layer {layer} of "
-                    f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
-                    "or a convolution, or TransformerLens leaves its attention to transformers"
-                ) from error
+def _each(adapter: Adapter, *suffixes: str) -> list[str]:
+    """The names of places in every layer, layer by layer."""
+    return [f"blocks.{layer}.{at}" for layer in range(adapter.n_layers) for at in suffixes]
+
+
+def _seen(
+    adapter: Adapter, tokens: Tensor, names: Sequence[str], edits: Sequence[Hook] = ()
+) -> tuple[dict[str, list[Any]], Tensor]:
+    """What is at some places in a pass of the model itself under edits, and the logits."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    hooks = [(name, Order.LAST, values.append) for name, values in found.items()]
+    with attached(adapter, [*edits, *hooks]):
+        return found, adapter.model(tokens)
 
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
-    model = adapter.model
     suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_resid_post")
     scores, patterns, heads, residuals = map(adapter.layer_points, suffixes)
-    masks = [f"blocks.{layer}.attn.mask" for layer in range(adapter.n_layers)]
+    masks = _each(adapter, "attn.mask")
 
-    def seen(
-        prompts: Tensor,
-        names: Sequence[str],
-        edited: Sequence[str] = (),
-        edit: HookFunction = torch.clone,
-    ) -> dict[str, list[Any]]:
-        """Activations and masks at some places while others are edited."""
-        found: dict[str, list[Any]] = {name: [] for name in names}
-        hooks: list[Hook] = [(name, Order.FIRST, edit) for name in edited]
-        hooks += [(name, Order.LAST, found[name].append) for name in names]
-        with attached(adapter, hooks):
-            model(prompts, return_type=None)
-        return found
+    def edited(edit: HookFunction, names: Sequence[str] = patterns) -> list[Hook]:
+        return [(name, Order.FIRST, edit) for name in names]
 
-    plain = seen(tokens, [*scores, *patterns, *heads, *masks])
+    plain, _ = _seen(adapter, tokens, [*scores, *patterns, *heads, *masks])
     for name, values in plain.items():
         if len(values) != 1:
             raise ValueError(
@@ -205,14 +189,15 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
                 f"{len(values)} times. Gates cannot sit on this model as it is configured."
             )
     ramp = torch.arange(tokens.shape[1], device=tokens.device).to(adapter.dtype)
-    moved = seen(tokens, patterns, scores, lambda values: torch.zeros_like(values) + ramp)
+    rise = edited(lambda values: torch.zeros_like(values) + ramp, scores)
+    moved, _ = _seen(adapter, tokens, patterns, rise)
     for layer, name in enumerate(patterns):
         if tokens.shape[1] > 1 and torch.equal(moved[name][0], plain[name][0]):
             _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")
     # Two versions of the first token: later differences must have come through attention.
     two = tokens.repeat(2, 1)
     two[1, 0] = (two[1, 0] + 1) % adapter.d_vocab
-    closed = seen(two, [*heads, *residuals], patterns, torch.zeros_like)
+    closed, _ = _seen(adapter, two, [*heads, *residuals], edited(torch.zeros_like))
     for layer in range(adapter.n_layers):
         if bool(closed[heads[layer]][0].any()):
             _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
@@ -224,7 +209,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         plain[mask][0].check(plain[name][0], f"{name} of {adapter.name!r}")
     own = torch.eye(adapter.n_heads, device=tokens.device).to(adapter.dtype)
     every = tokens[:, :2].repeat(adapter.n_heads, 1)
-    alone = seen(every, heads, patterns, lambda values: values * own[:, :, None, None])
+    alone, _ = _seen(adapter, every, heads, edited(lambda values: values * own[:, :, None, None]))
     for layer, name in enumerate(heads):
         z = alone[name][0]
         if z.shape[2:-1] != own.shape[1:] or bool(z[own[:, None].expand(z.shape[:-1]) == 0].any()):
@@ -259,31 +244,24 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
         raise ValueError(
             f"expected a model with MLPs, for gates on them; {adapter.name!r} has attention alone"
         )
-    suffixes = ("hook_resid_pre", "mlp_read", "hook_mlp_out", "hook_resid_post")
-    places = [[f"blocks.{layer}.{at}" for at in suffixes] for layer in range(adapter.n_layers)]
-    found: dict[str, list[Tensor]] = {name: [] for layer in places for name in layer}
-    generator = torch.Generator().manual_seed(0)
+    generator, stream = torch.Generator().manual_seed(0), list[Tensor]()
 
-    def write(before: str, written: str, value: Tensor) -> Tensor:
+    def write(value: Tensor) -> Tensor:
         """Noise as large as the residual stream, so that it is not lost to rounding."""
         noise = torch.randn(value.shape, generator=generator).to(value)
-        found[written].append(noise * found[before][-1].abs().max())
-        return found[written][-1]
+        return noise * stream[-1].abs().max()
 
     # With a zero pattern heads write nothing, and their biases are equal at all positions.
-    hooks: list[Hook] = [
-        (name, Order.FIRST, torch.zeros_like) for name in adapter.layer_points("attn.hook_pattern")
-    ]
-    for before, read, written, after in places:
-        hooks.append((written, Order.FIRST, partial(write, before, written)))
-        hooks += [(name, Order.LAST, found[name].append) for name in (before, read, after)]
-    with attached(adapter, hooks):
-        adapter.model(tokens, return_type=None)
-    for layer, names in enumerate(places):
-        once = all(len(found[name]) == 1 for name in names)
-        before, read, written, after = (
-            precise(found[name][0] if once else tokens) for name in names
-        )
+    patterns = adapter.layer_points("attn.hook_pattern")
+    edits: list[Hook] = [(name, Order.FIRST, torch.zeros_like) for name in patterns]
+    edits += [(name, Order.LAST, stream.append) for name in _each(adapter, "hook_resid_pre")]
+    edits += [(name, Order.FIRST, write) for name in _each(adapter, "hook_mlp_out")]
+    suffixes = ("hook_resid_pre", "mlp_read", "hook_mlp_out", "hook_resid_post")
+    found, _ = _seen(adapter, tokens, _each(adapter, *suffixes), edits)
+    for layer in range(adapter.n_layers):
+        places = [found[f"blocks.{layer}.{at}"] for at in suffixes]
+        once = all(len(values) == 1 for values in places)
+        before, read, written, after = (precise(values[0] if once else tokens) for values in places)
         rest, size = after - before - written, before.abs() + written.abs() + after.abs()
         first, sizes = rest[:, :1].expand_as(rest), size + size[:, :1]
         if not once or read.shape != before.shape or excess(adapter.dtype, rest, first, sizes):
@@ -296,17 +274,22 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
 # ---- circuits -----------------------------------------------------------------------------------
 
 
-def _check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
-    """Check that a model is the sum of its heads and MLPs, each reading the residual stream."""
-    check_supported(adapter, "circuits")
-    names = _points(adapter)
-    for layer in range(adapter.n_layers):
-        names += adapter.destination_points(layer)
-    final = f"blocks.{adapter.n_layers - 1}.hook_resid_post"
-    kept, logits = _own_pass(adapter, tokens, [*names, final])
+def _parts_add_up(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
+    adapter.check_supported("circuits")
+    final, reads = f"blocks.{adapter.n_layers - 1}.hook_resid_post", _reads(adapter)
+    names = [*_points(adapter), *reads, final]
+    found, logits = _seen(adapter, tokens, names)
+    kept = {name: values[-1] for name, values in found.items() if values}
+    check_fired(adapter, names, kept)
     _check_layers(adapter, {**kept, "final": kept[final]}, None)
     _same_run(adapter, logits, adapter.logits(kept[final]), "the logits")
-    _edits_reach(adapter, tokens)
+    # Heads and MLPs given another prompt's inputs produce its outputs.
+    written = [name for name in adapter.source_points() if name != EMBEDDED]
+    there, _ = record(adapter, (tokens + 1) % adapter.d_vocab, [*written, *reads])
+    again, _ = record(adapter, tokens, written, replaced={name: there[name] for name in reads})
+    for name in written:
+        what = f"{name} after edits to what its layer reads"
+        _same_run(adapter, again[name], there[name], what)
 
 
 @torch.no_grad()
@@ -315,19 +298,15 @@ def check_sums_under_hooks(
 ) -> None:
     """Check that a model is the sum of its heads and MLPs under the user's hooks, if it has any.
 
-    Gates of a SparseTransformer act within heads and MLPs, and need no check.
-
-    Args:
-        adapter: adapter of the model.
-        tokens: prompts to run, since hooks may fit only these; by default, one short prompt.
+    Gates of a SparseTransformer act within heads and MLPs, and need no check. `tokens` are prompts
+    to run, since hooks may fit only these; by default, one short prompt.
     """
     hooks = hooks_besides(adapter, gate_hooks(adapter))
     if not hooks or _held.get(adapter.model) == hooks:
         return
     if tokens is None:
         tokens = torch.arange(min(_LENGTH, adapter.n_ctx), device=adapter.device)[None]
-    tokens, names = tokens % adapter.d_vocab, _points(adapter)
-    reads = [n for layer in range(adapter.n_layers) for n in adapter.destination_points(layer)]
+    tokens, names, reads = tokens % adapter.d_vocab, _points(adapter), _reads(adapter)
     with evaluation_mode(adapter.model):
         other, other_final = record(adapter, (tokens + 1) % adapter.d_vocab, names)
         kept, final = record(adapter, tokens, [*names, *reads], first=reads)
@@ -343,16 +322,10 @@ def _points(adapter: Adapter) -> list[str]:
     return names
 
 
-def _own_pass(
-    adapter: Adapter, tokens: Tensor, names: Sequence[str]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Activations and logits as the model itself computes them."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    with attached(adapter, [(name, Order.LAST, found[name].append) for name in found]):
-        logits = adapter.model(tokens)
-    kept = {name: values[-1] for name, values in found.items() if values}
-    check_fired(adapter, names, kept)
-    return kept, logits
+def _reads(adapter: Adapter) -> list[str]:
+    """What heads and MLPs read."""
+    layers = range(adapter.n_layers)
+    return [name for layer in layers for name in adapter.destination_points(layer)]
 
 
 def _check_layers(
@@ -411,19 +384,6 @@ def _rebuilt_reads(
         yield f"what MLP {layer} reads", kept[mlp], norm(residual), norm.size(residual)
 
 
-def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
-    """Check that heads and MLPs given another prompt's inputs produce its outputs."""
-    layers = range(adapter.n_layers)
-    written = [name for name in adapter.source_points() if name != EMBEDDED]
-    read = [name for layer in layers for name in adapter.destination_points(layer)]
-    there, _ = record(adapter, (tokens + 1) % adapter.d_vocab, [*written, *read])
-    replaced = {name: there[name] for name in read}
-    found, _ = record(adapter, tokens, written, replaced=replaced)
-    for name in written:
-        what = f"{name} after edits to what its layer reads"
-        _same_run(adapter, found[name], there[name], what)
-
-
 def _same_run(adapter: Adapter, found: Tensor, again: Tensor, what: str) -> None:
     """Check that the same operations, run twice, gave the same vectors."""
     _same(adapter, found, again, found.abs().amax(dim=-1, keepdim=True), what)
@@ -445,11 +405,7 @@ def _same(
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
-    """Check that prompts run in a batch, or from a later layer on, give the same as when run alone.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Check that prompts give the same in a batch, or from a later layer on, as when run alone."""
     off = float((found.detach() - expected).abs().max())
     most = float(expected.abs().max())
     if off > tolerance(expected.dtype) * most:

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.attention import ENTRY, EVERYTHING, Expression
-from sparse_tl.backend.core.hooks import AttachedHooks
-from sparse_tl.backend.core.places import Forward, hooked, stand_in
-from sparse_tl.backend.core.points import hook_point
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.attention import ENTRY, EVERYTHING, Expression
+from sparse_tl.backend.hook_points import Forward, hook_point, hooked, stand_in
+from sparse_tl.backend.hooks import AttachedHooks
 from sparse_tl.calls.autograd import autograd
 
 LONG = 256
@@ -88,7 +87,7 @@ class Deferred(Tensor):
             if later is not None and isinstance(args[0], Deferred) and args[0].dtype == later.dtype:
                 args[0].expression = later.expression
                 return args[0]
-        elif name in _BY_ENTRY or (name == "softmax" and _over_keys(args, kwargs)):
+        elif name in _BY_ENTRY or (name == "softmax" and _axis(*args, **kwargs) in (-1, 3)):
             later = _recorded(func, args, kwargs)
             if later is not None:
                 return later
@@ -125,9 +124,9 @@ def function_name(func: Any) -> str:
     return func.__self__.__name__ if name == "__get__" else name
 
 
-def _over_keys(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a softmax is over the last axis."""
-    return (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, 3)
+def _axis(input: Any, dim: int | None = None, *_: Any, **__: Any) -> int | None:
+    """The axis of a softmax with these arguments."""
+    return dim
 
 
 def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
@@ -157,7 +156,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defe
 
 
 class _Deferring(TorchFunctionMode):
-    """Records products of queries and keys."""
+    """Records products of queries and keys, of so many heads."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
@@ -166,19 +165,17 @@ class _Deferring(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.__name__ == "matmul" and len(args) == 2 and not kwargs and self._scores(*args):
-            return Deferred.of(Expression(torch.matmul, list(args), {}))
+        if (
+            func.__name__ == "matmul"
+            and [*map(type, args)] == [Tensor, Tensor]
+            and not kwargs
+            and args[0].ndim == args[1].ndim == 4  # [prompt, head, query, d] and [..., d, key]
+            and args[0].shape[:2] == args[1].shape[:2]
+            and args[0].shape[1] == self.n_heads
+            and args[0].shape[3] < args[1].shape[3]
+        ):
+            return Deferred.of(Expression(torch.matmul, args, {}))
         return func(*args, **(kwargs or {}))
-
-    def _scores(self, q: Any, k: Any) -> bool:
-        """Whether these are queries ``[prompt, head, query, d]`` and keys ``[..., d, key]``."""
-        return (
-            type(q) is type(k) is Tensor
-            and q.ndim == k.ndim == 4
-            and q.shape[:2] == k.shape[:2]
-            and q.shape[1] == self.n_heads
-            and q.shape[3] < k.shape[3]
-        )
 
 
 def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
@@ -186,30 +183,22 @@ def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
 
     Layers in which a hook besides these reads the scores or the pattern compute them as before.
     """
+
+    def deferring(points: Sequence[HookPoint], forward: Forward) -> Forward:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            n_tokens = next((value.shape[1] for value in inputs if value.ndim > 2), 0)
+            if n_tokens < LONG or any(hooked(point, hooks.ids) for point in points):
+                return forward(*args, **kwargs)
+            with _Deferring(adapter.n_heads):
+                return forward(*args, **kwargs)
+
+        return run
+
     removed = ExitStack()
     for layer, block in enumerate(adapter.model.blocks):
         names = ("hook_attn_scores", "hook_pattern")
         points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
-        make = partial(_deferring_long, points, adapter.n_heads, hooks)
-        removed.callback(stand_in(block.attn, make))
+        removed.callback(stand_in(block.attn, partial(deferring, points)))
     return removed
-
-
-def _deferring_long(
-    points: Sequence[HookPoint], n_heads: int, hooks: AttachedHooks, forward: Forward
-) -> Forward:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        seen = any(hooked(point, hooks.ids) for point in points)
-        if seen or _n_tokens(args, kwargs) < LONG:
-            return forward(*args, **kwargs)
-        with _Deferring(n_heads):
-            return forward(*args, **kwargs)
-
-    return run
-
-
-def _n_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Tokens per prompt of the first input ``[prompt, pos, ...]``."""
-    inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next((value.shape[1] for value in inputs if value.ndim > 2), 0)

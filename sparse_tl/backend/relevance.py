@@ -24,17 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.backend.core.adapter import Adapter
-from sparse_tl.backend.core.hooks import Hook, Order, attached
-from sparse_tl.backend.core.limits import check_supported
-from sparse_tl.backend.core.numerics import Norm
-from sparse_tl.backend.core.places import hooks_on
+from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.hook_points import hooks_on
+from sparse_tl.backend.hooks import Hook, Order, attached
+from sparse_tl.backend.numerics import Norm
 
 
 @contextmanager
 def relevance_rules(adapter: Adapter) -> Iterator[None]:
     """Inside the block, gradients follow these rules, if there is one for every part."""
-    check_supported(adapter, "relp")
+    adapter.check_supported("relp")
     hooks = [hook for layer in range(adapter.n_layers) for hook in _mlp_hooks(adapter, layer)]
     norms = list[tuple[nn.Module, Callable[..., Any]]]()
     for name, norm in adapter.norms().items():

@@ -1,20 +1,24 @@
 """Find the parts of a model that perform a task; works on dense and sparse models."""
 
-from sparse_tl.circuits.circuit import Circuit as Circuit
-from sparse_tl.circuits.effect import (
-    EffectCurve as EffectCurve,
-    Evaluation as Evaluation,
-    SeedCurves as SeedCurves,
-    SeedMultipliers as SeedMultipliers,
-    multiplier as multiplier,
-    seed_multipliers as seed_multipliers,
+from sparse_tl.circuits.circuit import (
+    Circuit as Circuit,
+    Overlap as Overlap,
+    Roc as Roc,
+    Scores as Scores,
+    overlap as overlap,
+    roc as roc,
 )
 from sparse_tl.circuits.evaluation import (
+    EffectCurve as EffectCurve,
+    Evaluation as Evaluation,
     Faithfulness as Faithfulness,
+    SeedCurves as SeedCurves,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,
     log_sizes as log_sizes,
+    multiplier as multiplier,
+    seed_multipliers as seed_multipliers,
 )
 from sparse_tl.circuits.exchange import (
     MIB_FRACTIONS as MIB_FRACTIONS,
@@ -32,24 +36,22 @@ from sparse_tl.circuits.heads import (
     head_behaviour as head_behaviour,
 )
 from sparse_tl.circuits.methods.acdc import Acdc as Acdc, acdc as acdc
-from sparse_tl.circuits.methods.activation_patching import (
-    ActivationPatching as ActivationPatching,
-    patch_activations as patch_activations,
-)
 from sparse_tl.circuits.methods.attribution import (
     attribute_attention_edges as attribute_attention_edges,
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
 )
-from sparse_tl.circuits.methods.exact import (
-    ScoreCheck as ScoreCheck,
-    check_scores as check_scores,
-    patch_exactly as patch_exactly,
-)
 from sparse_tl.circuits.methods.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,
     neuron_effects as neuron_effects,
+)
+from sparse_tl.circuits.methods.patching import (
+    ActivationPatching as ActivationPatching,
+    ScoreCheck as ScoreCheck,
+    check_scores as check_scores,
+    patch_activations as patch_activations,
+    patch_exactly as patch_exactly,
 )
 from sparse_tl.circuits.methods.pruning import (
     Pruning as Pruning,
@@ -61,7 +63,10 @@ from sparse_tl.circuits.methods.search import (
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     find_circuit as find_circuit,
 )
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph as AttentionGraph
+from sparse_tl.circuits.prompt.attention import (
+    AttentionGraph as AttentionGraph,
+    trace_attention as trace_attention,
+)
 from sparse_tl.circuits.prompt.attribution_graph import (
     AttributionGraph as AttributionGraph,
     attribution_graph as attribution_graph,
@@ -78,17 +83,9 @@ from sparse_tl.circuits.prompt.logits import (
     attribute_logits as attribute_logits,
     logit_lens as logit_lens,
 )
-from sparse_tl.circuits.prompt.trace import trace_attention as trace_attention
 from sparse_tl.circuits.prompt.transcoders import (
     Transcoders as Transcoders,
     load_transcoders as load_transcoders,
-)
-from sparse_tl.circuits.scores import (
-    Overlap as Overlap,
-    Roc as Roc,
-    Scores as Scores,
-    overlap as overlap,
-    roc as roc,
 )
 from sparse_tl.circuits.skill import (
     Skill as Skill,

@@ -9,7 +9,7 @@ here each node is a component. The input is an "embedding", the logits are a "lo
 MLPs are "cross layer transcoder" features, whose ``clerp``, the text that the viewer shows, is the
 component's name. Because the viewer's layers are numbers, the heads and the MLP of a layer share a
 row. Columns are positions. Checked in the viewer of circuit-tracer 0.5.0, which shows no example
-texts for components, and reads supernodes from its URL, not from the file.
+texts for components.
 
 Reference: github.com/hannamw/EAP-IG; Mueller et al., arXiv 2504.13151 (MIB), and
 ``evaluate_area_under_curve`` in github.com/hannamw/MIB-circuit-track; ``circuit_tracer/frontend``
@@ -30,14 +30,11 @@ from torch import Tensor
 
 from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.evaluation import evaluate
+from sparse_tl.circuits.circuit import Circuit, Scores
+from sparse_tl.circuits.evaluation import Evaluation, evaluate
 from sparse_tl.circuits.paths import PositionedNode, path_graph
-from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.circuit_graph import CircuitGraph, Destination
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, Destination, PositionedGraph
 from sparse_tl.metrics import Metric
 from sparse_tl.results import Result
 from sparse_tl.storage.files import (
@@ -86,7 +83,6 @@ def from_eap_ig(
         graph: the model's graph; required for grouped-query attention, which the JSON omits.
 
     Raises:
-        KeyError: a key is missing.
         ValueError: an edge does not exist, the sizes are not those of `graph`, or heads that share
             a key-value head keep different edges.
     """
@@ -100,15 +96,12 @@ def from_eap_ig(
     numbers = {name: number for number, name in enumerate(ungrouped.names(ungrouped.places))}
     for name in edges.keys() - numbers.keys():
         ungrouped.index(name)  # raises, and says why
-    for name, edge in edges.items():
-        if type(edge["in_graph"]) is not bool or type(edge.get("score", 0.0)) not in (int, float):
-            raise ValueError(f"{name} needs in_graph as true or false, and a number as score")
-    rows, columns = ungrouped.places[[numbers[name] for name in edges]].T
+    places = tuple(ungrouped.places[[numbers[name] for name in edges]].T)
     scores = torch.zeros(ungrouped.exists.shape, dtype=torch.float64)
     values = [edge.get("score", 0.0) for edge in edges.values()]
-    scores[rows, columns] = torch.tensor(values, dtype=torch.float64)
+    scores[places] = torch.tensor(values, dtype=torch.float64)
     mask = torch.zeros_like(ungrouped.exists)
-    mask[rows, columns] = torch.tensor([edge["in_graph"] for edge in edges.values()]).bool()
+    mask[places] = torch.tensor([edge["in_graph"] for edge in edges.values()], dtype=torch.bool)
     column_of, _ = _columns(graph, ungrouped)
     grouped = torch.zeros(graph.exists.shape, dtype=torch.float64).index_add(1, column_of, scores)
     grouped_mask = torch.zeros(graph.exists.shape).index_add(1, column_of, mask.float()) > 0
@@ -137,12 +130,8 @@ def _content(
         shared = (values.cpu().double()[:, column_of] * share)[ungrouped.exists].tolist()
         for edge, value in zip(edges.values(), shared, strict=True):
             edge["score"] = value
-    cfg = {
-        "n_layers": graph.n_layers,
-        "n_heads": graph.n_heads,
-        "parallel_attn_mlp": graph.parallel,
-        "d_model": d_model,
-    }
+    cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "d_model": d_model}
+    cfg |= {"parallel_attn_mlp": graph.parallel}
     nodes = {str(node): {"in_graph": node in in_graph} for node in graph.nodes}
     return {"cfg": cfg, "nodes": nodes, "edges": edges}
 
@@ -281,13 +270,11 @@ class MIBEvaluation(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per fraction: size, faithfulness and its 95 % interval, for both rankings."""
-        table = pd.DataFrame({"fraction": MIB_FRACTIONS})
+        tables = [pd.DataFrame({"fraction": MIB_FRACTIONS})]
         for name, of in (("signed", self.signed), ("absolute", self.absolute)):
-            low, high = of.interval()
-            columns = {"size": of.sizes, "faithfulness": of.effect, "low": low, "high": high}
-            for column, values in columns.items():
-                table[f"{name}_{column}"] = torch.as_tensor(values).numpy()
-        return table
+            table = of.to_pandas().rename(columns={"explained_effect": "faithfulness"})
+            tables.append(table.drop(columns="metric").add_prefix(f"{name}_"))
+        return pd.concat(tables, axis=1)
 
     def __repr__(self) -> str:
         return f"MIBEvaluation(CPR {self.cpr:.3f}, CMD {self.cmd:.3f})"
@@ -303,14 +290,10 @@ def evaluate_mib(
     this package counts one per key-value head, so a fraction is of fewer edges.
 
     Args:
-        model: dense or sparse model; left unchanged.
         pairs: prompt pairs, ideally not the ones that were scored.
         metric: metric function with one value per pair; MIB's is `logit_difference`.
         scores: scores of the circuit edges.
         **options: further arguments of `evaluate`.
-
-    Raises:
-        ValueError: the scores are not of circuit edges, or as in `evaluate`.
     """
     n_edges = scores.top(0).graph.n_edges
     patch = options.get("patch", "corrupted")
@@ -336,7 +319,6 @@ def to_circuit_tracer(
     *,
     slug: str = "circuit",
     prompt_tokens: Sequence[str] | None = None,
-    state: str | Path | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A circuit as JSON for circuit-tracer's viewer.
 
@@ -351,39 +333,31 @@ def to_circuit_tracer(
     cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
     least as much. The logits have no probability; their text ends in ``(p=?)``. A circuit without
     positions is placed at the second token, because the viewer draws nothing if all nodes are at
-    the first. ``<`` in labels becomes a quotation mark, since tooltips are read as HTML; token
-    texts stay unchanged.
+    the first. ``<`` in names of positions becomes a quotation mark, since tooltips are read as
+    HTML; token texts stay unchanged.
 
     Args:
         circuit: circuit of circuit edges, with or without positions.
         scores: scores of its edges.
         slug: name of the graph.
         prompt_tokens: text of each position; its name by default.
-        state: saved state of a component diagram, for its pins, supernodes and labels.
 
     Raises:
         ValueError: the circuit is not of circuit edges, the scores are of other edges, or the
             number of tokens differs.
     """
     grid = circuit.grid
-    if not isinstance(grid, (CircuitGraph, PositionedGraph)):
-        raise ValueError(f"the circuit is one of {grid.noun}, not of circuit edges")
     if scores is not None and scores.grid != grid:
         raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {grid!r}")
     positioned = isinstance(grid, PositionedGraph)
-    graph, positions = (grid.graph, grid.positions) if positioned else (grid, ("all",))
+    graph, positions = (grid.graph, grid.positions) if positioned else (circuit.graph, ("all",))
     tokens = list(positions if prompt_tokens is None else prompt_tokens)
     if len(tokens) != len(positions):
         raise ValueError(f"{len(tokens)} prompt_tokens for {len(positions)} positions")
-    content = read_json(state) if isinstance(state, str | Path) else state or {}
     paths = path_graph(circuit, scores)
     # The viewer draws nothing if all nodes are at the first token.
     start = int(not any(node.position for node in paths.nodes))
-    labels, groups = content.get("labels", {}), content.get("groups", {})
-    nodes = [_node(node, graph, start, labels.get(str(node))) for node in paths.nodes]
-    id_of = {
-        str(node): as_json["node_id"] for node, as_json in zip(paths.nodes, nodes, strict=True)
-    }
+    nodes = [_node(node, graph, start) for node in paths.nodes]
     influences = [0.0] * len(nodes)
     for link, influence in zip(paths.links, paths.influence, strict=True):
         influences[link.source] += influence
@@ -400,37 +374,21 @@ def to_circuit_tracer(
         if link.edge >= 0 and paths.scores is not None:
             weight = -paths.scores[link.edge]
         weights[key] = weights.get(key, 0.0) + weight
-    return {
-        "metadata": {
-            "slug": slug,
-            "scan": "sparse_tl",
-            "transcoder_list": [],
-            "prompt_tokens": [""] * start + tokens,
-            "prompt": "".join(tokens),
-            "node_threshold": 1.0,
-            "schema_version": 1,
-        },
-        "qParams": {
-            "pinnedIds": [id_of[pin] for pin in content.get("pins", ()) if pin in id_of],
-            "supernodes": [
-                [name, *(id_of[member] for member in members if member in id_of)]
-                for name, members in groups.items()
-            ],
-            "linkType": "both",
-            "clickedId": "",
-            "sg_pos": "",
-        },
-        "nodes": nodes,
-        "links": [
-            {"source": source, "target": target, "weight": weight}
-            for (source, target), weight in weights.items()
-        ],
+    metadata = {
+        "slug": slug,
+        "scan": "sparse_tl",
+        "transcoder_list": [],
+        "prompt_tokens": [""] * start + tokens,
+        "prompt": "".join(tokens),
+        "node_threshold": 1.0,
+        "schema_version": 1,
     }
+    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    links = [{"source": a, "target": b, "weight": weight} for (a, b), weight in weights.items()]
+    return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}
 
 
-def _node(
-    node: PositionedNode, graph: CircuitGraph, start: int, label: str | None
-) -> dict[str, Any]:
+def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, Any]:
     """A node as JSON, but for its influence; the first position is at the column `start`."""
     kinds = {"input": "embedding", "logits": "logit"}
     layers = {"input": "E", "logits": str(graph.n_layers + 1)}
@@ -441,7 +399,7 @@ def _node(
         number = 2 * graph.n_heads
     position = start + (node.position or 0)
     # The viewer reads its tooltips as HTML.
-    text = label or str(node).replace("<kv>", " keys and values")
+    text = str(node).replace("<kv>", " keys and values")
     text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
     if node.kind == "logits":
         # The viewer expects a token in quotes and a probability; a metric may read several logits.

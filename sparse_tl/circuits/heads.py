@@ -62,7 +62,7 @@ from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.logits import towards_answers
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -90,6 +90,7 @@ KINDS: dict[str, Kind] = {
 """All kinds of heads, by name."""
 _ON_TASK = ("mover", "negative mover", "suppression", "inhibition")
 _BY_ATTENTION = ("previous token", "duplicate token", "induction", "sink")
+PerHead = Float[Tensor, "layer head"]
 
 
 @checked
@@ -104,17 +105,11 @@ class HeadBehaviour(Result):
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
-    scores: Mapping[str, Float[Tensor, "layer head"]]
+    scores: Mapping[str, PerHead]
     prompt_start: str | None = None
 
-    def __getitem__(self, behaviour: str) -> Float[Tensor, "layer head"]:
-        """The scores of one behaviour.
-
-        Raises:
-            ValueError: the behaviour was not measured.
-        """
-        if behaviour not in self.scores:
-            raise ValueError(f"{behaviour!r} was not measured, only {list(self.scores)}")
+    def __getitem__(self, behaviour: str) -> PerHead:
+        """The scores of one behaviour."""
         return self.scores[behaviour]
 
     @property
@@ -123,11 +118,7 @@ class HeadBehaviour(Result):
         return HeadGrid(*next(iter(self.scores.values())).shape)
 
     def top(self, behaviour: str, size: AtLeastOne = 5) -> list[tuple[int, int]]:
-        """The heads (layer, head) with the highest scores of a behaviour, highest first.
-
-        Raises:
-            ValueError: the behaviour was not measured.
-        """
+        """The heads (layer, head) with the highest scores of a behaviour, highest first."""
         scores = self[behaviour]
         order = scores.flatten().argsort(descending=True, stable=True)[:size]
         return [divmod(place, scores.shape[1]) for place in order.tolist()]
@@ -176,7 +167,7 @@ class HeadBehaviour(Result):
         return {node: label for node, label in labels.items() if label}
 
     @property
-    def _multiples(self) -> dict[str, Float[Tensor, "layer head"]]:
+    def _multiples(self) -> dict[str, PerHead]:
         """Scores as multiples of thresholds: at least 1 for heads of a kind."""
         kinds = {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
         return {name: self.scores[kind.by] / kind.least for name, kind in kinds.items()}
@@ -231,19 +222,15 @@ def head_behaviour(
       the corrupted prompt. High for the S-inhibition heads of IOI.
 
     Args:
-        model: dense or sparse model; left unchanged.
         pairs: prompt pairs that contain their answers and wrong answers, such as those of IOI.
         n: number of prompts of random tokens.
         length: number of random tokens, all different, that each prompt repeats.
         seed: random seed for the tokens.
-        batch_size: prompts per forward pass.
-        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the model is not the sum of its components, is not causal, predicts something
-            other than tokens, or has heads that do not write averages of values; its context or
-            its vocabulary is too small; no prompt contains its answer, or the model does not prefer
-            the answers.
+        ValueError: the model is not the sum of its components, predicts something other than
+            tokens, or has heads that do not write averages of values; its context or its vocabulary
+            is too small; no prompt contains its answer, or the model does not prefer the answers.
     """
     adapter = adapt(model)
     adapter.graph  # noqa: B018 - checks that the model is the sum of its parts
@@ -251,7 +238,14 @@ def head_behaviour(
         raise ValueError(
             f"{adapter.name!r} does not predict the tokens that it reads, so it cannot copy them"
         )
-    tokens, prompt_start = _repeated_tokens(model, n, length, seed)
+    start, prompt_start = start_of_prompts(model)
+    vocabulary, rng = ordinary_tokens(model), random.Random(seed)
+    if len(vocabulary) < length:
+        raise ValueError(
+            f"the vocabulary has only {len(vocabulary)} tokens: choose a length below {length}"
+        )
+    drawn = [rng.sample(vocabulary, length) for _ in range(n)]
+    tokens = torch.tensor([[*start, *row, *row] for row in drawn])
     check_tokens(adapter, tokens)
     batches = tokens.split(batch_size)
     n_of_pairs = 0 if pairs is None else -(-len(pairs) // batch_size)
@@ -266,20 +260,6 @@ def head_behaviour(
         if pairs is not None:
             scores |= _task_behaviour(adapter, pairs, batch_size, step)
     return HeadBehaviour(scores, prompt_start)
-
-
-def _repeated_tokens(
-    model: HookedModel, n: int, length: int, seed: int
-) -> tuple[Int[Tensor, "prompt pos"], str]:
-    """Prompts of random tokens that are repeated once, and the text that all prompts start with."""
-    start, prompt_start = start_of_prompts(model)
-    vocabulary, rng = ordinary_tokens(model), random.Random(seed)
-    if len(vocabulary) < length:
-        raise ValueError(
-            f"the vocabulary has only {len(vocabulary)} tokens: choose a length below {length}"
-        )
-    drawn = [rng.sample(vocabulary, length) for _ in range(n)]
-    return torch.tensor([[*start, *row, *row] for row in drawn]), prompt_start
 
 
 def _on_random_tokens(
@@ -297,34 +277,24 @@ def _on_random_tokens(
     by_layer: dict[str, list[Tensor]] = {name: [] for name in [*keys_of, "copying"]}
     kept, final = record(adapter, tokens, _value_points(adapter))
     check_numbers(adapter, final)
+    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    unembedded = adapter.unembedding()[0].T[tokens[:, first]].double()
     for layer, pattern, values in _heads_values(adapter, kept):
         for name, keys in keys_of.items():
             by_layer[name].append(pattern[:, :, queries, keys].double().mean(dim=-1))
-        copying = _copying(adapter, layer, values[:, first], tokens[:, first], final[:, first])
-        by_layer["copying"].append(copying)
+        written = adapter.heads_written(layer, values[:, first].double())
+        shares = norm.share(written, final[:, first].double())
+        logits = torch.einsum("hpjd,ptd->phjt", shares, unembedded)
+        own = logits.diagonal(dim1=-2, dim2=-1)[..., None]
+        by_layer["copying"].append(
+            (own - logits).sign().sum(dim=(-2, -1)) / (length * (length - 1))
+        )
     return {name: torch.stack(layers, dim=1).cpu() for name, layers in by_layer.items()}
-
-
-def _copying(
-    adapter: Adapter,
-    layer: int,
-    values: Float[Tensor, "prompt pos head d_head"],
-    tokens: Int[Tensor, "prompt pos"],
-    final: Float[Tensor, "prompt pos d_model"],
-) -> Float[Tensor, "prompt head"]:
-    """The copying score, over the tokens of the prompt."""
-    written = adapter.heads_written(layer, values.double())
-    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
-    weight, _ = adapter.unembedding()
-    unembedded = weight.T[tokens].double()
-    logits = torch.einsum("hpjd,ptd->phjt", norm.share(written, final.double()), unembedded)
-    own = logits.diagonal(dim1=-2, dim2=-1)[..., None]
-    return (own - logits).sign().sum(dim=(-2, -1)) / (logits.shape[-1] * (logits.shape[-1] - 1))
 
 
 def _task_behaviour(
     adapter: Adapter, pairs: PromptPairs, batch_size: int, step: Callable[[], None]
-) -> dict[str, Float[Tensor, "layer head"]]:
+) -> dict[str, PerHead]:
     """The scores of each behaviour on prompt pairs, on the CPU; `step` is called per batch."""
     check_pairs(adapter, pairs)
     if not _answer_positions(pairs)[0].any():
@@ -410,33 +380,26 @@ def _moved(
 
 
 def _lost(
-    adapter: Adapter, batch: PromptPairs, weights: Float[Tensor, "layer head"]
+    adapter: Adapter, batch: PromptPairs, weights: PerHead
 ) -> Float[Tensor, "pair layer head"]:
-    """What `_preference` would lose by patching each head at the last position, to first order."""
+    """What the movers' attention to answers, minus that to wrong answers, would lose by patching
+    each head at the last position, to first order."""
     outputs, patterns = (adapter.layer_points(f"attn.hook_{at}") for at in ("z", "pattern"))
     corrupted, _ = record(adapter, batch.corrupted, outputs)
     clean, _ = record(adapter, batch.clean, [*outputs, *patterns], differentiable=True)
+    rows, (answers, wrong) = torch.arange(len(batch)), _answer_positions(batch)
+    rows = rows.to(answers.device)
     with autograd(True):
-        preferred = _preference(batch, [clean[name] for name in patterns], weights)
+        attention = torch.stack([clean[name][rows, :, batch.positions] for name in patterns])
+        sign = answers.to(attention) - wrong.to(attention)
+        preferred = torch.einsum("lphk,pk,lh->", attention, sign, weights.to(attention))
         z = [clean[name] for name in outputs]
         gradients = torch.autograd.grad(preferred, z, allow_unused=True, materialize_grads=True)
-    rows = torch.arange(len(batch), device=preferred.device)
     lost = [
         ((clean[name].detach() - corrupted[name]) * gradient)[rows, batch.positions]
         for name, gradient in zip(outputs, gradients, strict=True)
     ]
     return torch.stack(lost, dim=1).double().sum(dim=-1).cpu()
-
-
-def _preference(
-    batch: PromptPairs, patterns: list[Tensor], weights: Float[Tensor, "layer head"]
-) -> Float[Tensor, ""]:
-    """The movers' attention to answers minus that to wrong answers, summed over pairs."""
-    rows = torch.arange(len(batch), device=patterns[0].device)
-    answers, wrong = _answer_positions(batch)
-    attention = torch.stack([pattern[rows, :, batch.positions] for pattern in patterns])
-    sign = answers.to(attention) - wrong.to(attention)
-    return torch.einsum("lphk,pk,lh->", attention, sign, weights.to(attention))
 
 
 def _answer_positions(

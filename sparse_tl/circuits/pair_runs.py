@@ -54,14 +54,13 @@ class PatchedPairs(PairBatches):
         order: Order = Order.LAST,
         positions: Positions | None = None,
     ) -> None:
-        needed = needs_reference(patch)
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
         super().__init__(model, pairs, batch_size)
         self.patch: Patch = patch
         self.points, self._order = points, order
         # A mean is shared by all batches; other prompts are split into batches.
-        self._patch: Patch = "corrupted" if needed else patch
+        self._patch: Patch = "corrupted" if needs_reference(patch) else patch
         if patch == "mean":
             pairs.of_one_length()  # raises if they are not
             clean = [batch.clean for batch in self.batches]
@@ -104,7 +103,7 @@ class PairRuns(PatchedPairs):
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
-            written = len(self.adapter.graph.sources) if site.sources(self.adapter) else 0
+            written = len(self.adapter.graph.sources) if site.keeps_changes else 0
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
             per_batch = self.batch_size * pairs.clean.shape[1] * per_token
             self._n_kept = max(1, STATES_AT_ONCE // per_batch)

@@ -25,10 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.scores import Scores
-from sparse_tl.graph.nodes import Node
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.circuits.circuit import Circuit, Scores
+from sparse_tl.graph import Node, PositionedGraph
 
 CROSSING = "attention"
 """The slot of a crossing link."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -114,12 +115,7 @@ def measure_skill(
 ) -> Skill:
     """How well a model does a task, from two forward passes per batch.
 
-    Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs with wrong answers.
-        metric: metric function with one value per pair.
-        batch_size: prompt pairs per forward pass.
-        progress: whether to show progress bars.
+    The arguments are those of `attribute_circuit_edges`; pairs have wrong answers.
 
     Raises:
         ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
@@ -127,18 +123,18 @@ def measure_skill(
     check_wrong(pairs)
     n_right, n_wrong = ((tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong))
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
-    on_clean = [
-        (is_right(logits, batch).cpu(), chooses_right(logits, batch).cpu(), values.cpu().double())
-        for batch, logits in clean_logits(model, pairs, batch_size, progress=progress)
-        for values in [measure(metric, logits, batch)]
-    ]
-    on_corrupted = [
-        measure(metric, logits, batch).cpu().double()
-        for batch, logits in clean_logits(model, swapped, batch_size, progress=progress)
-    ]
+    measures = is_right, chooses_right, partial(measure, metric)
+    on_clean, on_corrupted = (
+        [
+            tuple(of(logits, batch).cpu() for of in measures)
+            for batch, logits in clean_logits(model, side, batch_size, progress=progress)
+        ]
+        for side in (pairs, swapped)
+    )
     top, right, clean = map(torch.cat, zip(*on_clean, strict=True))
+    _, _, corrupted = map(torch.cat, zip(*on_corrupted, strict=True))
+    clean, corrupted = clean.double(), corrupted.double()
     chance = (n_right / (n_right + n_wrong)).double().mean().item()
-    corrupted = torch.cat(on_corrupted)
     return Skill(top.double().mean().item(), right, chance, clean, corrupted, pairs.start)
 
 
@@ -150,16 +146,11 @@ def accuracy(
 ) -> float:
     """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
 
-    Args:
-        model: dense or sparse model; left unchanged.
-        pairs: prompt pairs.
-        choice: instead, count prompts in which an answer is more likely than every wrong answer,
-            however likely other tokens are. `measure_skill` compares this share with chance.
-        batch_size: prompts per forward pass.
+    With `choice`, the share in which an answer is more likely than every wrong answer, however
+    likely other tokens are. `measure_skill` compares this share with chance.
 
     Raises:
-        ValueError: `choice` is true and a pair has no wrong answer, or the model cannot run the
-            prompts.
+        ValueError: `choice` is true and a pair has no wrong answer.
     """
     if choice:
         check_wrong(pairs)

@@ -78,7 +78,9 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
 
 def comparison(metrics: Mapping[str, Any]) -> None:
     """Print the number of parts that each task needs, per model; medians over seeds."""
-    from sparse_tl.circuits import SeedMultipliers
+    import pandas as pd
+
+    from sparse_tl.circuits.evaluation import multiplier_words
     from sparse_tl.jobs.folder import SIDES
 
     names = [side for side in SIDES if side in next(iter(metrics.values()))]
@@ -93,7 +95,7 @@ def comparison(metrics: Mapping[str, Any]) -> None:
             row.append(_sizes([side[f"{parts}_at_0.9"] for side in sides]))
             if fewer:
                 values = [numbers[f"multiplier_{parts}"] for numbers in by_seed.values()]
-                row.append(str(SeedMultipliers([*map(int, by_seed)], values)))
+                row.append("; ".join(multiplier_words(pd.Series(values, dtype=float))))
         row.append(_sizes([side["circuit_edges_at_0.9_per_prompt"] for side in sides]))
         rows.append(row)
     n_seeds = max(len(measured["seeds"]) for measured in metrics.values())

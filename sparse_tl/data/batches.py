@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -39,26 +39,16 @@ class Rows:
 
     @checked
     def select(self: Kind, index: Int[Tensor, " chosen"] | Bool[Tensor, " row"] | slice) -> Kind:
-        """A subset of the rows.
-
-        Raises:
-            ValueError: there is no such row.
-        """
-        try:
-            return self._each(lambda tensor: tensor[index])
-        except IndexError as error:
-            raise ValueError(f"expected indices of {len(self)} rows; got {index!r:.80}") from error
+        """A subset of the rows."""
+        return self._each(lambda tensor: tensor[index])
 
     def digest(self) -> str:
         """A short hash of the rows."""
-        return digest(self._tensors())
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors = dict(vars(self))
         for name, value in vars(self).items():
             if isinstance(value, Rows):
-                tensors |= {f"{name}.{key}": tensor for key, tensor in value._tensors().items()}
-        return tensors
+                tensors |= {f"{name}.{key}": inner for key, inner in vars(value).items()}
+        return digest({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
         changed = {
@@ -68,6 +58,16 @@ class Rows:
         }
         rows: Any = self
         return replace(rows, **changed)
+
+
+def refuse_rows(
+    faulty: Bool[Tensor, " row"], fault: str, values: Int[Tensor, "row ..."] | None = None
+) -> None:
+    """Raise a ValueError that names the first faulty row, and its values, if there is one."""
+    if faulty.any():
+        row = int(faulty.int().argmax())
+        has = "" if values is None else f"; it has {values[row].tolist()}"
+        raise ValueError(f"row {row}: {fault}{has}")
 
 
 @checked
@@ -95,17 +95,12 @@ class TokenBatch(Rows):
 
     def __post_init__(self) -> None:
         if self.groups is not None and bool((self.groups < 0).any()):
-            raise ValueError(f"expected groups of at least 0; got {int(self.groups.min())}")
+            raise ValueError(f"groups are counted from 0; one is {int(self.groups.min())}")
         mask = self.attention_mask
         if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(
-                "expected 0 at padding and 1 elsewhere as attention_mask; got other numbers"
-            )
+            raise ValueError("an attention_mask is 0 at padding and 1 elsewhere")
         if not self.loss_mask.any():
-            raise ValueError(
-                f"expected at least one position with a loss in a batch of shape "
-                f"{tuple(self.tokens.shape)}; `loss_mask` is false everywhere"
-            )
+            raise ValueError("no position of the batch has a loss: `loss_mask` is false everywhere")
 
     @staticmethod
     def next_token(tokens: Int[Tensor, "batch pos"]) -> TokenBatch:
@@ -123,28 +118,25 @@ class TokenBatch(Rows):
             ValueError: there is no batch, or one already has groups.
         """
         if not parts or any(part.groups is not None for part in parts):
-            raise ValueError(
-                "expected at least one batch, each without groups of its own; got "
-                f"{[part.n_groups for part in parts]} groups"
-            )
+            raise ValueError("give at least one batch, each without groups of its own")
         width = max(part.tokens.shape[1] for part in parts)
-        ragged = any(p.attention_mask is not None or p.tokens.shape[1] < width for p in parts)
+        names = ["tokens", "labels", "loss_mask"]
+        if any(p.attention_mask is not None or p.tokens.shape[1] < width for p in parts):
+            names.append("attention_mask")
+            parts = [
+                replace(part, attention_mask=torch.ones_like(part.tokens))
+                if part.attention_mask is None
+                else part
+                for part in parts
+            ]
 
-        def padded(tensors: Iterable[Tensor]) -> Tensor:
-            return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in tensors])
+        def padded(name: str) -> Tensor:
+            rows = [getattr(part, name) for part in parts]
+            return torch.cat([F.pad(some, (0, width - some.shape[1])) for some in rows])
 
-        real = (
-            torch.ones_like(part.tokens) if part.attention_mask is None else part.attention_mask
-            for part in parts
-        )
         sizes = torch.tensor([len(part) for part in parts])
-        return TokenBatch(
-            padded(part.tokens for part in parts),
-            padded(part.labels for part in parts),
-            padded(part.loss_mask for part in parts),
-            padded(real) if ragged else None,
-            torch.arange(len(parts)).repeat_interleave(sizes),
-        )
+        groups = torch.arange(len(parts)).repeat_interleave(sizes)
+        return TokenBatch(*map(padded, names), groups=groups)
 
     def split(self, size: AtLeastOne) -> list[TokenBatch]:
         """Split into pieces of `size` consecutive rows, or more where a piece would lack labels."""
@@ -162,11 +154,8 @@ class TokenBatch(Rows):
         """
         if n_ranks == 1:
             return self
-        if rank >= n_ranks:
-            raise ValueError(f"the rank must be in 0..{n_ranks - 1}; it is {rank}")
         labelled = self.loss_mask.any(dim=1)
-        n_labelled = int(labelled.sum())
-        if n_labelled < n_ranks:
+        if (n_labelled := int(labelled.sum())) < n_ranks:
             raise ValueError(
                 f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "
                 f"got {n_labelled}. Give larger batches, fewer micro-batches, or fewer ranks."
@@ -179,16 +168,12 @@ class TokenBatch(Rows):
 
         In a causal model, these are leading columns that are padding in every row, and columns
         after the last loss position. With bidirectional attention, every column matters.
-
-        Args:
-            causal: whether the model is causal.
         """
         if not causal:
             return self
         stop = int(self.loss_mask.any(dim=0).nonzero()[-1]) + 1
         mask = self.attention_mask
-        start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
-        return self._columns(start, stop)
+        return self._columns(0 if mask is None else int(mask.any(dim=0).nonzero()[0]), stop)
 
     def by_length(self, parts: AtLeastOne = 4) -> list[TokenBatch]:
         """Group rows of similar length, and drop padding columns on the right of each group.
@@ -196,9 +181,6 @@ class TokenBatch(Rows):
         This only saves time: padding has no loss and no attention edges. Among all divisions into
         at most `parts` groups that have a loss each, this is the one with the fewest tokens, where
         a further pass counts as `PASS` tokens.
-
-        Args:
-            parts: maximum number of groups.
         """
         if self.attention_mask is None:
             return [self]
@@ -216,9 +198,7 @@ class TokenBatch(Rows):
         # least[i]: the fewest tokens of the rows up to edges[i], in the number of groups so far.
         least, begins = np.where(edges == 0, 0.0, np.inf), list[np.ndarray]()
         for _ in range(min(parts, len(stops))):
-            cost = np.vstack(
-                [least[:, None] + of_group, least]
-            )  # the last: as many groups as before
+            cost = np.vstack([least[:, None] + of_group, least])  # the last: as many as before
             begins.append(cost.argmin(axis=0))
             least = cost.min(axis=0)
         bounds, at = [len(self)], len(edges) - 1

@@ -60,11 +60,8 @@ def read_documents(
         column: the dataset column, or the key in a ``.jsonl`` file's rows, that holds the text.
 
     Raises:
-        ValueError: the file, dataset or column does not exist, a file is not UTF-8 text, or the
-            separator is empty.
+        ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
     """
-    if not separator:
-        raise ValueError("expected a separator of at least one character; got ''")
     if isinstance(source, (str, Path)):
         if not Path(source).is_file():
             return DocumentRows(dataset_rows(source, split), column, f"dataset {source}")
@@ -73,17 +70,13 @@ def read_documents(
         return DocumentRows(source, column, f"the {type(source).__name__}")
     paths = [Path(path) for path in source]
     for path in paths:
-        if not path.is_file():
-            raise ValueError(f"expected paths of text files; {path} is not a file")
+        if not path.is_file():  # say so now, not when its turn comes
+            raise ValueError(f"{path} is not a file")
     return _Files(paths, separator, column)
 
 
 def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
-    """A Hugging Face dataset, named as in `read_documents`, whose rows are streamed.
-
-    Raises:
-        ValueError: the dataset does not exist, or there is no network.
-    """
+    """A Hugging Face dataset, named as in `read_documents`, whose rows are streamed."""
     from datasets import load_dataset
     from huggingface_hub import constants, get_session
 
@@ -95,8 +88,7 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
         return load_dataset(name, configuration or None, split=split, streaming=True)
     except Exception as error:  # hub, network and parser raise different types
         raise ValueError(
-            f"expected a file or the name of a dataset; {source} is not a file, and loading it as "
-            f"a dataset failed: {error}"
+            f"{source} is not a file, and loading it as a dataset failed: {error}"
         ) from error
 
 
@@ -106,13 +98,7 @@ class DocumentRows(Documents):
     A place is reached by skipping the rows before it. The states of streamed Hugging Face datasets
     (``state_dict``) are not used, because they lose the rows of a shuffle buffer.
 
-    Args:
-        rows: an iterable of dictionaries or strings that can be restarted.
-        column: key of the text in a dictionary.
-        name: name of the rows, for messages.
-
-    Raises:
-        ValueError: the rows can be read only once, like those of a generator.
+    The rows are dictionaries with a text in `column`, or strings; messages call them `name`.
     """
 
     def __init__(self, rows: Iterable[Any], column: str = "text", name: str = "the list") -> None:
@@ -188,36 +174,24 @@ class _Files(Documents):
 
 def _text_of(row: Any, column: str, name: str) -> str | None:
     """The text of a row; ``None`` if it is blank."""
-    if not isinstance(row, dict) or column not in row:
-        has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
-        raise ValueError(f"expected a column {column!r} in {name}; {has:.200}")
-    text = row[column]
+    text = row.get(column, ...) if isinstance(row, dict) else ...
     if not (text is None or isinstance(text, str)):
-        raise ValueError(
-            f"expected text in column {column!r} of {name}; got a {type(text).__name__}"
-        )
+        raise ValueError(f"there is no text in column {column!r} of {name}; got {row!r:.200}")
     return text if text and not text.isspace() else None
 
 
 def json_rows(path: Path, byte: int = 0) -> Iterator[tuple[int, str, Any]]:
-    """The value on each line of a .jsonl file, after the line's first byte and its place in words.
-
-    Raises:
-        ValueError: a line is not JSON, or not UTF-8 text.
-    """
+    """The value on each line of a .jsonl file, after its first byte and its place in words."""
     with path.open("rb") as file:
         file.seek(byte)
         for line in file:
             name = f"the line at byte {byte:,} of {path}"
-            end = byte + len(line)
             try:
                 if text := line.decode("utf-8-sig").strip():
                     yield byte, name, json.loads(text)
-            except UnicodeDecodeError as error:
-                raise _not_text(path, end, error) from error
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"expected JSON in {name}; {error}") from error
-            byte = end
+            except ValueError as error:
+                raise ValueError(f"expected JSON in UTF-8 in {name}; {error}") from error
+            byte += len(line)
 
 
 def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
@@ -264,19 +238,14 @@ class _Document:
         try:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
-            raise _not_text(self.path, self.end, error) from error
+            byte = self.end - len(error.object) + error.start
+            raise ValueError(f"{self.path} is not UTF-8 text at byte {byte:,}: {error}") from error
         text = self._space + text if self._begun else text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
             self._begun = True
             yield self.begin, kept
-
-
-def _not_text(path: Path, end: int, error: UnicodeDecodeError) -> ValueError:
-    """The error for bytes of a file, of which those that were decoded end at a byte."""
-    byte = end - len(error.object) + error.start
-    return ValueError(f"expected UTF-8 text in {path}; at byte {byte:,}: {error.reason}")
 
 
 PIECE = 2**17
@@ -294,15 +263,10 @@ def separator(tokenizer: Any) -> int | None:
 def tokenised(
     documents: Iterable[tuple[Any, Iterable[str]]], tokenizer: Any, start: int = 0
 ) -> Iterator[tuple[tuple[Any, int], list[int]]]:
-    """The tokens of documents, each after its `separator`, piece by piece.
+    """The tokens of documents from `Documents.since`, each after its `separator`, piece by piece.
 
-    Args:
-        documents: the place and the text parts of each document, as from `Documents.since`.
-        tokenizer: a Hugging Face tokenizer.
-        start: character of the first document to start from, at which a piece must start.
-
-    Yields:
-        The document's place and the character at which the piece starts, and the tokens.
+    Before the tokens of a piece: the document's place, and the character at which the piece starts.
+    In the first document, a piece must start at the character `start`.
     """
     first = separator(tokenizer)
     before = [] if first is None else [first]
@@ -340,9 +304,6 @@ def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list
 
     A piece of a long document is tokenised with some text before and after it, and ends where both
     a word and a token end, so that its tokens are those of the full document.
-
-    Raises:
-        ValueError: the pieces do not fit together.
     """
     options = {"add_special_tokens": False, "verbose": False}
     fast = getattr(tokenizer, "is_fast", False)

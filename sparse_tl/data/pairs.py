@@ -1,20 +1,21 @@
-"""Prompt pairs: a prompt with and without the information that a task needs."""
+"""Prompt pairs: a prompt with and without what a task needs; and named spans of its tokens."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from pydantic import BaseModel, BeforeValidator, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.data.batches import Rows, TokenBatch
+from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.prompts import (
     Encoder,
     ModelWithTokenizer,
@@ -30,13 +31,35 @@ from sparse_tl.data.prompts import (
     single_token,
     start_in_words,
 )
-from sparse_tl.data.spans import Positions, Span, Spans
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NO_TOKEN = -1
 """Padding value for rows with fewer answers than the longest."""
+Positions = Literal["tokens", "spans"]
+"""The unit of position: each token, in prompts of one length, or a named span."""
+Span = int | range | Sequence[int]
+"""One or several columns; negative columns count from the end of the prompt."""
+REST = "rest"
+"""The span of the tokens that belong to no other span."""
+
+
+@checked
+@dataclass(frozen=True, eq=False)
+class Spans(Rows):
+    """The span of every token; padding belongs to the span of the last token.
+
+    Args:
+        at: index into `names`.
+        names: names of the spans.
+    """
+
+    at: Int[Tensor, "pair pos"]
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Spans({', '.join(self.names)})"
 
 
 @checked
@@ -76,41 +99,18 @@ class PromptPairs(Rows):
 
     def __post_init__(self) -> None:
         if len(self.clean) == 0:
-            raise ValueError("expected at least one prompt pair; got none")
+            raise ValueError("there is no prompt pair")
         for name in ("answers", "wrong"):
-            outside = getattr(self, name) < NO_TOKEN
-            if outside.any():
-                row = int(outside.any(dim=1).int().argmax())
-                raise ValueError(
-                    f"expected tokens from 0 as {name}, or {NO_TOKEN} as padding; pair {row} has "
-                    f"{getattr(self, name)[row].tolist()}"
-                )
-            again = _repeats(getattr(self, name))
-            object.__setattr__(self, name, getattr(self, name).masked_fill(again, NO_TOKEN))
+            tokens = getattr(self, name)
+            refuse_rows((tokens < NO_TOKEN).any(dim=1), f"a token of `{name}` is negative", tokens)
+            object.__setattr__(self, name, tokens.masked_fill(_repeats(tokens), NO_TOKEN))
         sides = torch.cat([self.answers, self.wrong], dim=1)
-        if (both := _repeats(sides)).any():
-            row = int(both.any(dim=1).int().argmax())
-            raise ValueError(
-                f"expected answers that are not wrong answers too; pair {row} has the tokens "
-                f"{sides[row, both[row]].tolist()} as both"
-            )
-        empty = (self.answers == NO_TOKEN).all(dim=1)
-        if empty.any():
-            raise ValueError(
-                f"expected an answer for every pair; pair {int(empty.int().argmax())} has none"
-            )
-        outside = (self.positions < 0) | (self.positions >= self.clean.shape[1])
-        if outside.any():
-            row = int(outside.int().argmax())
-            raise ValueError(
-                f"expected positions in 0..{self.clean.shape[1] - 1}; pair {row} has "
-                f"{int(self.positions[row])}"
-            )
+        refuse_rows(_repeats(sides).any(dim=1), "an answer is a wrong answer too", sides)
+        refuse_rows((self.answers < 0).all(dim=1), "there is no answer", self.answers)
+        width, at = self.clean.shape[1], self.positions
+        refuse_rows((at < 0) | (at >= width), f"positions are in 0..{width - 1}", at)
         if self.spans is not None and self.spans.at.shape != self.clean.shape:
-            raise ValueError(
-                f"expected spans with the prompts' shape {tuple(self.clean.shape)}; got "
-                f"{tuple(self.spans.at.shape)}"
-            )
+            raise ValueError("spans need the prompts' shape; use pairs.with_spans(...)")
 
     @staticmethod
     def from_texts(
@@ -137,11 +137,11 @@ class PromptPairs(Rows):
                 tokenizer's own template: ``pairs.start`` is the text before it.
 
         Raises:
-            ValueError: there is no row, the model has no tokenizer, its tokenizer lacks the chat
-                template, or both `prepend_bos` and `chat` are given. Or, in a row that the message
-                names: a column is missing or unknown, a cell is not a text, a prompt is empty, the
-                tokenizer does not know part of a text, the clean and the corrupted prompt differ in
-                token length, or an answer is not one token, or shares a token with a prompt.
+            ValueError: the model has no tokenizer, its tokenizer lacks the chat template, or both
+                `prepend_bos` and `chat` are given. Or, in a row that the message names: a column is
+                missing or unknown, a cell is not a text, a prompt is empty, the tokenizer does not
+                know part of a text, the clean and the corrupted prompt differ in token length, or
+                an answer is not one token, or shares a token with a prompt.
 
         Warns:
             UserWarning: an answer without a space continues the prompt's last word.
@@ -164,17 +164,53 @@ class PromptPairs(Rows):
             ValueError: spans overlap or exceed the prompt, pairs have different names, or a name is
                 a number.
         """
-        return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
+        ends, width = self.positions.cpu(), self.clean.shape[1]
+        rows = [spans] * len(self) if isinstance(spans, Mapping) else spans
+        names = tuple(rows[0])
+        if any(name.isdigit() for name in names):
+            raise ValueError(f"numbers are names of tokens, and cannot name spans, as in {names}")
+        at = torch.full((len(self), width), -1)
+        for row, (by_name, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+            if by_name.keys() != set(names):
+                raise ValueError(
+                    f"all pairs need the spans {names} of the first; pair {row} has "
+                    f"{tuple(by_name)}"
+                )
+            for index, name in enumerate(names):
+                span = by_name[name]
+                for column in [span] if isinstance(span, int) else span:
+                    if not -end - 1 <= column <= end:
+                        raise ValueError(
+                            f"expected columns within the {end + 1} tokens of pair {row}; got "
+                            f"{column} in {name!r}"
+                        )
+                    column %= end + 1
+                    if at[row, column] >= 0:
+                        raise ValueError(
+                            f"spans may not share a token; column {column} of pair {row} is in "
+                            f"{names[int(at[row, column])]!r} and in {name!r}"
+                        )
+                    at[row, column] = index
+        others = (at < 0) & (torch.arange(width) <= ends[:, None])
+        if bool(others.any()):
+            names = tuple(dict.fromkeys([*names, REST]))
+            at[others] = names.index(REST)
+        at = torch.where(at < 0, at.gather(1, ends[:, None]), at)
+        return replace(self, spans=Spans(at.to(self.positions.device), names))
 
     def spans_of(self, positions: Positions) -> Spans:
-        """The spans that an analysis's ``positions=`` asks for.
-
-        Raises:
-            ValueError: `positions` is unknown, "tokens" with prompts of different lengths, or
-                "spans" with pairs that have none.
-        """
+        """The spans that an analysis's ``positions=`` asks for."""
         if positions == "tokens":
-            return Spans.of_tokens(self.positions, self.clean.shape[1])
+            ends, width = self.positions, self.clean.shape[1]
+            end = int(ends[0])
+            if bool((ends != end).any()):
+                raise ValueError(
+                    f'expected prompts of one length for positions="tokens"; got lengths from '
+                    f"{int(ends.min()) + 1} to {int(ends.max()) + 1} tokens. Select those of one "
+                    'length, or name spans: pairs.with_spans(...) and positions="spans"'
+                )
+            columns = torch.arange(width, device=ends.device).clamp(max=end)
+            return Spans(columns.repeat(len(self), 1), tuple(map(str, range(end + 1))))
         if self.spans is None:
             raise ValueError(
                 'expected pairs with spans for positions="spans"; name them by '
@@ -229,15 +265,11 @@ class PromptPairs(Rows):
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def read(self, logits: Float[Tensor, "pair pos vocab"]) -> Float[Tensor, "pair vocab"]:
-        """The logits at each pair's position.
-
-        Raises:
-            ValueError: the logits do not have the prompts' shape.
-        """
+        """The logits at each pair's position."""
         if logits.shape[:2] != self.clean.shape:
             raise ValueError(
-                f"expected logits of {len(self)} prompts of {self.clean.shape[1]} tokens; got "
-                f"the shape {tuple(logits.shape)}"
+                f"logits of shape {tuple(logits.shape)} are not those of {len(self)} prompts of "
+                f"{self.clean.shape[1]} tokens"
             )
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 
@@ -277,10 +309,15 @@ def pairs_of_texts(
     tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
 ) -> PromptPairs:
     """Tokenize pairs of texts; raises the same ValueErrors as `PromptPairs.from_texts`."""
+    if not pairs:
+        raise ValueError("there is no prompt pair")
     check_prompts(tokenizer, pairs, prepend_bos=prepend_bos)
     if chat:  # as one text, since a tokenizer may join a prompt's beginning to the text before it
         start, before = (), chat_start(tokenizer)
-        pairs = [pair.with_prefix(before) for pair in pairs]
+        pairs = [
+            pair._replace(clean=before + pair.clean, corrupted=before + pair.corrupted)
+            for pair in pairs
+        ]
     else:
         start = prompt_start(tokenizer, prepend_bos)
         before = tokenizer.decode(list(start))
@@ -311,76 +348,58 @@ class PairTexts(NamedTuple):
     joined: bool = True
     """Whether answers are encoded as continuations of the prompts, or each as its own text."""
 
-    def with_prefix(self, text: str) -> PairTexts:
-        """The same pair with a text before both prompts."""
-        return self._replace(clean=text + self.clean, corrupted=text + self.corrupted)
+    @property
+    def both_sides(self) -> tuple[str, ...]:
+        """Right and wrong answers."""
+        return *self.answers, *self.wrong
+
+
+_Texts = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+]
+
+
+class _Record(BaseModel, extra="forbid"):
+    """A row of a table of prompt pairs."""
+
+    clean: str
+    corrupted: str
+    answer: _Texts
+    wrong: _Texts = ()
 
 
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
     """The texts in a table of prompt pairs; arguments and errors as in `PromptPairs.from_texts`."""
     import pandas as pd
 
-    if not isinstance(rows, Iterable):
-        raise TypeError(f"expected rows of texts as dictionaries, or a data frame; got {rows!r}")
-    records: Any = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    if not records:
-        raise ValueError("expected at least one row, to make prompt pairs from; got none")
+    records: Any = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     pairs = []
     for row, record in enumerate(records):
-        if not isinstance(record, Mapping):
-            raise ValueError(
-                f"expected rows with {', '.join(COLUMNS)}, as dictionaries or a data frame; row "
-                f"{row} is {record!r:.200}"
-            )
-        missing = [name for name in COLUMNS[:3] if name not in record]
-        unknown = [name for name in record if name not in COLUMNS]
-        if missing or unknown:
-            parts = (("lacks", missing), ("also has", unknown))
-            faults = [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
-            raise ValueError(
-                f"expected rows with {', '.join(COLUMNS)} (wrong may be left out) and nothing "
-                f"else; row {row} {' and '.join(faults)}"
-            )
-        texts = {name: _texts(record.get(name, ()), name, row) for name in COLUMNS}
-        for name in COLUMNS[:2]:
-            if len(texts[name]) != 1:
-                raise ValueError(
-                    f"expected one text as {name} in every row; row {row} has {record[name]!r:.200}"
-                )
-        answers, wrong = texts["answer"], texts["wrong"]
-        pairs.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
+        try:
+            read = _Record.model_validate(record)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, fault, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
+            raise ValueError(f"row {row}: {name}: {fault}; got {given!r:.99}") from None
+        pairs.append(PairTexts(read.clean, read.corrupted, read.answer, read.wrong))
     return pairs
 
 
-def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
-    """One text or several as a tuple; refuses anything else, such as a data frame's empty cell."""
-    several = (value,) if isinstance(value, str) else value
-    if not isinstance(several, list | tuple) or not all(isinstance(text, str) for text in several):
-        raise ValueError(
-            f"expected a text as {name} in every row, or a list; row {row} has {value!r:.99}"
-        )
-    return tuple(several)
-
-
 def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> None:
-    """Check that the tokenizer knows all texts, and that no prompt starts with BOS already.
-
-    Raises:
-        ValueError: a text is unknown, or a prompt is empty or starts with a prepended BOS; the
-            message names the row.
-    """
+    """Check that the tokenizer knows all texts, and that no prompt starts with BOS already."""
     known: set[str] = set()
     for row, pair in enumerate(pairs):
         for name, text in zip(COLUMNS[:2], pair[:2], strict=True):
             if not text:
-                raise ValueError(f"row {row}: expected a {name} prompt; got an empty text")
+                raise ValueError(f"row {row}: the {name} prompt is empty")
             if prepend_bos and text.startswith(tokenizer.bos_token):
                 raise ValueError(
-                    f"row {row}: expected a {name} prompt without {tokenizer.bos_token!r}, which "
-                    f"this model prepends itself; got {text!r:.200}"
+                    f"row {row}: leave {tokenizer.bos_token!r} out of the {name} prompt; this "
+                    "model prepends it itself"
                 )
             check_known(tokenizer, text, f"row {row}, {name}: ")
-        for text in (*pair.answers, *pair.wrong):
+        for text in pair.both_sides:
             if text not in known:
                 check_known(tokenizer, text, f"row {row}, answer: ")
                 known.add(text)
@@ -392,7 +411,7 @@ def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
     joined = [
         (row, text, pair.clean.split()[-1] + text)
         for row, pair in enumerate(pairs)
-        for text in (*pair.answers, *pair.wrong)
+        for text in pair.both_sides
         if continues_a_word(encode, pair.clean, text)
     ]
     if joined:
@@ -408,12 +427,7 @@ def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
 def tokens_of_pairs(
     tokenizer: Any, pairs: Sequence[PairTexts], start: Tokens
 ) -> Iterator[tuple[Sequence[int], ...]]:
-    """The tokens of `PairTexts`, row by row: both prompts, right and wrong answers.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        pairs: the texts.
-        start: tokens that every prompt starts with.
+    """The tokens of `PairTexts`, row by row: both prompts after `start`, right and wrong answers.
 
     Raises:
         ValueError: the prompts of a row differ in token length, or an answer is not the same single
@@ -422,56 +436,41 @@ def tokens_of_pairs(
     encode = Encoder(tokenizer)
     for row, pair in enumerate(pairs):
         where = f"row {row}: "
-        read = _continued if pair.joined else _apart
-        *prompts, answers, wrong = read(encode, pair, where)
+        if pair.joined:
+            prompts, by_text = _continued(encode, pair, where)
+        else:
+            prompts = [encode(text) for text in pair[:2]]
+            by_text = {text: single_token(encode, text, where) for text in pair.both_sides}
+        answers, wrong = ([by_text[text] for text in texts] for texts in pair[2:4])
         one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
-            first, second = (in_tokens(tokenizer, tokens) for tokens in _differing(one, other))
             raise ValueError(
                 f"{where}expected clean and corrupted prompts of equal token length, which are "
-                f"compared position by position; got {len(one)} and {len(other)} tokens, where "
-                f"{first} is compared with {second}: {pair.clean!r:.200} / {pair.corrupted!r:.200}"
+                f"compared position by position; got {len(one)} and {len(other)} tokens: "
+                f"{in_tokens(tokenizer, one)} / {in_tokens(tokenizer, other)}"
             )
         yield one, other, answers, wrong
 
 
-def _apart(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
-    """The tokens of a row whose answers are encoded by themselves."""
-    sides = (
-        [single_token(encode, text, where) for text in texts]
-        for texts in (pair.answers, pair.wrong)
-    )
-    return encode(pair.clean), encode(pair.corrupted), *sides
-
-
-def _continued(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
-    """The tokens of a row whose answers are encoded as continuations of both prompts."""
-    answers = (*pair.answers, *pair.wrong)
-    encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *answers))
-    prompts: dict[str, Tokens] = {}
-    by_text: dict[str, int] = {}
+def _continued(encode: Encoder, pair: PairTexts, where: str) -> tuple[list[Tokens], dict[str, int]]:
+    """The tokens of both prompts, and by text those of the answers that continue both of them."""
+    encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *pair.both_sides))
+    prompts, by_text = list[Tokens](), dict[str, int]()
     for name, prompt in zip(COLUMNS, pair[:2], strict=False):
-        for text in answers:
+        known: Tokens | None = None
+        for text in pair.both_sides:
             before, token = continued(encode, prompt, text, where)
-            if prompts.setdefault(name, before) != before:
+            if known not in (None, before):
                 raise ValueError(
                     f"{where}expected a {name} prompt that all answers continue; {prompt!r:.200} "
                     f"ends in a space that belongs to {text!r}, but not to others. Move the space "
                     "to the start of the answers"
                 )
+            known = before
             if by_text.setdefault(text, token) != token:
                 raise ValueError(
                     f"{where}expected an answer that is one token after both prompts; {text!r} is "
                     f"a different one after {prompt!r:.200}"
                 )
-        prompts.setdefault(name, encode(prompt))
-    sides = ([by_text[text] for text in texts] for texts in (pair.answers, pair.wrong))
-    return prompts["clean"], prompts["corrupted"], *sides
-
-
-def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Two rows of tokens without their common start and end."""
-    shorter = min(len(one), len(other))
-    start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
-    return one[start : len(one) - end], other[start : len(other) - end]
+        prompts.append(encode(prompt) if known is None else known)
+    return prompts, by_text

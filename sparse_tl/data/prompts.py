@@ -37,8 +37,7 @@ class Encoder:
 
     def __call__(self, text: str) -> Tokens:
         if text not in self._known:
-            tokens = self.tokenizer.encode(text, add_special_tokens=False)
-            self._known[text] = tuple(tokens)
+            self._known[text] = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         return self._known[text]
 
     def prepare(self, texts: Iterable[str]) -> None:
@@ -50,11 +49,10 @@ class Encoder:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise a ValueError if there is no tokenizer, or a model in its place."""
-    if tokenizer is None or isinstance(tokenizer, ModelWithTokenizer):
+    """Raise a ValueError if there is no tokenizer."""
+    if tokenizer is None:
         raise ValueError(
-            "expected a model with a tokenizer to read text; "
-            f"{'this one has none' if tokenizer is None else 'pass model.tokenizer, not the model'}"
+            "this model has no tokenizer. Build it with one, or give prompts as tokens."
         )
 
 
@@ -66,26 +64,16 @@ def prepends_bos(
 ) -> bool:
     """Whether the prompts of a model start with its tokenizer's BOS token.
 
-    Args:
-        model: dense or sparse model; `load_model` makes it follow its tokenizer.
-        prepend_bos: overrides the model's default.
-        chat: whether prompts are put into a chat, whose template decides.
+    `prepend_bos` overrides the model's default; in a chat, the template decides.
 
     Raises:
         ValueError: the model has no tokenizer, its tokenizer lacks the requested BOS token, or
             both `prepend_bos` and `chat` are given.
     """
-    if model.tokenizer is None:
-        raise ValueError(
-            "expected a model with a tokenizer; this one has none. Build it with one, or give "
-            "prompts as tokens."
-        )
+    check_tokenizer(model.tokenizer)
     if chat:
         if prepend_bos is not None:
-            raise ValueError(
-                f"expected prepend_bos or chat, since a chat template adds BOS by itself; got "
-                f"prepend_bos={prepend_bos} and chat=True"
-            )
+            raise ValueError("give prepend_bos or chat: a chat template adds BOS by itself")
         return False
     known = model.tokenizer.bos_token_id is not None
     if prepend_bos is None:
@@ -98,14 +86,8 @@ def prepends_bos(
 def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     """The tokens that every prompt starts with, as in TransformerLens's `to_tokens`.
 
-    They are those that the tokenizer itself puts before a text, with or without BOS.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        prepend_bos: whether BOS is among them; ``None`` leaves that to the tokenizer.
-
-    Raises:
-        ValueError: the tokenizer lacks the requested BOS token.
+    They are those that the tokenizer itself puts before a text, with or without BOS; ``None``
+    leaves BOS to the tokenizer. Raises a ValueError if it lacks the requested BOS token.
     """
     check_tokenizer(tokenizer)
     start, bos = _added_start(tokenizer), tokenizer.bos_token_id
@@ -115,15 +97,6 @@ def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     if prepend_bos is None or prepend_bos == has_bos:
         return start
     return (bos, *start) if prepend_bos else start[1:]
-
-
-def start_in_words(start: str | None) -> str:
-    """The end of a sentence that says what prompts start with; empty if that is unknown."""
-    if start is None:
-        return ""
-    if len(start) > _LONGEST:  # a chat
-        start = f"{start[: _LONGEST // 2]}...{start[-_LONGEST // 2 :]}"
-    return f", beginning with {start!r}" if start else ", without BOS"
 
 
 def _added_start(tokenizer: Any, text: str = "a") -> Tokens:
@@ -140,14 +113,81 @@ def _added_start(tokenizer: Any, text: str = "a") -> Tokens:
 
 
 def _no_bos() -> ValueError:
-    return ValueError("expected a tokenizer with a BOS token, to prepend it; it has none")
+    return ValueError("the tokenizer has no BOS token to prepend")
+
+
+REQUEST = "Continue the text."
+"""The user's turn, whatever the prompt."""
+_ANSWER = "The-Answer"
+"""Placeholder for the assistant's answer, to find the text that the template puts before it."""
+
+
+def chat_start(tokenizer: Any) -> str:
+    """The text of a chat up to the assistant's answer, with `REQUEST` as the user's turn.
+
+    A prompt appended to it begins the answer, so the model continues the prompt. transformers
+    renders the template in jinja's sandbox.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or one that does not allow this.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the tokenizer has no chat template to put prompts into. Omit `chat`, or use an "
+            "instruct model."
+        )
+    turns = [{"role": "user", "content": REQUEST}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    except Exception as error:  # a template can fail in any way
+        raise ValueError(f"the chat template does not begin an answer: {error}") from error
+    if not text.endswith(_ANSWER):
+        raise ValueError("the chat template changes what the assistant writes")
+    return text.removesuffix(_ANSWER)
+
+
+def start_of_prompts(
+    model: ModelWithTokenizer, prepend_bos: bool | None = None, *, chat: bool = False
+) -> tuple[Tokens, str]:
+    """The tokens that prompts start with, and their text; both empty without a tokenizer.
+
+    Arguments and errors are those of `prepends_bos` and `chat_start`.
+    """
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None and prepend_bos is None and not chat:
+        return (), ""
+    with_bos = prepends_bos(model, prepend_bos, chat=chat)
+    if chat:
+        text = chat_start(tokenizer)
+        return tuple(tokenizer.encode(text, add_special_tokens=False)), text
+    start = prompt_start(tokenizer, with_bos)
+    return start, tokenizer.decode(list(start))
+
+
+def start_in_words(start: str | None) -> str:
+    """The end of a sentence that says what prompts start with; empty if that is unknown."""
+    if start is None:
+        return ""
+    if len(start) > _LONGEST:  # a chat
+        start = f"{start[: _LONGEST // 2]}...{start[-_LONGEST // 2 :]}"
+    return f", beginning with {start!r}" if start else ", without BOS"
+
+
+def ordinary_tokens(model: ModelWithTokenizer) -> Tokens:
+    """The tokens that text consists of: not BOS, padding, or tokens added for chats."""
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        return tuple(range(model.cfg.d_vocab))
+    n_vocab = min(len(tokenizer), getattr(model.cfg, "d_vocab", len(tokenizer)))
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return tuple(token for token in range(n_vocab) if token not in special)
 
 
 # ---- how an answer continues a prompt ------------------------------------------------------------
 
 
 def together(
-    encode: Encoder, prompt: str, answer: str, where: str = "", what: str = "an answer"
+    encode: Encoder, prompt: str, answer: str, what: str = "an answer"
 ) -> tuple[Tokens, Tokens]:
     """The tokens of a prompt, and those by which an answer continues it.
 
@@ -155,15 +195,8 @@ def together(
     at the end of the prompt therefore belongs to the answer if the tokenizer puts it there: "Once
     upon a " and "time" are the prompt "Once upon a" and the answer " time".
 
-    Args:
-        encode: the tokenizer's encoder.
-        prompt: text up to the first predicted token.
-        answer: text that follows.
-        where: beginning of the message.
-        what: name of the answer in the message.
-
     Raises:
-        ValueError: the answer begins inside a token.
+        ValueError: the answer, which the message calls `what`, begins inside a token.
     """
     split = _split(encode, prompt, answer)
     if split is not None:
@@ -171,7 +204,7 @@ def together(
     alone, joined = encode(prompt), _joined(encode, prompt, answer)
     same = next((i for i, (a, b) in enumerate(zip(alone, joined, strict=False)) if a != b), 0)
     raise ValueError(
-        f"{where}{what} begins inside a token: {prompt[-40:]!r} and {answer!r} together are "
+        f"{what} begins inside a token: {prompt[-40:]!r} and {answer!r} together are "
         f"{in_tokens(encode.tokenizer, joined[same:])}, and the prompt alone ends in "
         f"{in_tokens(encode.tokenizer, alone[same:])}. Split the text elsewhere; in most "
         "vocabularies, a word begins with its space"
@@ -179,20 +212,30 @@ def together(
 
 
 def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tuple[Tokens, int]:
-    """As `together`, for an answer of a single token; the message begins with `where`.
-
-    Raises:
-        ValueError: as in `together`, or the answer has no token or several.
-    """
-    before, tokens = together(encode, prompt, answer, where)
+    """As `together`, for an answer of a single token; the message begins with `where`."""
+    before, tokens = together(encode, prompt, answer, f"{where}an answer")
     if len(tokens) == 1:
         return before, tokens[0]
     # In most vocabularies, a word begins with its space.
     other = answer[1:] if answer.startswith(" ") else f" {answer}"
     better = _split(encode, prompt, other) if other.strip() else None
     hint = f"; {other!r} is one" if better is not None and len(better[1]) == 1 else ""
-    raise ValueError(
-        f"{where}expected answers of a single token; {answer!r} has {len(tokens)}, "
+    raise _several_tokens(encode, where, answer, tokens, hint)
+
+
+def single_token(encode: Encoder, text: str, where: str = "") -> int:
+    """The token of a text by itself; a ValueError that begins with `where` if it is not one."""
+    tokens = encode(text)
+    if len(tokens) != 1:
+        raise _several_tokens(encode, where, text, tokens)
+    return tokens[0]
+
+
+def _several_tokens(
+    encode: Encoder, where: str, text: str, tokens: Tokens, hint: str = ""
+) -> ValueError:
+    return ValueError(
+        f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
         f"{in_tokens(encode.tokenizer, tokens)}{hint}"
     )
 
@@ -203,21 +246,6 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
         return False
     glued, spaced = (_split(encode, prompt, text) for text in (answer, f" {answer}"))
     return spaced is not None and len(spaced[1]) == 1 and glued != spaced
-
-
-def single_token(encode: Encoder, text: str, where: str = "") -> int:
-    """The token of a text by itself.
-
-    Raises:
-        ValueError: the text has no token or several; the message begins with `where`.
-    """
-    tokens = encode(text)
-    if len(tokens) != 1:
-        raise ValueError(
-            f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
-            f"{in_tokens(encode.tokenizer, tokens)}"
-        )
-    return tokens[0]
 
 
 def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -250,7 +278,9 @@ def _joined(encode: Encoder, prompt: str, answer: str) -> Tokens:
     return encode(prompt + answer)
 
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# ---- texts of tokens -----------------------------------------------------------------------------
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that do not form a complete character."""
 _MOST = 8
 """Maximum number of tokens to decode together; a character has up to four bytes."""
@@ -259,7 +289,7 @@ _MOST = 8
 def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     """The text of a token after others; it may complete a character that they begin."""
     text = tokenizer.decode([token])
-    if INCOMPLETE not in text:
+    if _INCOMPLETE not in text:
         return text
     return token_texts(tokenizer, [*before[1 - _MOST :], token])[-1]
 
@@ -279,14 +309,17 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     start = 0
     while start < len(texts):
         end = start + 1
-        if INCOMPLETE in texts[start]:
+        if _INCOMPLETE in texts[start]:
             for stop in range(start + 2, min(start + _MOST, len(texts)) + 1):
                 together = tokenizer.decode(list(tokens[start:stop]))
-                if INCOMPLETE not in together:
+                if _INCOMPLETE not in together:
                     texts[start:stop], end = [together] * (stop - start), stop
                     break
         start = end
     return texts
+
+
+# ---- what a tokenizer knows ----------------------------------------------------------------------
 
 
 def check_known(tokenizer: Any, text: str, where: str = "") -> None:
@@ -295,20 +328,13 @@ def check_known(tokenizer: Any, text: str, where: str = "") -> None:
     Tokenizers replace unknown parts with an unknown or special token, or drop them. Either way, the
     model would run on a text other than the one shown.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        text: a prompt or an answer.
-        where: beginning of the message.
-
     Raises:
-        ValueError: a part has no token; the message names it.
+        ValueError: a part has no token; the message begins with `where` and names the part.
     """
     try:
         unknown = _unknown_part(tokenizer, text)
     except Exception as error:  # tokenizers without an unknown token raise a bare Exception
-        raise ValueError(
-            f"{where}expected a text that the tokenizer can encode; got {text!r:.200}: {error}"
-        ) from error
+        raise ValueError(f"{where}the tokenizer cannot encode {text!r:.200}: {error}") from error
     if unknown is not None:
         known = sorted(tokenizer.get_vocab())
         listed = f"; it knows {' '.join(known)}" if len(known) <= 40 else ""
@@ -320,8 +346,9 @@ def check_known(tokenizer: Any, text: str, where: str = "") -> None:
 
 def _unknown_part(tokenizer: Any, text: str) -> str | None:
     """The first part of a text without a token in the tokenizer; ``None`` if there is none."""
-    if not getattr(tokenizer, "is_fast", False):
-        return _first_unknown_piece(tokenizer, text)
+    if not getattr(tokenizer, "is_fast", False):  # does not report what a token covers
+        read = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text if tokenizer.unk_token_id in read else None
     text = _as_read(tokenizer, text)
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     # The tokenizer's model may have an unknown token that is not declared as special.
@@ -350,85 +377,3 @@ def _as_read(tokenizer: Any, text: str) -> str:
         return text
     read, as_composed = tokenizer([text, composed], add_special_tokens=False)["input_ids"]
     return composed if read == as_composed else text
-
-
-def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:
-    """As `_unknown_part`, for tokenizers that do not report which characters a token covers."""
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown not in tokenizer(text, add_special_tokens=False)["input_ids"]:
-        return None
-    pieces = tokenizer.tokenize(text)
-    return next((p for p in pieces if tokenizer.convert_tokens_to_ids(p) == unknown), text)
-
-
-REQUEST = "Continue the text."
-"""The user's turn, whatever the prompt."""
-_ANSWER = "The-Answer"
-"""Placeholder for the assistant's answer, to find the text that the template puts before it."""
-
-
-def chat_start(tokenizer: Any) -> str:
-    """The text of a chat up to the assistant's answer, with `REQUEST` as the user's turn.
-
-    A prompt appended to it begins the answer, so the model continues the prompt. transformers
-    renders the template in jinja's sandbox.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or one that does not allow this.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "expected a tokenizer with a chat template, to put prompts into a chat; this one has "
-            "none. Omit `chat`, or use an instruct model."
-        )
-    turns = [{"role": "user", "content": REQUEST}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-    except Exception as error:  # a template can fail in any way
-        message, *_ = str(error).splitlines() or [""]
-        raise _unusable(f"{type(error).__name__}: {message}") from error
-    if not text.endswith(_ANSWER):
-        raise _unusable("it changes what the assistant writes")
-    return text.removesuffix(_ANSWER)
-
-
-def _unusable(reason: str) -> ValueError:
-    return ValueError(
-        "expected a chat template that takes a user's turn and the beginning of an assistant's; "
-        f"{reason}"
-    )
-
-
-def start_of_prompts(
-    model: ModelWithTokenizer, prepend_bos: bool | None = None, *, chat: bool = False
-) -> tuple[Tokens, str]:
-    """The tokens that prompts start with, and their text; both empty without a tokenizer.
-
-    Args:
-        model: dense or sparse model.
-        prepend_bos: whether BOS is among them; by default as in the model's own prompts.
-        chat: whether prompts begin the assistant's answer in a chat.
-
-    Raises:
-        ValueError: the model has no tokenizer for the requested start, the tokenizer lacks the BOS
-            token or the chat template, or both are requested.
-    """
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None and prepend_bos is None and not chat:
-        return (), ""
-    with_bos = prepends_bos(model, prepend_bos, chat=chat)
-    if chat:
-        text = chat_start(tokenizer)
-        return tuple(tokenizer.encode(text, add_special_tokens=False)), text
-    start = prompt_start(tokenizer, with_bos)
-    return start, tokenizer.decode(list(start))
-
-
-def ordinary_tokens(model: ModelWithTokenizer) -> Tokens:
-    """The tokens that text consists of: not BOS, padding, or tokens added for chats."""
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None:
-        return tuple(range(model.cfg.d_vocab))
-    n_vocab = min(len(tokenizer), getattr(model.cfg, "d_vocab", len(tokenizer)))
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return tuple(token for token in range(n_vocab) if token not in special)

@@ -1,4 +1,9 @@
-"""Token streams: batches are a function of the step, so that runs can be resumed."""
+"""Windows of text, and token streams, whose batches are a function of the step.
+
+Windows are cut from documents as they are needed. Every document begins with a *separator*: the
+tokenizer's BOS token, or its EOS token if, like Qwen's, it has no BOS. `Boundaries` says what
+windows and losses do where one document follows another.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,10 @@ import copy
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -17,16 +22,206 @@ from torch import Tensor
 
 from sparse_tl.calls.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.documents import DocumentRows, Documents, separator
-from sparse_tl.data.windows import (
-    Boundaries,
-    Place,
-    TooShortError,
-    as_tensor,
-    check_window,
-    cut,
-    window_rows,
-)
+from sparse_tl.data.documents import DocumentRows, Documents, separator, tokenised
+from sparse_tl.data.prompts import check_tokenizer
+
+Boundaries = Literal["predict", "skip", "split"]
+"""What happens where one document follows another, as `text_rows` says."""
+Windows = Int[Tensor, "window pos"]
+PADDING = -1
+"""Placeholder for tokens after a document's end."""
+UNPREDICTED = -2
+"""Placeholder for a separator that has no loss. A document may hold the same token as text."""
+
+
+# ---- windows -------------------------------------------------------------------------------------
+
+
+@checked
+def token_windows(
+    documents: Iterable[str], tokenizer: Any, window: AtLeastOne, *, limit: AtLeastOne | None = None
+) -> Windows:
+    """Concatenate documents, each after a separator, and cut them into full windows.
+
+    The separator is the tokenizer's BOS token, or its EOS token if it has no BOS. Tokens that do
+    not fill a window are dropped; nothing is padded. Documents are read only as far as the windows
+    need them. All windows are held in memory; use `TextStream` for text that does not fit.
+    `text_rows` can keep loss and attention within documents.
+
+    Args:
+        documents: texts.
+        tokenizer: a Hugging Face tokenizer.
+        window: tokens per window.
+        limit: maximum number of windows.
+
+    Raises:
+        ValueError: the text is shorter than one window, there is no tokenizer, or documents meet
+            within a window and the tokenizer has no token to separate them.
+    """
+    return cut_windows(documents, tokenizer, window, limit, "predict")
+
+
+@checked
+def text_rows(
+    documents: Iterable[str],
+    tokenizer: Any,
+    window: AtLeastOne,
+    *,
+    limit: AtLeastOne | None = None,
+    boundaries: Boundaries = "predict",
+) -> TokenBatch:
+    """Windows of text as rows for language modelling, with a choice at document boundaries.
+
+    Args:
+        documents: texts.
+        tokenizer: a Hugging Face tokenizer.
+        window: tokens per window.
+        limit: maximum number of windows.
+        boundaries: what happens where one document follows another. "predict": windows run on, as
+            in `token_windows`, and the end of a document predicts the separator before the next.
+            "skip": the same, without that loss. "split": every window holds one document, so
+            neither loss nor attention crosses a boundary; a document's last window is padded on the
+            right, or left out if it has a single token, which predicts nothing.
+
+    Raises:
+        ValueError: the text is shorter than one window, or with "split" no document has two tokens;
+            otherwise as in `token_windows`.
+    """
+    windows = cut_windows(documents, tokenizer, window, limit, boundaries)
+    return window_rows(windows, tokenizer, boundaries)
+
+
+def cut_windows(
+    documents: Iterable[str],
+    tokenizer: Any,
+    window: int,
+    limit: int | None,
+    boundaries: Boundaries,
+) -> Windows:
+    """The windows of `text_rows`, with placeholders that `window_rows` replaces."""
+    check_window(tokenizer, window)
+    if isinstance(documents, str):
+        raise TypeError("documents are several texts, not one; `read_documents` reads a file")
+    if isinstance(documents, Documents):
+        parts = documents.since(None)
+    else:
+        parts = enumerate((document,) for document in documents)
+    return _stacked(islice(_cut(parts, tokenizer, window, boundaries), limit), window)[0]
+
+
+def window_rows(windows: Windows, tokenizer: Any, boundaries: Boundaries) -> TokenBatch:
+    """Windows of `cut_windows` as rows for language modelling, with losses as `boundaries` says."""
+    if boundaries == "split":
+        real = windows != PADDING
+        rows = TokenBatch.next_token(windows.clamp(min=0))
+        follows = real.roll(-1, dims=1) & rows.loss_mask
+        return replace(rows, loss_mask=follows, attention_mask=real.long())
+    if boundaries == "skip":
+        begins = windows == UNPREDICTED
+        rows = TokenBatch.next_token(windows.masked_fill(begins, separator(tokenizer) or 0))
+        return replace(rows, loss_mask=rows.loss_mask & ~begins.roll(-1, dims=1))
+    return TokenBatch.next_token(windows)
+
+
+def check_window(tokenizer: Any, window: int) -> None:
+    """Raise a ValueError if there is no tokenizer, or a window would predict nothing."""
+    check_tokenizer(tokenizer)
+    if window < 2:
+        raise ValueError("a window of fewer than 2 tokens predicts nothing")
+
+
+class TooShortError(ValueError):
+    """The text fills no window."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a window begins.
+
+    Args:
+        document: place of the document; None for the first.
+        character: character of the document at which the tokenised piece starts.
+        token: number of the piece's tokens that belong to earlier windows.
+        window: number of earlier windows.
+    """
+
+    document: Any = None
+    character: int = 0
+    token: int = 0
+    window: int = 0
+
+
+def _cut(
+    documents: Iterable[tuple[Any, Iterable[str]]],
+    tokenizer: Any,
+    window: int,
+    boundaries: Boundaries,
+    place: Place = Place(),
+) -> Iterator[tuple[array[int], Place]]:
+    """The windows of documents from a place on, each with the place after it.
+
+    Raises:
+        TooShortError: the text fills no window.
+        ValueError: documents meet within a window, and the tokenizer has no token to separate them.
+    """
+    split, separated = boundaries == "split", separator(tokenizer) is not None
+    tokens, number, skipped = array("q"), place.window, place.token
+    before = place  # where the last piece ends
+
+    def ended() -> Iterator[tuple[array[int], Place]]:
+        """The last window of a document."""
+        nonlocal number
+        if split and len(tokens) > 1:
+            number += 1
+            padding = array("q", [PADDING] * (window - len(tokens)))
+            yield tokens + padding, replace(before, window=number)
+
+    for (document, character), piece in tokenised(documents, tokenizer, place.character):
+        if character == 0 and tokens:
+            yield from ended()
+            if split:
+                del tokens[:]
+            elif not separated:
+                raise ValueError(
+                    "expected a tokenizer with a BOS or EOS token, to separate documents that meet "
+                    "within a window; this one has neither. Set one, or keep documents apart "
+                    'with boundaries="split"'
+                )
+        if character == 0 and separated and boundaries == "skip":
+            piece[0] = UNPREDICTED
+        tokens.extend(piece[skipped:])
+        skipped = begin = 0
+        while len(tokens) - begin >= window:
+            row = tokens[begin : begin + window]
+            begin += window
+            number += 1
+            yield row, Place(document, character, len(piece) - (len(tokens) - begin), number)
+        del tokens[:begin]
+        before = Place(document, character, len(piece))
+    yield from ended()
+    if number == 0:
+        raise TooShortError(
+            "expected a document of at least 2 tokens, including its separator; got none"
+            if split
+            else f"expected text of at least one window of {window} tokens; got {len(tokens)} "
+            "tokens. Give more text or a smaller window."
+        )
+
+
+def _stacked(
+    windows: Iterable[tuple[array[int], Place]], window: int, place: Place = Place()
+) -> tuple[Windows, Place]:
+    """Windows as a tensor, and the place after them."""
+    tokens = array("q")  # eight bytes each, where a list of numbers takes 36
+    for row, after in windows:
+        tokens.extend(row)
+        place = after
+    if not tokens:
+        return torch.empty(0, window, dtype=torch.int64), place
+    return torch.frombuffer(tokens, dtype=torch.int64).view(-1, window), place
+
+
+# ---- streams -------------------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -68,17 +263,13 @@ class ShuffledStream:
         *,
         accumulate: AtLeastOne = 1,
     ) -> None:
-        if not 0 < batch_size <= len(examples):
-            raise ValueError(
-                f"expected a batch size in 1..{len(examples)}, the number of examples; "
-                f"got {batch_size}"
-            )
+        if batch_size > len(examples):
+            raise ValueError(f"{batch_size} rows per step are more than the {len(examples)} rows")
         self.examples = examples
         self.batch_size = batch_size
-        self.seed = seed
         self.accumulate = accumulate
         # A batch may span two epochs.
-        self._order = lru_cache(maxsize=2)(partial(shuffled, len(examples), seed))
+        self._order = lru_cache(maxsize=2)(partial(_shuffled, len(examples), seed))
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
@@ -89,7 +280,7 @@ class ShuffledStream:
         return self.examples.select(rows)
 
 
-def shuffled(size: int, seed: int, number: int) -> Int[Tensor, " row"]:
+def _shuffled(size: int, seed: int, number: int) -> Int[Tensor, " row"]:
     """The order of the rows of an epoch or block, given its number."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     return torch.randperm(size, generator=generator)
@@ -107,7 +298,7 @@ class MixedStream:
 
     def __init__(self, streams: Mapping[str, TokenStream]) -> None:
         if not streams:
-            raise ValueError("expected at least one stream; got none")
+            raise ValueError("there is no stream to mix")
         self.streams = dict(streams)
         self.accumulate = max(getattr(stream, "accumulate", 1) for stream in streams.values())
 
@@ -117,22 +308,14 @@ class MixedStream:
 
     def state(self) -> dict[str, Any]:
         """The states of the resumable streams, by group."""
-        return {name: stream.state() for name, stream in self._resumable().items()}
+        streams = self.streams.items()
+        return {name: s.state() for name, s in streams if isinstance(s, ResumableStream)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from these states."""
-        for name, stream in self._resumable().items():
-            stream.load_state(state[name])
-
-    def _resumable(self) -> dict[str, ResumableStream]:
-        return {
-            name: stream
-            for name, stream in self.streams.items()
-            if isinstance(stream, ResumableStream)
-        }
-
-
-Block = Int[Tensor, "window pos"]
+        for name, stream in self.streams.items():
+            if isinstance(stream, ResumableStream):
+                stream.load_state(state[name])
 
 
 @checked
@@ -193,15 +376,15 @@ class TextStream:
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows that are not left out; None until the end of the text is reached."""
-        self._order = lru_cache(maxsize=4)(shuffled)  # a batch may span blocks
+        self._order = lru_cache(maxsize=4)(_shuffled)  # a batch may span blocks
         self._identity = self.documents.identity()
         self._places = {0: Place()}  # known places of blocks
-        self._blocks: dict[int, Block] = {}  # blocks in use
+        self._blocks: dict[int, Windows] = {}  # blocks in use
         self._current = 0  # the first block of the last batch
         # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
-        self._ahead: tuple[int, Future[tuple[Block, Place]]] | None = None
-        self._reading: tuple[Place, Iterator[tuple[array[int], Place]]] | None = None
+        self._ahead: tuple[int, Future[tuple[Windows, Place]] | None] = (-1, None)
+        self._reading: tuple[Place | None, Iterator[tuple[array[int], Place]]] = None, iter(())
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
@@ -242,19 +425,17 @@ class TextStream:
                 )
         if state["text"] != self._identity:
             raise ValueError(
-                "expected the text files as they were when the run was interrupted; their names, "
-                f"sizes in bytes and times of change were {state['text']}, and now are "
-                f"{self._identity}. Restore them, or start over."
+                "expected the text files as they were (name, bytes, time of change): "
+                f"{state['text']}; now they are {self._identity}. Restore them, or start over."
             )
         self.n_windows = state["n_windows"] or self.n_windows
         self._places[state["block"]] = Place(**state["place"])
 
     def _settings(self) -> dict[str, Any]:
-        left_out = [self.left_out.start, self.left_out.stop, self.left_out.step]
         return {
             "window": self.window,
             "shuffle": self.shuffle,
-            "left_out": left_out,
+            "left_out": [self.left_out.start, self.left_out.stop, self.left_out.step],
             "boundaries": self.boundaries,
             "separator": separator(self.tokenizer),
         }
@@ -265,89 +446,74 @@ class TextStream:
             epoch, within = divmod(index, self.n_windows or index + 1)
             block, row = divmod(within, self.shuffle)
             windows = self._block(block)
-            if windows is not None and row < len(windows):
+            if row < len(windows):
                 number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
                 return block, windows[self._order(len(windows), self.seed, number)[row]]
             # The text ends before this row; now that its length is known, compute the row again.
 
-    def _block(self, block: int) -> Block | None:
-        """The windows of a block in the order of the text; ``None`` if the text ends before it."""
+    def _block(self, block: int) -> Windows:
+        """The windows of a block in the order of the text; none if the text ends before it."""
         if block not in self._blocks:
             known = max(other for other in self._places if other <= block)
             for other in range(known, block + 1):
                 windows = self._fetched(other)
-                if windows is None:
-                    return None
+                if len(windows) == 0:
+                    return windows
                 if other == block:
                     self._blocks[block] = windows
         return self._blocks[block]
 
-    def _fetched(self, block: int) -> Block | None:
+    def _fetched(self, block: int) -> Windows:
         """A block whose place is known; the thread continues with the next one."""
         if self._ended(block):
-            return None
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead[0] != block:
-            ahead = self._submitted(block)
-        windows, after = ahead[1].result()
+            return torch.empty(0, self.window)
+        number, ahead = self._ahead
+        if ahead is None or number != block:
+            ahead = self._thread.submit(self._read, self._places[block])
+        self._ahead = -1, None
+        windows, after = ahead.result()
         if len(windows) < self.shuffle:
             self.n_windows = block * self.shuffle + len(windows)
         else:
             self._places.setdefault(block + 1, after)
         following = 0 if self._ended(block + 1) else block + 1
         if following not in (block, *self._blocks):
-            self._ahead = self._submitted(following)
-        return windows if len(windows) else None
+            self._ahead = following, self._thread.submit(self._read, self._places[following])
+        return windows
 
     def _ended(self, block: int) -> bool:
         """Whether the text is known to end before a block."""
         return self.n_windows is not None and block * self.shuffle >= self.n_windows
 
-    def _submitted(self, block: int) -> tuple[int, Future[tuple[Block, Place]]]:
-        return block, self._thread.submit(self._read, self._places[block])
-
-    def _read(self, place: Place) -> tuple[Block, Place]:
+    def _read(self, place: Place) -> tuple[Windows, Place]:
         """The windows of the block at a place, and the next block's place; runs in the thread."""
-        reading, self._reading = self._reading, None
-        if reading is not None and reading[0] == place:
-            windows = reading[1]
-        else:
-            settings = self.tokenizer, self.window, self.boundaries
-            windows = _cut(self.documents, *settings, self.left_out, place)
-        tokens, after = array("q"), place
-        for row, row_end in islice(windows, self.shuffle):
-            tokens.extend(row)
-            after = row_end
+        reached, windows = self._reading
+        if reached != place:
+            windows = self._windows(place)
+        self._reading = None, iter(())
+        block, after = _stacked(islice(windows, self.shuffle), self.window, place)
         self._reading = after, windows
-        return as_tensor(tokens, self.window), after
+        return block, after
 
+    def _windows(self, place: Place) -> Iterator[tuple[array[int], Place]]:
+        """The windows from a place on that are not left out, each with the place after it."""
+        where = "the start"
 
-def _cut(
-    documents: Documents,
-    tokenizer: Any,
-    window: int,
-    boundaries: Boundaries,
-    left_out: range,
-    place: Place,
-) -> Iterator[tuple[array[int], Place]]:
-    """The windows from a place on that are not left out, each with the place after it."""
-    where = "the start"
+        def opened() -> Iterator[tuple[Any, Iterable[str]]]:
+            nonlocal where
+            for document, parts in self.documents.since(place.document):
+                where = self.documents.where(document)
+                yield document, parts
 
-    def opened() -> Iterator[tuple[Any, Iterable[str]]]:
-        nonlocal where
-        for document, parts in documents.since(place.document):
-            where = documents.where(document)
-            yield document, parts
-
-    after, n_yielded = place, 0
-    try:
-        for row, after in cut(opened(), tokenizer, window, boundaries, place):
-            if after.window - 1 not in left_out:
-                n_yielded += 1
-                yield row, after
-    except TooShortError:
-        raise
-    except Exception as error:  # tokenizer, dataset and network raise different types
-        raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
-    if place.window == n_yielded == 0:
-        raise ValueError(f"expected more windows of text than are left out; got {after.window}")
+        after, n_yielded = place, 0
+        try:
+            for row, after in _cut(opened(), self.tokenizer, self.window, self.boundaries, place):
+                if after.window - 1 not in self.left_out:
+                    n_yielded += 1
+                    yield row, after
+        except TooShortError:
+            raise
+        except Exception as error:  # tokenizer, dataset and network raise different types
+            raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
+        if place.window == n_yielded == 0:
+            raise ValueError(f"expected more windows of text than are left out; got {after.window}")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, Seed, checked
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @checked
 @dataclass(frozen=True, eq=False)
-class TargetDataset:
+class TargetDataset(Rows):
     """Prompts with targets, as rows in which the target tokens carry the loss.
 
     Args:
@@ -40,21 +40,10 @@ class TargetDataset:
     start: str | None = None
 
     def __post_init__(self) -> None:
-        empty = ~self.rows.loss_mask.any(dim=1)
-        if empty.any():
-            raise ValueError(
-                f"expected a target of at least one token in every row; row "
-                f"{int(empty.int().argmax())} has none"
-            )
-        mask = self.rows.attention_mask
-        if mask is not None:
-            padded = (self.rows.loss_mask & (mask == 0)).any(dim=1)
-            if padded.any():
-                raise ValueError(
-                    f"expected targets of real tokens; the target of row "
-                    f"{int(padded.int().argmax())} is predicted at a position that the attention "
-                    "mask marks as padding"
-                )
+        masked, attention = self.rows.loss_mask, self.rows.attention_mask
+        refuse_rows(~masked.any(dim=1), "there is no target")
+        if attention is not None:
+            refuse_rows((masked & (attention == 0)).any(dim=1), "its target is on padding")
 
     @staticmethod
     def from_tokens(
@@ -75,10 +64,7 @@ class TargetDataset:
             ValueError: there is no row, a span does not fit its row, or a target contains padding.
         """
         if len(tokens) != len(spans) or len(tokens) == 0:
-            raise ValueError(
-                f"expected one span per row and at least one row; got {len(tokens)} rows and "
-                f"{len(spans)} spans"
-            )
+            raise ValueError(f"give each row one span, not {len(spans)} to {len(tokens)} rows")
         filled = padded(tokens, 0 if pad_token is None else pad_token)
         labels, attention = torch.zeros_like(filled), torch.zeros_like(filled)
         loss_mask = torch.zeros_like(filled, dtype=torch.bool)
@@ -86,15 +72,12 @@ class TargetDataset:
             length = len(tokens[row])
             if not 0 < start < stop <= length:
                 raise ValueError(
-                    f"expected a target span in 1..{length} of row {row}, with at least one "
-                    f"token and one before it; got ({start}, {stop})"
+                    f"the target span ({start}, {stop}) of row {row} must hold a token, lie in "
+                    f"1..{length}, and have one before it"
                 )
             is_text = filled[row, :length] != (NO_TOKEN if pad_token is None else pad_token)
             if not is_text[start:stop].all():
-                how_much = "partly" if is_text[start:stop].any() else "all"
-                raise ValueError(
-                    f"expected a target without padding in row {row}; it is {how_much} padding"
-                )
+                raise ValueError(f"the target of row {row} has padding in it")
             text = is_text.nonzero()[:, 0].tolist()
             attention[row, text[0] : text[-1] + 1] = 1
             labels[row, start - 1 : stop - 1] = filled[row, start:stop]
@@ -125,22 +108,12 @@ class TargetDataset:
         Raises:
             ValueError: a target is empty, or begins inside a token.
         """
-        if len(texts) != len(targets) or not texts:
-            raise ValueError(
-                f"expected one target per text and at least one text; got {len(texts)} texts and "
-                f"{len(targets)} targets"
-            )
         start, encode = prompt_start(tokenizer, prepend_bos), Encoder(tokenizer)
-        encode.prepare(
-            text + end for text, target in zip(texts, targets, strict=True) for end in ("", target)
-        )
+        both = list(zip(texts, targets, strict=True))
+        encode.prepare(text + end for text, target in both for end in ("", target))
         rows, spans = [], []
-        for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
-            if not target.strip():
-                raise ValueError(
-                    f"expected a target in every row; the target of row {row} is {target!r:.200}"
-                )
-            before, tokens = together(encode, text, target, what=f"the target of row {row}")
+        for row, (text, target) in enumerate(both):
+            before, tokens = together(encode, text, target, f"the target of row {row}")
             rows.append([*start, *before, *tokens])
             spans.append((len(rows[-1]) - len(tokens), len(rows[-1])))
         dataset = TargetDataset.from_tokens(rows, spans)
@@ -165,16 +138,13 @@ class TargetDataset:
             **options: further arguments of `from_texts`.
 
         Raises:
-            ValueError: a record lacks a key; otherwise as in `from_texts`.
+            ValueError: a record lacks a text; otherwise as in `from_texts`.
         """
         texts, targets = [], []
         for row, record in enumerate(records):
             for key, column in ((text, texts), (target, targets)):
                 if not isinstance(record.get(key), str):
-                    raise ValueError(
-                        f"expected a text as {key!r} in every record; record {row} has "
-                        f"{record.get(key)!r:.200} and the keys {sorted(record)!s:.200}"
-                    )
+                    raise ValueError(f"record {row} has no text as {key!r}: {record!r:.200}")
                 column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
 
@@ -203,17 +173,10 @@ class TargetDataset:
         """Rows of running text, in which every token after the first of a window is a target."""
         return TargetDataset(TokenBatch.next_token(windows))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @property
     def n_targets(self) -> int:
         """Total number of target tokens."""
         return int(self.rows.loss_mask.sum())
-
-    def select(self, index: Int[Tensor, " chosen"] | Bool[Tensor, " row"] | slice) -> TargetDataset:
-        """A subset of the rows."""
-        return replace(self, rows=self.rows.select(index))
 
     def split(self, held_out: float, *, seed: Seed = 0) -> tuple[TargetDataset, TargetDataset]:
         """Shuffle the rows and split them into two parts.
@@ -227,8 +190,7 @@ class TargetDataset:
         """
         if not 0 < held_out < 1 or len(self) < 2:
             raise ValueError(
-                f"expected a share between 0 and 1 and at least two rows to split; got {held_out} "
-                f"of {len(self)} rows"
+                f"a share of {held_out} of {len(self)} rows leaves one of the parts empty"
             )
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         n_held_out = min(max(1, round(held_out * len(self))), len(self) - 1)
@@ -253,17 +215,5 @@ class TargetDataset:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object per line; empty lines are skipped.
-
-    Raises:
-        ValueError: the file does not exist, or a line is not a JSON object in UTF-8.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"expected a file with one JSON object per line; there is no {path}")
-    records = []
-    for _, line, record in json_rows(path):
-        if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object in {line}; got {record!r:.80}")
-        records.append(record)
-    return records
+    """The objects of a file with one JSON object per line; empty lines are skipped."""
+    return [record for *_, record in json_rows(Path(path))]

@@ -208,8 +208,8 @@ function render({ model, el }) {
     const focused = describeCell();
     const panels = model.get("_panels");
     summary.replaceChildren(...panels.map((panel) => outcome(panel, state.target)));
-    if (panels.length) drawMetric(top.querySelector(".metric"), model, state.target, request);
-    side.replaceChildren(...(panels.length ? [drawNode(panels)] : []), ...panels.map(drawPanel));
+    drawMetric(top.querySelector(".metric"), model, state.target, request);
+    side.replaceChildren(drawNode(panels), ...panels.map(drawPanel));
     top.querySelector(".restore").disabled =
       !panels.some((panel) => panel.removedHeads.length + panel.removedEdges.length);
     if (focused) side.querySelector(focused)?.focus({ preventScroll: true });
@@ -254,9 +254,8 @@ function render({ model, el }) {
     return style;
   }
 
-  // If the models or the prompt cannot be shown, there is only a message.
   function drawAll() {
-    if ("svg" in model.get("_figure")) drawDiagram();
+    drawDiagram();
     drawSide();
   }
 

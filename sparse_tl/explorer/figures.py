@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -12,17 +11,17 @@ from sparse_tl import plots
 from sparse_tl.backend import HookedModel, adapt, heads_of
 from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import trace_attention
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
-from sparse_tl.circuits.prompt.removal import Head
-from sparse_tl.circuits.prompt.tokens import Prompt, Token, prompt_tokens
-from sparse_tl.circuits.prompt.trace import (
+from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
     MAX_EFFECTS,
+    EdgeWeight,
+    Head,
     predicted_column,
     predicted_columns,
 )
+from sparse_tl.circuits.prompt.tokens import Prompt, Token, prompt_tokens
 from sparse_tl.explorer.exploration import by_title
-from sparse_tl.graph.nodes import Node
+from sparse_tl.graph import Node
 from sparse_tl.metrics import Metric, log_probability
 
 MAX_SCORES = 1_000_000
@@ -48,17 +47,14 @@ def circuit_diagram(
     Args:
         models: a model, or several by panel title, from top to bottom.
         prompt: text or tokens.
-        position: predicted column shown first, and in images; by default the last of `positions`.
-            Negative positions count back from the last default column, as in `trace_attention`.
+        position: predicted column shown first, and in images, counted as in `trace_attention`; by
+            default the last of `positions`.
         positions: columns to choose from; by default all that the model predicts: every mask token
             or, without any, the column after each token (each column, if bidirectional).
-        weight: "attention" (gate times attention), "carried" (share of the residual stream that
-            the edge writes), "effect" (of removing the edge) or "first-order" (its estimate).
-        metric: metric whose change is the effect of an edge: `metrics.log_probability`, in nats,
-            `logit_difference`, `answer_logit` or another.
+        weight: what lines show: a kind of weight of `AttentionGraph.edge_weights`.
+        metric: metric whose change is the effect of an edge, as in `trace_attention`.
         answer: token to measure, as text or number; by default each model's prediction.
-        wrong: the wrong answer, likewise; by default each model's most likely token other than the
-            answer.
+        wrong: the wrong answer, likewise; by default each model's next most likely token.
         labels: text of each column, if not the tokenizer's.
         **style: arguments of `plots.circuit_diagram`: threshold, transition, title, size.
 
@@ -73,14 +69,12 @@ def circuit_diagram(
     Raises:
         ValueError: there is no model, a prompt or position does not fit the model, or an answer is
             not one token.
-        TypeError: a label is not text.
     """
     options = {"metric": metric, "answer": answer, "wrong": wrong, "labels": labels}
     graphs, target = {}, -1
     for title, model in by_title(models).items():
         columns, target, effects = _plan(model, prompt, position, positions, weight)
-        graph = trace_attention(model, prompt, positions=columns, **effects, **options)
-        graphs[title] = _with_later_masks(model, prompt, graph)
+        graphs[title] = trace_attention(model, prompt, positions=columns, **effects, **options)
     return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
 
 
@@ -104,28 +98,13 @@ def _plan(
         columns = sorted({*columns, first})
         adapter = adapt(model)
         n_edges = adapter.n_layers * adapter.n_heads * len(prompt_tokens(model, prompt)) ** 2
-        if len(columns) * n_edges > MAX_SCORES:
-            if weight in ("attention", "carried"):
-                effects = {}
-            else:
-                columns = [first]
+        if len(columns) * n_edges > MAX_SCORES and weight in ("attention", "carried"):
+            effects = {}
+        elif len(columns) * n_edges > MAX_SCORES:
+            columns = [first]
     if shown is not None and shown not in columns:
         raise ValueError(f"position is {position}, which is not one of {columns}")
     return columns, -1 if shown is None else columns.index(shown), effects
-
-
-def _with_later_masks(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
-    """The graph with predictions at all mask tokens, including those after its last target."""
-    masks = {column for column, read_at in graph.targets if column == read_at}
-    if not graph.causal or not masks:
-        return graph
-    whole = trace_attention(model, prompt)  # predicts every mask token
-    later = {column for column, _ in whole.targets if column >= graph.n_read}
-    if not later:
-        return graph
-    pairs = enumerate(zip(graph.output_tokens, whole.output_tokens, strict=True))
-    row = tuple(predicted if i in later else known for i, (known, predicted) in pairs)
-    return replace(graph, output_tokens=row)
 
 
 @checked
@@ -147,18 +126,15 @@ def attention_view(
         model: a dense model or a SparseTransformer.
         prompt: text or tokens. The map ends at the last mask token, if there is one.
         layer: layer whose heads are shown; by default all layers.
-        heads: (layer, head) pairs to show instead.
+        heads: (layer, head) pairs to show instead, whatever the `layer`.
         labels: text of each column, if not the tokenizer's.
         title: title above the patterns.
 
     Raises:
-        ValueError: the model lacks a layer or head, both a layer and heads are given, the prompt
-            is empty, too long or unknown to the tokenizer, or there are more than 200,000
-            attention weights.
+        ValueError: the model lacks a layer or head, the prompt is empty, too long or unknown to the
+            tokenizer, or there are more than 200,000 attention weights.
     """
     adapter = adapt(model)
-    if layer is not None and heads is not None:
-        raise ValueError("pass a layer or heads, not both")
     if heads is None:
         layers = range(adapter.n_layers) if layer is None else [layer]
         heads = list(product(layers, range(adapter.n_heads)))

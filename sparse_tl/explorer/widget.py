@@ -5,10 +5,10 @@
    ``panel`` is the index of a title. Traits are sent together, with a revision that counts updates.
    Every request is answered with ``{"done": id}``, the latest revision, and whether effects are
    left to compute, so a busy page that missed an update notices and requests it again.
-2. A request changes the `Exploration`, whose data (`payload`) returns as traits. If it fails, the
-   widget shows a message, and nothing else changes. The same holds at the start: if the models or
-   the prompt cannot be shown, the widget shows a message and accepts another prompt.
-3. Exact effects follow in pieces, between other requests.
+2. A request changes the `Exploration`, whose data returns as traits, as JSON with visible
+   whitespace. If it fails, the widget shows a message, and nothing else changes.
+3. Exact effects follow in pieces (`ExactEffects`), since removing every head and every edge into a
+   node takes hundreds of passes. The page requests them between other requests until all are known.
 4. The notebook also gets the figure as self-contained HTML, which the live widget hides.
 """
 
@@ -16,29 +16,39 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from inspect import signature
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import anywidget
+import pandas as pd
 import traitlets
 
 from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import NotNegative, checked
-from sparse_tl.circuits.prompt.attention_graph import EdgeWeight
-from sparse_tl.circuits.prompt.removal import AttentionEdge
+from sparse_tl.circuits.prompt.attention import (
+    EFFECT_SECONDS,
+    AttentionEdge,
+    EdgeWeight,
+    RemovalEffects,
+)
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.explorer.payload import ExactEffects, node_payload, panels_payload
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.diagrams.circuit_diagram import Threshold
+from sparse_tl.plots.diagrams.circuit_diagram import Threshold, quantity_data
 from sparse_tl.plots.page.palette import DARK_FILTER
 from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
+from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
+
+MAX_TEXT = 60
+"""Maximum number of characters of a token or title."""
+MAX_KEYS = 48
+"""Maximum number of columns in a node's heat map."""
 
 _PACKAGE = "sparse_tl.explorer"
 _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
@@ -69,9 +79,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
     `explore` is an alias. Every click has a method: `toggle_head`, `toggle_attention_edges`,
-    `restore`, `show_prompt`, `select`. `exploration` holds the data. If the models or the prompt
-    cannot be shown, the widget says why and accepts another prompt; `exploration`, `figure` and
-    `save` then raise ValueError.
+    `restore`, `show_prompt`, `select`. `exploration` is the `Exploration` with the data.
 
     Args:
         models: a dense or sparse model, or several by panel title, from top to bottom.
@@ -90,7 +98,8 @@ class CircuitExplorer(anywidget.AnyWidget):
         **style: arguments of `plots.circuit_diagram`: transition, title.
 
     Raises:
-        ValueError: the threshold, theme or weight is invalid.
+        ValueError: the threshold, theme or weight is invalid, or the models or the prompt cannot be
+            explored, as in `Exploration`.
         TypeError: `plots.circuit_diagram` has no such argument.
     """
 
@@ -136,48 +145,25 @@ class CircuitExplorer(anywidget.AnyWidget):
         **style: Any,
     ) -> None:
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
-        self._models, self._style = models, style
-        self._quantity = Quantity(metric, answer, wrong)
+        self._style = style
         offered = log_probability, logit_difference, answer_logit, metric
         self._offered = {metric_name(each): each for each in offered}
-        self._exploration: Exploration | None = None
-        self._exact: ExactEffects | None = None
+        self.exploration = Exploration(
+            models,
+            prompt,
+            position=position,
+            positions=positions,
+            labels=labels,
+            quantity=Quantity(metric, answer, wrong),
+        )
         # The reader's choices, for the saved figure.
-        self._state: dict[str, Any] = {"target": 0, "weight": weight, "threshold": threshold}
-        self._problem = ""  # why nothing can be shown
+        target = self.exploration.first_target
+        self._state: dict[str, Any] = {"target": target, "weight": weight, "threshold": threshold}
         self._saved: Any = None  # the figure in the notebook
-        try:
-            shown = self._start(prompt, position=position, positions=positions, labels=labels)
-        except ValueError:
-            text = prompt if isinstance(prompt, str) else ""
-            shown = {"_prompt": text, "_message": {"text": self._problem, "kind": "error"}}
         # All traits at once: a busy page can miss an update right after the widget opens.
         saved_id = f"sparse-tl-{uuid4().hex[:12]}"
-        super().__init__(**shown, _theme=theme, _saved_id=saved_id, _revision=1)
+        super().__init__(**self._shown(None), _theme=theme, _saved_id=saved_id, _revision=1)
         self.on_msg(self._on_request)
-
-    @property
-    def exploration(self) -> Exploration:
-        """The models on the prompt, with their removed parts.
-
-        Raises:
-            ValueError: the models or the prompt cannot be shown; the message says why.
-        """
-        if self._exploration is None:
-            raise ValueError(self._problem)
-        return self._exploration
-
-    def _start(self, prompt: Prompt, **columns: Any) -> dict[str, Any]:
-        """Start with a prompt, and return the traits; if it cannot be shown, record why."""
-        state = self._state
-        try:
-            exploration = Exploration(self._models, prompt, **columns, quantity=self._quantity)
-            self._exploration = exploration
-            self._state = {**state, "target": exploration.first_target}
-            return self._shown(None)
-        except BaseException as error:
-            self._exploration, self._state, self._problem = None, state, str(error)
-            raise
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -198,10 +184,7 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
         """Switch to another prompt; see `Exploration.show_prompt`."""
-        if self._exploration is None:
-            self._present(**self._start(prompt, labels=labels))  # chooses columns anew
-            return
-        exploration = self._exploration
+        exploration = self.exploration
         had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
         same = exploration.show_prompt(prompt, labels)
         target = min(self._state["target"], len(exploration.targets) - 1)
@@ -217,61 +200,43 @@ class CircuitExplorer(anywidget.AnyWidget):
         self._refresh()
 
     def choose_metric(self, metric: Metric | str, wrong: Token | None = None) -> None:
-        """Show effects on another metric, with arguments as in the constructor.
-
-        Raises:
-            ValueError: no metric has that name, or the wrong answer is not one token of each model.
-        """
+        """Show effects on another metric, given as a function or by name."""
         if isinstance(metric, str):
             if metric not in self._offered:
                 raise ValueError(f"{metric!r} is not one of the metrics {list(self._offered)}")
             metric = self._offered[metric]
         wrong = None if wrong == "" else wrong
-        quantity = replace(self._quantity, metric=metric, wrong=wrong)
+        quantity = replace(self.exploration.quantity, metric=metric, wrong=wrong)
         self.exploration.measure(quantity)
-        self._quantity = quantity
         self._offered[metric_name(metric)] = metric
         self._refresh()
 
     def choose(self, *, target: int, weight: EdgeWeight, threshold: Threshold) -> None:
-        """Set what the saved figure shows.
-
-        Args:
-            target: index into the predicted columns, `exploration.targets`.
-            weight: what lines show, as in the constructor.
-            threshold: smallest weight to draw, in 0..1.
-
-        Raises:
-            ValueError: an argument is out of range.
-        """
+        """Set what the saved figure shows: the index of a target, what lines show, and which."""
         if target not in range(len(self.exploration.targets)):
             raise ValueError(f"there is no target {target}: see exploration.targets")
         self._state = {"target": target, "weight": weight, "threshold": threshold}
-        if self._exact is not None:
-            self._exact.weight = weight
+        self._exact.weight = weight
 
     def select(self, title: str, level: int, column: int) -> None:
         """Open the card of a node: its attention and its logit lens; level 0 is the input."""
-        node = node_payload(self.exploration, title, level, column)
-        assert self._exact is not None
+        node = _node_data(self.exploration, title, level, column)
         self._exact.look_at(node)
-        self._present(_node=node, _effects=self._exact.payload, _message=None)
+        self._present(_node=node, _effects=self._exact.known, _message=None)
 
     def unselect(self) -> None:
         """Close the node's card."""
-        if self._exact is not None:
-            self._exact.look_at(None)
+        self._exact.look_at(None)
         self._present(_node=None)
 
     def compute_effects(self, seconds: NotNegative | None = None) -> None:
         """Compute the exact effects on the cards: all, or as many as the given seconds allow."""
-        if self._exact is not None and self._exact.more:
+        if self._exact.more:
             if self._exact.advance(math.inf if seconds is None else seconds):
                 self._present(_figure=self._figure_data())
-            self._present(_effects=self._exact.payload)
+            self._present(_effects=self._exact.known)
 
     def clear_message(self) -> None:
-        """Close the message."""
         self._present(_message=None)
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -298,10 +263,8 @@ class CircuitExplorer(anywidget.AnyWidget):
         display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
 
     def _saved_bundle(self) -> dict[str, str]:
-        problem = f'<p role="alert">{escape(self._problem)}</p>'
-        content = problem if self._exploration is None else str(self.figure())
         start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_LIVE_VIEW}</style>'
-        return {"text/html": f"{start}\n{content}\n</div>", "text/plain": repr(self)}
+        return {"text/html": f"{start}\n{self.figure()}\n</div>", "text/plain": repr(self)}
 
     def _diagram(self, name: Callable[[str], str]) -> CircuitDiagram:
         """The diagram with the reader's choices; `name` maps titles to panel names."""
@@ -325,19 +288,19 @@ class CircuitExplorer(anywidget.AnyWidget):
         exploration = self.exploration
         if node is not None:
             title = exploration.titles[node["panel"]]
-            node = node_payload(exploration, title, node["level"], node["column"])
+            node = _node_data(exploration, title, node["level"], node["column"])
         self._exact = ExactEffects(exploration, self._state["weight"], node)
-        wrong = self._quantity.wrong
+        quantity = exploration.quantity
         return {
             "_prompt": exploration.prompt,
             "_positions": exploration.predicted_columns,
-            "_panels": panels_payload(exploration),
+            "_panels": _panels_data(exploration),
             "_metric": {
-                "name": metric_name(self._quantity.metric),
-                "wrong": wrong if isinstance(wrong, str) else "",
+                "name": metric_name(quantity.metric),
+                "wrong": quantity.wrong if isinstance(quantity.wrong, str) else "",
                 "offered": list(self._offered),
             },
-            "_effects": self._exact.payload,
+            "_effects": self._exact.known,
             "_node": node,
             "_message": None,
             "_figure": self._figure_data(),
@@ -355,14 +318,14 @@ class CircuitExplorer(anywidget.AnyWidget):
         more = False
         try:
             self._perform(content)
-            more = self._exact is not None and self._exact.more
+            more = self._exact.more
         except Exception as error:  # show the reader any failure
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             self._notify(f"{kind}{error}")
         self.send({"done": content.get("id"), "revision": self._revision, "more": more})
 
     def _perform(self, content: dict[str, Any]) -> None:
-        changed = () if self._exploration is None else self._exploration.refresh()
+        changed = self.exploration.refresh()
         if changed:
             self._refresh()
         arguments = {name: value for name, value in content.items() if name not in ("action", "id")}
@@ -395,10 +358,192 @@ class CircuitExplorer(anywidget.AnyWidget):
         self._present(_message={"text": text, "kind": kind})
 
     def __repr__(self) -> str:
-        if self._exploration is None:
-            return f"CircuitExplorer(nothing to show: {self._problem})"
         titles = ", ".join(map(repr, self.exploration.titles))
         return f"CircuitExplorer({titles}, prompt {self.exploration.prompt!r})"
 
 
 explore = CircuitExplorer
+
+
+# ---- data of the page ----------------------------------------------------------------------------
+
+
+def _panels_data(exploration: Exploration) -> list[dict[str, Any]]:
+    """For each panel: likely tokens at each predicted column, size of the model, and removals."""
+    targets = range(len(exploration.targets))
+    panels = []
+    for title in exploration.titles:
+        graph = exploration.graph(title)
+        before_and_after = zip(*(x.tolist() for x in exploration.values(title)), strict=True)
+        panels.append(
+            {
+                "name": _shown(title),
+                "shape": [graph.n_layers, graph.n_heads],
+                "removedHeads": exploration.removed_heads(title),
+                "removedEdges": exploration.removed_attention_edges(title),
+                "outputs": [_rows(exploration.outputs(title, target)) for target in targets],
+                "quantity": quantity_data(graph),
+                "values": [[_short(x) for x in pair] for pair in before_and_after],
+            }
+        )
+    return panels
+
+
+def _node_data(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
+    """What a node attends to, and its logit lens."""
+    tokens = exploration.logit_lens(title, level, column)  # first, since it checks the node
+    graph = exploration.graph(title)
+    n_keys = column + 1 if graph.causal else exploration.n_read
+    into = max(level - 1, 0), slice(None) if level else slice(0, 0), column, slice(n_keys)
+    attention, removed = graph.attention[into], exploration.model(title).removed[into]
+    keys = list(range(n_keys))
+    if n_keys > MAX_KEYS and level:
+        weights = attention.amax(dim=0)
+        weights[removed.any(dim=0)] = 2.0  # removed edges must remain clickable
+        keys = sorted(weights.topk(MAX_KEYS).indices.tolist())
+    return {
+        "panel": exploration.titles.index(title),
+        "level": level,
+        "column": column,
+        "text": _shown(graph.input_tokens[column]),
+        "keys": [{"key": key, "text": _shown(graph.input_tokens[key])} for key in keys],
+        "nKeys": n_keys,
+        "attention": [[round(x, 4) for x in row] for row in attention[:, keys].tolist()],
+        "removed": removed[:, keys].tolist(),
+        "open": graph.gates[into][:, keys].tolist(),
+        "tokens": _rows(tokens),
+    }
+
+
+def _rows(tokens: pd.DataFrame) -> list[dict[Any, Any]]:
+    """The rows of a table of tokens."""
+    texts, numbers = tokens["token"], tokens.drop(columns="token").map(_short)
+    return numbers.assign(text=texts, token=texts.map(_shown)).to_dict("records")
+
+
+def _shown(text: str) -> str:
+    """The text for display: every character visible, and clipped."""
+    shown = visible_text(text[: MAX_TEXT + 1])
+    return shown if len(text) <= MAX_TEXT else shown[:MAX_TEXT] + ELLIPSIS
+
+
+def _short(number: float) -> float:
+    """A number rounded to five significant digits."""
+    return float(f"{number:.5g}")
+
+
+TargetEffects = list[tuple[float, float, str]]
+"""For each target: changes of the metric and of the answer's probability, and the prediction."""
+
+
+class ExactEffects:
+    """The effects that are known so far, and the pieces that are left to compute.
+
+    A piece is the edges into a node, all together or by head; some of the diagram's edges, while it
+    shows effects, strongest first and for 3 seconds per model; or the heads of a layer.
+
+    Args:
+        exploration: models in their current state; after a change, make a new object.
+        weight: what the lines of the diagram show.
+        node: the node of the open card, from `_node_data`; its edges come first.
+    """
+
+    def __init__(
+        self, exploration: Exploration, weight: EdgeWeight, node: Mapping[str, Any] | None
+    ) -> None:
+        self._exploration, self.weight = exploration, weight
+        titles = exploration.titles
+        self._heads: list[dict[str, TargetEffects]] = [{} for _ in titles]
+        layers = [(layer, t) for t in titles for layer in range(exploration.graph(t).n_layers)]
+        self._layers_left = sorted(layers, key=lambda piece: -piece[0])  # the last are the fastest
+        self._seconds_left = dict.fromkeys(titles, EFFECT_SECONDS)
+        self.look_at(node)
+
+    @property
+    def more(self) -> bool:
+        """Whether any effects are left to compute."""
+        return bool(self._layers_left or self._groups_left or self._diagram_left)
+
+    @property
+    def _diagram_left(self) -> str | None:
+        """A model whose edges in the diagram are left to compute, if they are shown."""
+        left = (title for title, seconds in self._seconds_left.items() if seconds > 0)
+        return next(left, None) if self.weight == "effect" else None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The known effects by head, for each panel, and by edge, for the node."""
+        node = None if self._node is None else dict(self._node)
+        return {"heads": [dict(heads) for heads in self._heads], "node": node}
+
+    def look_at(self, node: Mapping[str, Any] | None) -> None:
+        """Compute the effects of the edges of another node next."""
+        self._node: dict[str, TargetEffects] | None = None if node is None else {}
+        self._groups_left: list[list[list[AttentionEdge]]] = []
+        if node is None:
+            return
+        self._title = self._exploration.titles[node["panel"]]
+        layer, column = node["level"] - 1, node["column"]
+        gates = self._exploration.graph(self._title).gates
+        by_head = []
+        if layer < 0:  # edges from the input token to other positions
+            read = gates[..., column].clone()
+            read[..., column] = False
+            edges = [(at, head, query, column) for at, head, query in read.nonzero().tolist()]
+        else:
+            into = gates[layer, :, column]
+            edges = [(layer, head, column, key) for head, key in into.nonzero().tolist()]
+            keys = [key["key"] for key in node["keys"]]
+            by_head = [
+                [[(layer, head, column, key)] for key in keys if into[head, key]]
+                for head in range(len(into))
+            ]
+        if edges:
+            self._groups_left = [groups for groups in ([edges], *by_head) if groups]
+
+    def advance(self, seconds: float) -> bool:
+        """Compute a piece, and more while there is time for another that takes as long.
+
+        Returns:
+            Whether effects of the diagram's edges were among them.
+        """
+        end, diagram = time.monotonic() + seconds, False
+        while self.more:
+            start = time.monotonic()
+            if self._groups_left:
+                self._compute_groups(self._groups_left.pop(0))
+            elif title := self._diagram_left:
+                diagram, left = True, self._seconds_left[title]
+                more = self._exploration.model(title).compute_edge_effects(min(1.0, left))
+                self._seconds_left[title] = left - (time.monotonic() - start) if more else 0.0
+            else:
+                self._compute_heads(*self._layers_left.pop(0))
+            now = time.monotonic()
+            if now + (now - start) > end:
+                break
+        return diagram
+
+    def _compute_heads(self, layer: int, title: str) -> None:
+        effects = self._by_target(title, self._exploration.head_effects(title, [layer]))
+        known = self._heads[self._exploration.titles.index(title)]
+        known |= {f"{layer},{head}": by_target for head, by_target in enumerate(effects)}
+
+    def _compute_groups(self, groups: Sequence[Sequence[AttentionEdge]]) -> None:
+        assert self._node is not None
+        effects = self._exploration.attention_edge_effects(self._title, groups)
+        for group, by_target in zip(groups, self._by_target(self._title, effects), strict=True):
+            self._node.setdefault("all", by_target)  # the first group has all edges of the node
+            if len(group) == 1:  # also the first group, if the node has a single edge
+                self._node[",".join(map(str, group[0]))] = by_target
+
+    def _by_target(self, title: str, effects: RemovalEffects) -> list[TargetEffects]:
+        """For each part, its effects on every target."""
+        text_of, targets = self._exploration.model(title).output_text, self._exploration.targets
+        arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
+        return [
+            [
+                (_short(effect), _short(probability), _shown(text_of(token, read_at)))
+                for (_, read_at), effect, probability, token in zip(targets, *part, strict=True)
+            ]
+            for part in zip(*(array.tolist() for array in arrays), strict=True)
+        ]

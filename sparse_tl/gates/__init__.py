@@ -5,23 +5,11 @@ from sparse_tl.gates.circuit_edges import (
     EdgesOfNeurons as EdgesOfNeurons,
     NeuronPatch as NeuronPatch,
 )
-from sparse_tl.gates.closed_edges import (
-    ClosedAttentionEdges as ClosedAttentionEdges,
-    ClosedByRule as ClosedByRule,
-    Columns as Columns,
-)
 from sparse_tl.gates.distributions import (
     BernoulliGate as BernoulliGate,
     GateDistribution as GateDistribution,
-    GateMode as GateMode,
     HardConcreteGate as HardConcreteGate,
     SigmoidGate as SigmoidGate,
-    expected_size as expected_size,
-)
-from sparse_tl.gates.interventions import (
-    ablate_attention_edges as ablate_attention_edges,
-    ablate_heads as ablate_heads,
-    steer as steer,
 )
 from sparse_tl.gates.patches import (
     Patch as Patch,
@@ -30,21 +18,24 @@ from sparse_tl.gates.patches import (
 )
 from sparse_tl.gates.run import (
     GatedRun as GatedRun,
+    ablate_attention_edges as ablate_attention_edges,
+    ablate_heads as ablate_heads,
     gated as gated,
+    steer as steer,
 )
 from sparse_tl.gates.sites import (
     AttentionEdges as AttentionEdges,
+    ClosedAttentionEdges as ClosedAttentionEdges,
     Heads as Heads,
     HookPoints as HookPoints,
     Site as Site,
     hook_points as hook_points,
 )
-from sparse_tl.gates.sparse.attention import (
+from sparse_tl.gates.sparse.computed_gates import (
     AttentionGates as AttentionGates,
-    GateKind as GateKind,
+    MLPGates as MLPGates,
     ScoreGates as ScoreGates,
     ShareGates as ShareGates,
 )
-from sparse_tl.gates.sparse.computed_gates import MLPGates as MLPGates
 from sparse_tl.gates.sparse.counting import AttentionEdgeCounts as AttentionEdgeCounts
 from sparse_tl.gates.sparse.sparse_transformer import SparseTransformer as SparseTransformer

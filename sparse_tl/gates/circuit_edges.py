@@ -17,27 +17,37 @@ stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.backend import EMBEDDED, SLOTS, Adapter, Hook, Order, check_sums_under_hooks
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
-from sparse_tl.gates.edge_weights import EdgeWeights, read_columns, sources_before
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import GatedPass, Site
-from sparse_tl.gates.source_changes import SourceChanges
+from sparse_tl.graph import CircuitGraph, Destination, Node
 
-_FEW = 0.5
+Residual = Float[Tensor, "rows pos d_model"]
+ByHead = Float[Tensor, "rows pos head d_head"]
+EdgeGates = Float[Tensor, "stack *span source destination"]
+
+_MOST = 7 / 8
+"""A source is closed as a whole if more than this share of its edges is closed."""
+_FEW_READS = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
+_FEW_ROWS = 8
+"""Copy the rows in use if at least this many times as many would be read without a copy."""
 
 
 @checked
@@ -52,6 +62,7 @@ class CircuitEdges(Site):
 
     spans: Spans | None = None
     order = Order.LAST  # a source is what reaches the residual stream
+    keeps_changes = True
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         spans = () if self.spans is None else (len(self.spans.names),)
@@ -67,202 +78,17 @@ class CircuitEdges(Site):
         return graph.layer((0, int(columns[0]))) if len(columns) else graph.n_layers
 
     def hooks(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack *span source destination"],
-        patch: PatchValues,
-        now: GatedPass,
+        self, adapter: Adapter, gates: EdgeGates, patch: PatchValues, now: GatedPass
     ) -> list[Hook]:
-        return CircuitEdgeHooks(adapter, gates, patch, now, self.spans).hooks()
+        return _Hooks(self, adapter, gates, patch, now).hooks()
 
     def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
         check_sums_under_hooks(adapter, tokens)
-
-    def keeps_all(self, adapter: Adapter, gates: Tensor) -> bool:
-        return bool(((gates == 1) | ~adapter.graph.exists.to(gates.device)).all())
-
-    def sources(self, adapter: Adapter) -> list[str]:
-        return adapter.source_points()
 
     def of_stream(self, gates: Tensor) -> Tensor:
         gates = gates.clone()
         gates[..., -1] = 1  # what the logits read differs from the residual stream
         return gates
-
-    def read_logits(
-        self, adapter: Adapter, gates: Tensor, patch: PatchValues, now: GatedPass, final: Tensor
-    ) -> Tensor:
-        return CircuitEdgeHooks(adapter, gates, patch, now, self.spans).read_logits(final)
-
-
-class CircuitEdgeHooks:
-    """The hooks of stacked gates on circuit edges, for forward passes one after the other."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack *span source destination"],
-        patch: PatchValues,
-        now: GatedPass,
-        spans: Spans | None = None,
-    ) -> None:
-        self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
-        self.edges = EdgeWeights(adapter, gates, now.from_layer)
-        self.spans = spans
-        self._shared: Tensor
-        self._normed: Tensor | None = None
-        self._made: dict[str, Tensor] = {}
-        self._changes = self._none_yet()
-        self._ran = False
-
-    def hooks(self) -> list[Hook]:
-        """The hooks of all layers from the first one that runs."""
-        graph, edges = self.graph, self.edges
-        hooks: list[Hook] = [("cached_columns", Order.FIRST, self._start)]
-        if self.now.from_layer == 0 and edges.writes(0):
-            hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
-        for layer in range(self.now.from_layer, graph.n_layers):
-            block, before = f"blocks.{layer}", sources_before(graph, "head", layer)
-            moved = [
-                slot for slot in SLOTS if edges.moves(read_columns(graph, layer, slot), before)
-            ]
-            if moved:
-                enter = partial(self._enter, layer, moved)
-                hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
-            for slot in moved:
-                read = partial(self._read_heads, layer, slot)
-                hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))
-            row = graph.source_index(f"a{layer}.h0")
-            if edges.writes(row, graph.n_heads):
-                note = partial(self._note_heads, layer, row)
-                hooks.append((self.adapter.heads_point(layer), Order.LAST, note))
-            if graph.has_mlps:
-                column, row = graph.destination_index(f"m{layer}"), graph.source_index(f"m{layer}")
-                before = sources_before(graph, "mlp", layer)
-                if edges.moves(range(column, column + 1), before):
-                    read = partial(self.read, column, before)
-                    hooks.append((f"{block}.mlp_input", Order.FIRST, read))
-                if edges.writes(row):
-                    name = f"{block}.hook_mlp_out"
-                    hooks.append((name, Order.LAST, partial(self._note, name, row)))
-        last = len(graph.destinations) - 1
-        if edges.moves(range(last, last + 1), len(graph.sources)):
-            name = f"blocks.{graph.n_layers - 1}.hook_resid_post"
-            hooks.append((name, Order.LAST, self.read_logits))
-        return hooks
-
-    def _none_yet(self) -> SourceChanges:
-        """What sources before the first layer of a pass changed."""
-        changes = SourceChanges(self.edges, self.spans)
-        if self.now.changes is not None:
-            before = sources_before(self.graph, "head", self.now.from_layer)
-            changes.start_after(self.now.changes[:before])
-        return changes
-
-    def _start(self, cached: Int[Tensor, ""]) -> None:
-        """Start a pass after the cached columns; not necessarily the first under these gates."""
-        self.now.start = int(cached)
-        if self._ran:
-            self._changes = self._none_yet()
-        self._ran = True
-
-    def read_logits(
-        self, residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
-        """What the logits read, from the final residual stream."""
-        return self.read(len(self.graph.destinations) - 1, len(self.graph.sources), residual)
-
-    def read(
-        self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
-        """What one destination reads, replacing the residual stream."""
-        shared = self._changes.without_closed(before, residual)
-        return self._changes.reads([column], shared)[:, 0].reshape(residual.shape)
-
-    # ---- reading ---------------------------------------------------------------------------------
-
-    def _enter(
-        self, layer: int, slots: Sequence[str], residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
-        """Keep what the reads of a layer's heads share; compute reads that differ for many heads.
-
-        Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
-        """
-        before = sources_before(self.graph, "head", layer)
-        shared = self._shared = self._changes.without_closed(before, residual)
-        columns = {slot: read_columns(self.graph, layer, slot) for slot in slots}
-        many = {slot: places for slot, places in columns.items() if self._many(places)}
-        if many:
-            reads = self._changes.reads([*chain(*many.values())], shared)
-            counts = [len(places) for places in many.values()]
-            self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
-        moved = shared is not residual and len(many) < len(slots)
-        self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
-        return residual  # unchanged: the model, and autograd, continue from this very tensor
-
-    def _many(self, columns: range) -> bool:
-        """Whether enough heads have weighted edges to compute their reads as a batch."""
-        weighted = self.edges.weighted(columns)
-        return self.edges.learned or int(weighted.count_nonzero()) > _FEW * weighted.numel()
-
-    def _read_heads(
-        self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
-    ) -> Float[Tensor, "rows pos head d_head"]:
-        """The value at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
-        norm = self.adapter.norm(layer, "attn")
-        weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
-        if slot in self._made:
-            reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
-            flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
-            out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
-            pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
-            return rearrange(out, pattern, rows=n_rows).to(value.dtype)
-        if self._normed is not None:
-            normed = self._normed
-            out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
-            value = (out + bias.to(normed.dtype)).to(value.dtype)
-        columns = read_columns(self.graph, layer, slot)
-        stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
-        if not len(head):
-            return value
-        reads = norm(self._changes.few_reads(columns, self._shared, stack, head))
-        flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
-        out = torch.baddbmm(
-            bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
-        ).unflatten(1, self._shape()[:2])
-        stacked = value.unflatten(0, (self.now.n_stack, -1)).clone()
-        stacked[stack, :, :, head] = out.to(value.dtype)
-        return stacked.flatten(0, 1)
-
-    def _shape(self) -> tuple[int, int, int]:
-        """Prompts, positions and d_model."""
-        rows, pos, d_model = self._shared.shape
-        return rows // self.now.n_stack, pos, d_model
-
-    # ---- writing ------------------------------------------------------------------------------
-
-    def _note(
-        self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
-        change = self.patch.change(name, value, self.now.n_stack, self.now.start)
-        if self.edges.separated(row):
-            self._changes.append(change[None])
-        if self.edges.closes(row):
-            self._changes.add(row, self._changes.where_closed(row, change[:, :, None])[:, :, 0])
-        return value
-
-    def _note_heads(
-        self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
-    ) -> Float[Tensor, "rows pos head d_head"]:
-        name = self.adapter.heads_point(layer)
-        change = self.patch.change(name, z, self.now.n_stack, self.now.start)
-        heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
-        if heads:
-            self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
-        if self.edges.closes(first, self.graph.n_heads):
-            weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
-            self._changes.add(first, self._changes.where_closed(first, change).flatten(2) @ weight)
-        return z
 
 
 @dataclass(frozen=True)
@@ -279,20 +105,11 @@ class EdgesOfNeurons(CircuitEdges):
 class NeuronPatch(PatchValues):
     """The clean output of an MLP, with the parts of some neurons patched, one in each setting.
 
-    Args:
-        adapter: adapter of the model.
-        layer: layer of the MLP.
-        moved: patched minus clean coefficient of each neuron's direction.
-        directions: the direction that each neuron writes.
+    `moved`, ``[batch, pos, neuron]``, is the patched minus the clean coefficient of each of the
+    `directions`, ``[neuron, d_model]``.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        layer: int,
-        moved: Float[Tensor, "batch pos neuron"],
-        directions: Float[Tensor, "neuron d_model"],
-    ) -> None:
+    def __init__(self, adapter: Adapter, layer: int, moved: Tensor, directions: Tensor) -> None:
         super().__init__(adapter, (), "zero")
         self._name = f"blocks.{layer}.hook_mlp_out"
         self._moved, self._directions = moved, directions
@@ -308,3 +125,373 @@ class NeuronPatch(PatchValues):
         moved = self._moved[..., neurons].movedim(-1, 0)[..., None]
         change = moved * self._directions[neurons][:, None, None]
         return change.flatten(0, 1).to(value)
+
+
+class _Hooks:
+    """The hooks of stacked gates on circuit edges, for forward passes one after the other."""
+
+    def __init__(
+        self,
+        site: CircuitEdges,
+        adapter: Adapter,
+        gates: Tensor,
+        patch: PatchValues,
+        now: GatedPass,
+    ) -> None:
+        self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
+        self.edges, self.spans = _Weights(adapter, gates, now.from_layer), site.spans
+        self._shared: Tensor
+        self._normed: Tensor | None = None
+        self._made: dict[str, Tensor] = {}
+        self._changes = self._none_yet()
+        self._ran = False
+
+    def hooks(self) -> list[Hook]:
+        """The hooks of all layers from the first one that runs."""
+        graph, edges = self.graph, self.edges
+        hooks: list[Hook] = [("cached_columns", Order.FIRST, self._start)]
+        if self.now.from_layer == 0 and edges.writes(0):
+            hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
+        for layer in range(self.now.from_layer, graph.n_layers):
+            block, before = f"blocks.{layer}", _sources_before(graph, "head", layer)
+            moved = [
+                slot for slot in SLOTS if edges.moves(_read_columns(graph, layer, slot), before)
+            ]
+            if moved:
+                enter = partial(self._enter, layer, moved)
+                hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
+            for slot in moved:
+                read = partial(self._read_heads, layer, slot)
+                hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))
+            row = graph.source_index(f"a{layer}.h0")
+            if edges.writes(row, graph.n_heads):
+                note = partial(self._note_heads, layer, row)
+                hooks.append((self.adapter.heads_point(layer), Order.LAST, note))
+            if graph.has_mlps:
+                column, row = graph.destination_index(f"m{layer}"), graph.source_index(f"m{layer}")
+                before = _sources_before(graph, "mlp", layer)
+                if edges.moves(range(column, column + 1), before):
+                    read = partial(self._read, column, before)
+                    hooks.append((f"{block}.mlp_input", Order.FIRST, read))
+                if edges.writes(row):
+                    name = f"{block}.hook_mlp_out"
+                    hooks.append((name, Order.LAST, partial(self._note, name, row)))
+        last = len(graph.destinations) - 1
+        if edges.moves(range(last, last + 1), len(graph.sources)):
+            read = partial(self._read, last, len(graph.sources))
+            hooks.append((f"blocks.{graph.n_layers - 1}.hook_resid_post", Order.LAST, read))
+        return hooks
+
+    def _none_yet(self) -> _Changes:
+        """What sources before the first layer of a pass changed."""
+        changes = _Changes(self.edges, self.spans)
+        if self.now.changes is not None:
+            before = _sources_before(self.graph, "head", self.now.from_layer)
+            changes.start_after(self.now.changes[:before])
+        return changes
+
+    def _start(self, cached: Int[Tensor, ""]) -> None:
+        """Start a pass after the cached columns; not necessarily the first under these gates."""
+        self.now.start = int(cached)
+        if self._ran:
+            self._changes = self._none_yet()
+        self._ran = True
+
+    def _read(self, column: int, before: int, residual: Residual) -> Residual:
+        """What one destination reads, replacing the residual stream."""
+        shared = self._changes.without_closed(before, residual)
+        return self._changes.reads([column], shared)[:, 0].reshape(residual.shape)
+
+    def _enter(self, layer: int, slots: Sequence[str], residual: Residual) -> Residual:
+        """Keep what the reads of a layer's heads share; compute reads that differ for many heads.
+
+        Handles q, k and v together, as reading the sources' writes from memory dominates the cost.
+        """
+        before = _sources_before(self.graph, "head", layer)
+        shared = self._shared = self._changes.without_closed(before, residual)
+        columns = {slot: _read_columns(self.graph, layer, slot) for slot in slots}
+        many = {slot: places for slot, places in columns.items() if self._many(places)}
+        if many:
+            reads = self._changes.reads([*chain(*many.values())], shared)
+            counts = [len(places) for places in many.values()]
+            self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
+        moved = shared is not residual and len(many) < len(slots)
+        self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
+        return residual  # unchanged: the model, and autograd, continue from this very tensor
+
+    def _many(self, columns: range) -> bool:
+        """Whether enough heads have weighted edges to compute their reads as a batch."""
+        weighted = self.edges.weighted(columns)
+        return self.edges.learned or int(weighted.count_nonzero()) > _FEW_READS * weighted.numel()
+
+    def _read_heads(self, layer: int, slot: str, value: ByHead) -> ByHead:
+        """The value at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
+        norm = self.adapter.norm(layer, "attn")
+        weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+        if slot in self._made:
+            reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
+            flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
+            out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
+            pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
+            return rearrange(out, pattern, rows=n_rows).to(value.dtype)
+        if self._normed is not None:
+            normed = self._normed
+            out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
+            value = (out + bias.to(normed.dtype)).to(value.dtype)
+        columns = _read_columns(self.graph, layer, slot)
+        stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
+        if not len(head):
+            return value
+        reads = norm(self._changes.few_reads(columns, self._shared, stack, head))
+        flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
+        out = torch.baddbmm(
+            bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
+        ).unflatten(1, self._shape()[:2])
+        stacked = value.unflatten(0, (self.now.n_stack, -1)).clone()
+        stacked[stack, :, :, head] = out.to(value.dtype)
+        return stacked.flatten(0, 1)
+
+    def _shape(self) -> torch.Size:
+        """Prompts, positions and d_model."""
+        return self._shared.unflatten(0, (self.now.n_stack, -1)).shape[1:]
+
+    def _note(self, name: str, row: int, value: Residual) -> Residual:
+        change = self.patch.change(name, value, self.now.n_stack, self.now.start)
+        if self.edges.separated(row):
+            self._changes.append(change[None])
+        if self.edges.closes(row):
+            self._changes.add(row, self._changes.where_closed(row, change[:, :, None])[:, :, 0])
+        return value
+
+    def _note_heads(self, layer: int, first: int, z: ByHead) -> ByHead:
+        name = self.adapter.heads_point(layer)
+        change = self.patch.change(name, z, self.now.n_stack, self.now.start)
+        heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
+        if heads:
+            self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
+        if self.edges.closes(first, self.graph.n_heads):
+            weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
+            self._changes.add(first, self._changes.where_closed(first, change).flatten(2) @ weight)
+        return z
+
+
+class _Weights:
+    """Closed edges under stacked gates: ``1 - gate[u, v] = source_closed[u] + weight[u, v]``.
+
+    A source is closed as a whole where nearly all of its edges are closed. Few edges then have
+    a weight other than 0, in small and in large circuits. With gates per span, a source is
+    closed span by span; without, all tokens are one span. If gates require gradients, no source
+    is closed as a whole, and every edge counts as weighted.
+    """
+
+    def __init__(self, adapter: Adapter, gates: EdgeGates, from_layer: int) -> None:
+        self.graph, self.learned = adapter.graph, gates.requires_grad
+        exists = self.graph.exists.to(adapter.device, copy=True)
+        at_end = from_layer == self.graph.n_layers
+        first = self.graph.destination_index("logits" if at_end else f"a{from_layer}.h0<q>")
+        exists[:, :first] = False  # nothing reads there in this pass
+        gates = gates.to(adapter.device, adapter.dtype).reshape(len(gates), -1, *exists.shape)
+        self.source_closed: Float[Tensor, "stack span source"] = gates.new_zeros(gates.shape[:3])
+        if not self.learned:
+            n_closed = torch.where(exists, 1 - gates, 0).sum(dim=3)
+            self.source_closed = (n_closed > _MOST * exists.count_nonzero(dim=1)).to(gates.dtype)
+        weights = torch.where(exists, (1 - self.source_closed)[..., None] - gates, 0)
+        differs = exists[None, None] if self.learned else weights != 0
+        # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
+        uses = differs.flatten(0, 1).any(dim=0).cpu().numpy()
+        self.rows: list[int] = np.flatnonzero(uses.any(axis=1)).tolist()
+        """Sources with a weighted edge; the writes of all others are never separated."""
+        self._uses = uses[self.rows]
+        self._columns = differs.flatten(1, 2).any(dim=1).cpu()
+        self._closed_rows: list[bool] = self.source_closed.flatten(0, 1).any(dim=0).tolist()
+        self._weights = weights[:, :, self.rows]
+
+    def weighted(self, columns: range) -> Bool[Tensor, "stack n"]:
+        """Which destinations read weighted edges, under each setting."""
+        return self._columns[:, columns.start : columns.stop]
+
+    def used(self, columns: Sequence[int]) -> list[int]:
+        """The separated sources that any of these destinations uses."""
+        return np.flatnonzero(self._uses[:, _together(columns)].any(axis=1)).tolist()
+
+    def of(self, rows: Sequence[int], columns: Sequence[int]) -> Float[Tensor, "stack span some n"]:
+        """The weights of the edges from some separated sources to some destinations."""
+        return self._weights[:, :, _together(rows)][..., _together(columns)]
+
+    def moves(self, columns: range, before: int) -> bool:
+        """Whether any of these destinations reads something other than the residual stream."""
+        return bool(self.weighted(columns).any()) or self.closes(0, before)
+
+    def closes(self, row: int, count: int = 1) -> bool:
+        """Whether any of `count` sources is closed as a whole under any setting."""
+        return any(self._closed_rows[row : row + count])
+
+    def separated(self, row: int, count: int = 1) -> list[int]:
+        """Which of `count` sources are separated."""
+        return self.rows[bisect_left(self.rows, row) : bisect_left(self.rows, row + count)]
+
+    def writes(self, row: int, count: int = 1) -> bool:
+        """Whether the writes of any of `count` sources are needed."""
+        return bool(self.separated(row, count)) or self.closes(row, count)
+
+
+class _Changes:
+    """The patch of sources minus their writes, in the graph's order: separately, and as a sum.
+
+    Without gradients, separate changes go into one preallocated buffer, and only its rows in use
+    are read. With gradients, they are read part by part, since each read keeps its input for the
+    backward pass. Without spans, all tokens share the gates.
+    """
+
+    def __init__(self, edges: _Weights, spans: Spans | None) -> None:
+        self.edges = edges
+        self._n_stack = len(edges.source_closed)
+        self._parts: list[Tensor] = []
+        self._filled = 0
+        self._sum: Tensor | None = None
+        self._waiting = deque[tuple[int, Tensor]]()
+        self._spans = spans
+        one_span = edges.source_closed.new_zeros(1, 1, dtype=torch.long)
+        self._at = one_span if spans is None else spans.at  # without spans, one token for all
+        self._places: list[Tensor | slice] = [slice(None)]
+        if spans is not None:
+            order = spans.at.flatten().argsort(stable=True)
+            counts = spans.at.flatten().bincount(minlength=len(spans.names))
+            self._places = [*order.split(counts.tolist())]
+            self._back = order.argsort()
+
+    def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
+        """Add the changes of the next separated sources."""
+        self._check(len(part[0]) // self._n_stack, part.shape[2])
+        if self.edges.learned:
+            self._parts.append(part)
+            return
+        if not self._parts:
+            self._parts = [part.new_empty(len(self.edges.rows), *part.shape[1:])]
+        self._parts[0][self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def where_closed(
+        self, row: int, change: Float[Tensor, "rows pos some n"]
+    ) -> Float[Tensor, "rows pos some n"]:
+        """Changes of some sources where they are closed as a whole; 0 elsewhere."""
+        stacked = change.unflatten(0, (self._n_stack, -1))
+        self._check(*stacked.shape[1:3])
+        closed = self.edges.source_closed[:, self._at, row : row + change.shape[2]]
+        return (stacked * closed[..., None]).flatten(0, 1)
+
+    def add(self, source: int, change: Residual) -> None:
+        """Add to the sum the change of one source, or of several that start with it."""
+        self._waiting.append((source, change))
+
+    def start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
+        """Add the changes of all sources before the first layer that runs."""
+        rows = self.edges.separated(0, len(changes))
+        if rows:
+            self.append(changes[rows].repeat(1, self._n_stack, 1, 1))
+        if self.edges.closes(0, len(changes)):
+            self._check(*changes.shape[1:3])
+            closed = self.edges.source_closed[:, self._at, : len(changes)]
+            self.add(0, torch.einsum("sbpu,ubpd->sbpd", closed, changes).flatten(0, 1))
+
+    def without_closed(self, before: int, residual: Residual) -> Residual:
+        """The residual stream, patched for the sources before `before` that are closed as a whole.
+
+        `before` does not decrease between calls.
+        """
+        while self._waiting and self._waiting[0][0] < before:
+            _, change = self._waiting.popleft()
+            # Many small terms: half precision would lose them one by one.
+            change = change.to(torch.promote_types(change.dtype, torch.float32))
+            self._sum = change if self._sum is None else self._sum + change
+        return residual if self._sum is None else (residual + self._sum).to(residual.dtype)
+
+    def reads(self, columns: Sequence[int], shared: Residual) -> Float[Tensor, "stack n flat"]:
+        """What n destinations, whose sources have all written, read under their own closed edges.
+
+        `shared` is what `without_closed` returns.
+        """
+        tokens = shared.reshape(self._n_stack, 1, -1, shared.shape[-1])
+        parts, found = [*self._in_use(columns)], list[Tensor]()
+        for span, places in enumerate(self._places):
+            reads = tokens[:, :, places].flatten(2).expand(-1, len(columns), -1)
+            for rows, part in parts:
+                weights = self.edges.of(rows, columns)[:, span]
+                changes = part.view(len(part), self._n_stack, *tokens.shape[2:])
+                changes = changes[:, :, places].flatten(2)
+                if self._n_stack == 1:
+                    reads = torch.addmm(reads[0], weights[0].T, changes[:, 0])[None]
+                else:
+                    reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1))
+            found.append(reads)
+        if self._spans is None:
+            return found[0]
+        joined = torch.cat([reads.unflatten(2, (-1, tokens.shape[-1])) for reads in found], dim=2)
+        return joined[:, :, self._back].flatten(2)
+
+    def few_reads(
+        self,
+        columns: range,
+        shared: Residual,
+        stack: Int[Tensor, " part"],
+        some: Int[Tensor, " part"],
+    ) -> Float[Tensor, "part batch pos d_model"]:
+        """What some of the destinations read under some of the settings; otherwise as `reads`."""
+        stacked = shared.unflatten(0, (self._n_stack, -1))
+        if self._n_stack == 1:
+            chosen = [columns[index] for index in some.tolist()]
+            return self.reads(chosen, shared)[0].unflatten(-1, stacked.shape[1:])
+        reads = stacked[stack]
+        for rows, changes in self._in_use(columns):
+            weights = self.edges.of(rows, columns)[stack, :, :, some]
+            part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
+            change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
+            change = change * weights[part, :, row][:, self._at, None]
+            reads = reads.index_add(0, part, change)
+        return reads
+
+    def _in_use(
+        self, columns: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Float[Tensor, "some rows pos d_model"]]]:
+        """Rows that any of these destinations uses, a few at a time; others may be among them."""
+        used = self.edges.used(columns)
+        count = used[-1] + 1 if used else 0
+        if not self.edges.learned and _FEW_ROWS * len(used) <= count:
+            if used:
+                yield used, self._parts[0][used]
+            return
+        start = 0
+        for part in self._parts:
+            if start < count:
+                stop = min(start + len(part), count)
+                yield range(start, stop), part[: stop - start]
+                start = stop
+
+    def _check(self, batch: int, pos: int) -> None:
+        if self._spans is not None and self._at.shape != (batch, pos):
+            raise ValueError(
+                f"expected to run the prompts that the gates' spans belong to, of shape "
+                f"{tuple(self._at.shape)}; got {(batch, pos)}"
+            )
+
+
+@cache  # asked at every read
+def _sources_before(graph: CircuitGraph, kind: Literal["head", "mlp"], layer: int) -> int:
+    """Number of sources that write before the heads, or the MLP, of a layer read."""
+    return graph.n_sources_before(Node(kind, layer))
+
+
+@cache
+def _read_columns(graph: CircuitGraph, layer: int, slot: str) -> range:
+    """The columns of a layer's q, k or v inputs."""
+    grouped = slot != "q" and graph.n_kv_heads < graph.n_heads
+    node = Node("kv_head" if grouped else "head", layer)
+    first = graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
+    return range(first, first + (graph.n_kv_heads if grouped else graph.n_heads))
+
+
+def _together(places: Sequence[int]) -> slice | list[int]:
+    """Increasing indices, as a slice if they are adjacent, so that indexing copies nothing."""
+    if len(places) and places[-1] - places[0] + 1 == len(places):
+        return slice(places[0], places[-1] + 1)
+    return list(places)

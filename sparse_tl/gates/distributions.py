@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -57,9 +56,8 @@ class BernoulliGate(GateDistribution):
     temperature: float = 1.0
 
     def squash(self, noisy: Gates) -> Gates:
-        sample = _HardSample.apply(noisy, self.temperature)
-        assert isinstance(sample, Tensor)
-        return sample
+        soft = torch.sigmoid(noisy / self.temperature)
+        return (noisy > 0).to(noisy.dtype) + (soft - soft.detach())  # the value of the first term
 
     def mode(self, logits: Gates) -> Gates:
         return self.is_open(logits).to(logits.dtype)
@@ -98,9 +96,7 @@ class SigmoidGate(GateDistribution):
     Reference: causal head gating, arXiv 2505.13737.
     """
 
-    def sample(
-        self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
-    ) -> Gates:
+    def sample(self, logits: Gates, generator: Any = None, noise: float = 1.0) -> Gates:
         return self.mode(logits)  # no noise
 
     def squash(self, noisy: Gates) -> Gates:
@@ -118,38 +114,46 @@ def with_pressure(probability: Gates, logits: Gates, strength: float) -> Gates:
     return probability + pull - pull.detach()
 
 
-class GateMode(Enum):
-    """How gates are computed in a forward pass."""
+@dataclass
+class GateSettings:
+    """Settings of a forward pass: how gates are set, and what is counted.
 
-    DETERMINISTIC = "deterministic"
-    SAMPLED = "sampled"
-    OPEN = "open"
+    Args:
+        mode: how gates are set.
+        generator: random generator of sampled gates.
+        noise: scale of the noise of sampled gates.
+        counts: list to which every layer appends its counts; None to count nothing.
+        keep_gates: whether to keep every gate in `counts`, not only the totals.
+        pressure: extra gradient of the expected count for confidently open gates, by
+            `with_pressure`.
+        edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
+        real: attention mask, 0 at padding; padding is not counted.
+        by_blocks: whether long patterns are computed by blocks even if no gate has an effect; this
+            changes results by rounding.
+        again: whether a layer runs again in the backward pass, under the settings it had.
+    """
 
+    mode: Literal["deterministic", "sampled", "open"] = "deterministic"
+    generator: torch.Generator | None = None
+    noise: float = 1.0
+    counts: list[dict[str, Tensor]] | None = None
+    keep_gates: bool = False
+    pressure: float = 0.0
+    edge_cost: Tensor | None = None
+    real: Tensor | None = None
+    by_blocks: bool = False
+    again: bool = False
 
-def gate_values(
-    distribution: GateDistribution,
-    logits: Gates,
-    mode: GateMode,
-    generator: torch.Generator | None = None,
-    noise: float = 1.0,
-) -> Gates:
-    """Gates from their logits, in one mode; `noise` scales the noise of sampled gates."""
-    if mode is GateMode.OPEN:
-        return torch.ones_like(logits)
-    if mode is GateMode.SAMPLED:
-        return distribution.sample(logits, generator, noise)
-    return distribution.mode(logits)
+    @property
+    def does_nothing(self) -> bool:
+        """Whether a pass neither closes nor counts any gate."""
+        return self.mode == "open" and self.counts is None
 
 
 DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] = {
     kind.__name__: kind for kind in (BernoulliGate, HardConcreteGate, SigmoidGate)
 }
 """Distribution classes by name, for saved gates."""
-
-
-def expected_size(distribution: GateDistribution, logits: Gates) -> Float[Tensor, ""]:
-    """The expected number of open gates, ``sum P(gate > 0)``; differentiable."""
-    return distribution.open_probability(logits).sum()
 
 
 def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
@@ -160,19 +164,3 @@ def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
         logits.shape, device=logits.device, dtype=torch.float32, generator=generator
     ).clamp(tiny, 1 - 2**-24)
     return torch.logit(uniform).to(logits.dtype)
-
-
-class _HardSample(torch.autograd.Function):
-    """Forward: ``[noisy > 0]``; backward: the gradient of ``sigmoid(noisy / temperature)``."""
-
-    @staticmethod
-    def forward(ctx: Any, noisy: Tensor, temperature: float) -> Tensor:
-        ctx.save_for_backward(noisy)
-        ctx.temperature = temperature
-        return (noisy > 0).to(noisy.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (noisy,) = ctx.saved_tensors
-        soft = torch.sigmoid(noisy / ctx.temperature)
-        return gradient * soft * (1 - soft) / ctx.temperature, None

@@ -40,22 +40,11 @@ def gate(
 class PatchValues:
     """The values of a patch at some hook points; arguments as in `gated`.
 
-    Args:
-        adapter: adapter of the model.
-        names: the hook points.
-        patch: the patch.
-        reference: reference prompts.
-        seed: random seed for "resample".
-        order: when the gates act relative to other hooks; values are recorded there.
-
-    Attributes:
-        final: final residual stream of the reference prompts; None without them, and for means.
-
-    Raises:
-        ValueError: the patch is unknown, a hook point has no tensor, or as in `reference_prompts`.
+    `order` is when the gates act relative to other hooks; values are recorded there.
     """
 
     final: Float[Tensor, "prompt pos d_model"] | None = None
+    """Final residual stream of the reference prompts; None without them, and for means."""
 
     def __init__(
         self,
@@ -136,10 +125,6 @@ def reference_prompts(
 
     "mean" and "resample" combine columns of different prompts. Prompts of several lengths are
     refused there, since some columns would hold padding.
-
-    Raises:
-        ValueError: reference prompts are missing, not needed, of several lengths, or not for this
-            model.
     """
     if needs_reference(patch) != (reference is not None):
         said = repr(patch) if isinstance(patch, str) else "of tensors"
@@ -161,13 +146,6 @@ def reference_prompts(
     if patch != "corrupted":
         check_reference(adapter, prompts)
     return prompts
-
-
-def drawn(
-    prompts: Int[Tensor, "prompt pos"], n_prompts: int, seed: int
-) -> Int[Tensor, "drawn pos"]:
-    generator = torch.Generator().manual_seed(seed)
-    return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
 
 @torch.no_grad()

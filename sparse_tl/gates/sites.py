@@ -29,7 +29,6 @@ from sparse_tl.backend import (
 )
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.data import Spans
-from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
 
 
@@ -51,6 +50,119 @@ class GatedPass:
         self.start = int(cached)
 
 
+Columns = int | slice | Sequence[int] | Callable[[int], bool]
+"""Columns, from 0: one, a list, a slice, or a function that says whether a column is selected.
+
+Negative columns count from the end of the tokens that are run.
+"""
+
+
+@dataclass(frozen=True)
+class ClosedAttentionEdges:
+    """Gates that are 0 at some attention edges and 1 at all others.
+
+    Args:
+        edges: layer, head, query and key of each closed edge.
+        stack: stack entry in which each edge is closed; None for gates without a stack.
+        n_stack: number of stack entries.
+    """
+
+    edges: Int[Tensor, "edge 4"]
+    stack: Int[Tensor, " edge"] | None = None
+    n_stack: int = 1
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return () if self.stack is None else (self.n_stack,)
+
+    @property
+    def layers(self) -> list[int]:
+        return self.edges[:, 0].unique().tolist()
+
+    def on(
+        self, layer: int, pattern: Float[Tensor, "rows head query key"], start: int
+    ) -> Float[Tensor, "stack head query key"]:
+        """The gates as a tensor, for a layer's pattern whose first query is in column `start`."""
+        here = self.edges[:, 0] == layer
+        _, head, query, key = self.edges[here].to(pattern.device).unbind(dim=1)
+        n_heads, n_queries, n_keys = pattern.shape[1:]
+        end = start + n_queries
+        if int(query.max()) >= end:
+            raise ValueError(
+                f"query {int(query.max())} of an attention edge lies beyond the prompt of {end} "
+                "tokens. A rule, query=slice(...), includes tokens still to be generated"
+            )
+        # With a key-value cache only the last queries run; a sliding window drops early keys.
+        first = end - n_keys
+        run = (query >= start) & (key >= first)
+        stack = torch.zeros_like(query) if self.stack is None else self.stack[here].to(query.device)
+        gates = pattern.new_ones(self.n_stack, n_heads, n_queries, n_keys)
+        gates[stack[run], head[run], query[run] - start, key[run] - first] = 0
+        return gates
+
+
+@dataclass(frozen=True)
+class ClosedByRule:
+    """Gates that are 0 where a rule selects both query and key, in some heads, and 1 elsewhere."""
+
+    heads: Sequence[tuple[int, int]]
+    query: Columns
+    key: Columns
+
+    stack_shape = ()
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({layer for layer, _ in self.heads})
+
+    def on(
+        self, layer: int, pattern: Float[Tensor, "rows head query key"], start: int
+    ) -> Float[Tensor, "1 head query key"]:
+        end = start + pattern.shape[2]
+        queries = meant(self.query, start, start, end)
+        keys = meant(self.key, end - pattern.shape[3], start, end)
+        closed = (queries[:, None] & keys).to(pattern.device)
+        gates = pattern.new_ones(1, *pattern.shape[1:])
+        for head in (head for where, head in self.heads if where == layer):
+            gates[0, head].masked_fill_(closed, 0)
+        return gates
+
+
+ClosedEdges = ClosedAttentionEdges | ClosedByRule
+"""Gates on attention edges that fit prompts of any length."""
+
+
+def meant(columns: Columns, first: int, start: int, end: int) -> Bool[Tensor, " column"]:
+    """Whether a rule selects each column from `first` to `end`; `start` of `end` are cached.
+
+    Raises:
+        ValueError: a listed column lies outside the tokens that are run, or a column counts from
+            the end, which moves with every generated token, in a run with a key-value cache.
+    """
+    if callable(columns):
+        found = [column for column in range(first, end) if columns(column)]
+    else:
+        if isinstance(columns, slice):
+            listed = [columns.start or 0, columns.stop or 0]
+            found = list(range(end)[columns])
+        else:
+            found = listed = [columns] if isinstance(columns, int) else list(columns)
+            outside = [column for column in listed if not -end <= column < end]
+            if outside:
+                raise ValueError(
+                    f"position {outside[0]} lies outside the prompts of {end} tokens; tokens still "
+                    "to be generated need a slice or a function, such as slice(15, None)"
+                )
+        if start and min(listed, default=0) < 0:
+            raise ValueError(
+                f"position {min(listed)} counts from the end, and with a key-value cache the end "
+                "moves with every token: count from the start, or run without a cache"
+            )
+    chosen = torch.zeros(end, dtype=torch.bool)
+    chosen[found] = True
+    return chosen[first:]
+
+
 SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedEdges
 
 
@@ -65,6 +177,8 @@ class Site(ABC):
     """When gates act, or read what a source writes, relative to other hooks."""
     shares_attention = False
     """Whether gates act after attention, so that all settings attend alike in the first layer."""
+    keeps_changes = False
+    """Whether a pass that starts in a later layer has to know what the gated points wrote."""
 
     @abstractmethod
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
@@ -85,29 +199,16 @@ class Site(ABC):
     def check(self, adapter: Adapter, tokens: Tensor | None) -> None:  # noqa: B027
         """Raise a ValueError where gates here are not defined on a model, or on these prompts."""
 
-    def keeps_all(self, adapter: Adapter, gates: Any) -> bool:
-        """Whether these gates leave the model as it is."""
-        return False
-
-    def sources(self, adapter: Adapter) -> list[str]:
-        """Hook points whose writes a pass that starts in a later layer has to know."""
-        return []
-
     def of_stream(self, gates: Any) -> Any:
         """These gates, but open where they change only what the logits read."""
         return gates
-
-    def read_logits(
-        self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass, final: Tensor
-    ) -> Tensor:
-        """What the logits read, given the residual stream after the last layer."""
-        return final
 
 
 class _Activations(Site):
     """Gates over some axes of the activations at hook points, ordered as in the model."""
 
     axes: tuple[int, ...]
+    spans: Spans | None = None
     order = Order.FIRST  # so that caches and user hooks see gated activations
 
     def layer(self, index: int) -> int:
@@ -125,8 +226,7 @@ class _Activations(Site):
             if isinstance(gates, ClosedEdges):
                 here, acts = partial(gates.on, layer), layer in gates.layers
             else:
-                here = gates[:, index]
-                acts = _acts(here)
+                here, acts = gates[:, index], _acts(gates[:, index])
             makes_copies = layer == now.from_layer and now.n_prompts is not None
             if layer >= now.from_layer and (makes_copies or acts):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
@@ -144,6 +244,9 @@ class _Activations(Site):
     ) -> Float[Tensor, "stacked ..."]:
         if not isinstance(gates, Tensor):
             gates = gates(clean, now.start)
+        elif self.spans is not None:
+            # Every prompt of every stack entry has a row of its own, as in the stacked batch.
+            gates = gates[:, self.spans.at].flatten(0, 1)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
@@ -234,7 +337,7 @@ class HookPoints(_Activations):
     names: tuple[str, ...]
     axes: tuple[int, ...]  # type: ignore[bad-override]
     sizes: tuple[AtLeastOne, ...]
-    spans: Spans | None = None
+    spans: Spans | None = None  # type: ignore[bad-override]
 
     def __post_init__(self) -> None:
         if not self.names or len(self.axes) != len(self.sizes):
@@ -245,19 +348,6 @@ class HookPoints(_Activations):
         spans = self.spans
         if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
             raise ValueError(f"a site with spans has axis 1 and {len(spans.names)} gates")
-
-    def _close(
-        self,
-        name: str,
-        gates: Float[Tensor, "stack ..."] | Callable[..., Tensor],
-        patch: PatchValues,
-        now: GatedPass,
-        clean: Float[Tensor, "rows ..."],
-    ) -> Float[Tensor, "stacked ..."]:
-        if self.spans is not None and isinstance(gates, Tensor):
-            # Every prompt of every stack entry has a row of its own, as in the stacked batch.
-            gates = gates[:, self.spans.at].flatten(0, 1)
-        return super()._close(name, gates, patch, now, clean)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return len(self.names), *self.sizes

@@ -4,12 +4,9 @@ from sparse_tl.head_roles.ablation import (
     AblationCurve as AblationCurve,
     ablation_curve as ablation_curve,
 )
-from sparse_tl.head_roles.contrastive import (
+from sparse_tl.head_roles.fitting import (
     ContrastiveGates as ContrastiveGates,
     fit_contrastive_head_gates as fit_contrastive_head_gates,
-)
-from sparse_tl.head_roles.fitting import (
-    GateFitting as GateFitting,
     fit_head_gates as fit_head_gates,
 )
 from sparse_tl.head_roles.likelihood import target_log_probabilities as target_log_probabilities

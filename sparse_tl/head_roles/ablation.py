@@ -14,7 +14,6 @@ Reference: arXiv 2505.13737.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.backend import HookedModel, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import check_fits
@@ -63,14 +62,10 @@ class AblationCurve(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, minimum and maximum over seeds, control."""
-        columns = {
-            "ablated": self.counts,
-            "mean": self.values.mean(dim=0),
-            "low": self.values.amin(dim=0),
-            "high": self.values.amax(dim=0),
-        }
+        low, high = self.values.aminmax(dim=0)
+        columns = {"ablated": self.counts, "mean": self.mean, "low": low, "high": high}
         if self.control is not None:
-            columns |= {"control": self.control.mean(dim=0)}
+            columns["control"] = self.control.mean(dim=0)
         return pd.DataFrame(columns)
 
     def __repr__(self) -> str:
@@ -106,68 +101,37 @@ def ablation_curve(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the role is unknown, the gates belong to another model, no seed fitted, or the
-            prompts do not fit the model.
+        ValueError: the gates belong to another model, no seed fitted, or the prompts do not fit
+            the model.
     """
-    adapter, (n_layers, n_heads) = adapt(model), roles.removed.shape
-    if (n_layers, n_heads) != (adapter.n_layers, adapter.n_heads):
-        raise ValueError(
-            f"expected roles of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
-            f"those of {n_layers} layers of {n_heads}"
-        )
     roles.check_fitted()
     check_fits(model, dataset)
-    baselines = roles.g_plus[roles.fitted]
-    orders = {"random": [_random_order(roles, seed, index) for index in range(len(baselines))]}
-    in_role = [roles.removed.numel()] * len(baselines)
+    baselines = roles.g_plus[roles.fitted].flatten(1)
+    n_seeds, n_heads = baselines.shape
+    generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n_seeds)]
+    orders = [torch.stack([torch.randperm(n_heads, generator=one) for one in generators])]
+    in_role = [n_heads] * n_seeds
     if by != "random":
-        orders[by] = roles.ranking(by)
         in_role = roles.members(by).sum(dim=(1, 2)).tolist()
-    measured = [by, "random"] if control and by != "random" else [by]
-    counts = ablated_counts(min(max_heads, roles.removed.numel()), in_role)
-    gates = [
-        _settings(baseline, order, counts[1:])
-        for name in measured
-        for baseline, order in zip(baselines, orders[name], strict=True)
-    ]
-    log_probabilities = target_log_probabilities(
-        *(model, dataset.rows, torch.cat(gates)),
-        title=f"ablation by {by}",
-        progress=progress,
+        orders = [roles.order(by), *(orders if control else [])]
+    last = min(max_heads, n_heads)
+    spaced = {round(2 ** (step / 2)) for step in range(2 * last.bit_length())}
+    counts = sorted(count for count in {0, last, *spaced, *in_role} if count <= last)
+    place = torch.stack(orders).argsort(dim=-1)[:, :, None]
+    chosen = place < torch.tensor(counts[1:])[:, None]
+    settings = [torch.where(chosen, value, baselines[:, None]) for value in (1.0, 0.0)]
+    gates = torch.stack(settings, dim=2).unflatten(-1, roles.removed.shape).flatten(0, 3)
+    found = target_log_probabilities(
+        model, dataset.rows, gates, title=f"ablation by {by}", progress=progress
     )
-    shape = len(measured), len(baselines), 2, -1
-    retained, ablated = log_probabilities.mean(dim=1).view(shape).unbind(2)
+    retained, ablated = found.mean(dim=1).view(len(orders), n_seeds, 2, -1).unbind(2)
     changes = nn.functional.pad(ablated - retained, (1, 0))  # 0 where no head is ablated
-    values = dict(zip(measured, changes, strict=True))
+    values = [change.clone() for change in changes]
     return AblationCurve(
-        by,  # type: ignore[arg-type]
-        counts,
-        values[by].clone(),
+        by,
+        tuple(counts),
+        values[0],
         tuple(in_role),
-        values["random"].clone() if len(measured) > 1 else None,
+        values[1] if len(values) > 1 else None,
         dataset.start,
     )
-
-
-def ablated_counts(last: int, in_role: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of heads to ablate: 0 to `last`, two per doubling, and those in the role."""
-    spaced = {round(2 ** (step / 2)) for step in range(2 * last.bit_length())}
-    return tuple(sorted(count for count in {0, last, *spaced, *in_role} if count <= last))
-
-
-def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, int]]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    order = torch.randperm(roles.removed.numel(), generator=generator)
-    return [divmod(index, roles.removed.shape[1]) for index in order.tolist()]
-
-
-def _settings(
-    baseline: Float[Tensor, "layer head"], order: Sequence[tuple[int, int]], counts: Sequence[int]
-) -> Float[Tensor, "setting layer head"]:
-    """The baseline with the first heads of an order set to 1, by count; then with them set to 0."""
-    retained = baseline.repeat(len(counts), 1, 1)
-    ablated = retained.clone()
-    for row, count in enumerate(counts):
-        for layer, head in order[:count]:
-            retained[row, layer, head], ablated[row, layer, head] = 1.0, 0.0
-    return torch.cat([retained, ablated])

@@ -1,4 +1,4 @@
-"""Causal head gating: fit head gates without a penalty, then pushed open and pushed shut.
+"""Causal head gating: head gates without a penalty, then pushed open and pushed shut; contrasts.
 
 Each seed is a matrix of a stack; all seeds are fitted on the same batches, in the same passes.
 """
@@ -7,39 +7,43 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from operator import index
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.backend import HookedModel, adapt, check_rows, in_evaluation_mode
+from sparse_tl.backend import (
+    OWN,
+    HookedModel,
+    adapt,
+    check_alike,
+    check_rows,
+    hooks_besides,
+    in_evaluation_mode,
+)
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import (
     LARGEST_LOGIT,
+    Contrast,
     GatedHeads,
     Likelihood,
-    label_losses,
+    gated_heads_run,
     target_log_probabilities,
-    target_losses,
 )
-from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
+from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, head_table, mean_table, role_scores
+from sparse_tl.results import Result
 from sparse_tl.training import Selection, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
-"""Initial and final learning rates of G0, and of G+ and G-."""
-
-MOST_SEEDS = 10_000
-"""Maximum number of seeds, all of whose gates are in memory together."""
-Seeds = SupportsIndex | Iterable[SupportsIndex]
+"""Initial and final learning rates of G0 from random gates, and of all later fits."""
 
 
 @checked
@@ -81,7 +85,7 @@ def fit_head_gates(
     model: HookedModel,
     dataset: TargetDataset,
     *,
-    seeds: Seeds = 10,
+    seeds: AtLeastOne | Sequence[Seed] = 10,
     held_out: float | TargetDataset = 0.1,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -111,82 +115,76 @@ def fit_head_gates(
     Reference: arXiv 2505.13737. Means replace the sums of the paper, so that ``lambda_`` has the
     same meaning for every model, batch and target.
     """
-    fitting = GateFitting(**settings)
+    fitting, chosen = GateFitting(**settings), _chosen(seeds)
     if fitting.lambda_ == 0:
-        raise ValueError("expected a lambda_ other than 0: without a penalty, G+ and G- equal G0")
-    chosen = chosen_seeds(seeds)
-    training, reported = checked_parts(model, dataset, held_out, fitting.seed)
-    theta = first_gates(model, chosen)
-    folder = None if checkpoint is None else Path(checkpoint)
-    stages = {"g0": 0.0, "g_plus": fitting.lambda_, "g_minus": -fitting.lambda_}
-    trajectories = []
-    for name, lambda_ in stages.items():
-        trajectory = fit_stage(
+        raise ValueError("lambda_ may not be 0: without a penalty, G+ and G- equal G0")
+    if isinstance(held_out, TargetDataset):
+        training, reported = dataset, held_out
+    else:
+        training, reported = dataset.split(held_out, seed=fitting.seed)
+    for part in (training, reported):
+        check_fits(model, part)
+    theta, trajectories = first_gates(model, chosen), list[Tensor]()
+    for name, lambda_ in {"g0": 0, "g_plus": fitting.lambda_, "g_minus": -fitting.lambda_}.items():
+        trajectory = _fitted(
             Likelihood(GatedHeads(model, theta), lambda_, fitting.record_every),
-            fitting.stream(training.rows),
+            training.rows,
             fitting,
+            {"stage": name, "seeds": [*chosen], "dataset": training.rows.digest()},
             rates=SECOND_RATES if trajectories else FIRST_RATES,
-            settings={
-                "stage": name,
-                "seeds": list(chosen),
-                "dataset": training.rows.digest(),
-            },
-            checkpoint=folder and folder / name,
-            title=f"head gates {name}",
+            checkpoint=checkpoint and Path(checkpoint) / name,
             progress=progress,
         )
         trajectories.append(trajectory)
         theta = trajectories[0][:, -1].to(theta.device)
-    roles = measured_roles(
-        model,
-        reported.rows,
-        torch.stack(trajectories).sigmoid(),
+    gates = torch.stack(trajectories).sigmoid()
+    roles = HeadRoles(
         seeds=chosen,
         lambda_=fitting.lambda_,
+        trajectories=gates,
         recorded_at=fitting.recorded_at,
-        progress=progress,
+        prompt_start=dataset.start,
+        **_measured(model, reported.rows, gates[:, :, -1], fitting.lambda_, progress),
     )
     for note in roles.notes():
         warnings.warn(note, stacklevel=2)
-    return replace(roles, prompt_start=dataset.start)
+    return roles
 
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:
     """Logits of uniformly random gates; those of a seed do not depend on the other seeds."""
     adapter = adapt(model)
-    gates = [
-        torch.rand(
-            adapter.n_layers,
-            adapter.n_heads,
-            dtype=torch.float64,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        for seed in seeds
-    ]
+    shape = adapter.n_layers, adapter.n_heads
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    gates = [torch.rand(shape, dtype=torch.float64, generator=one) for one in generators]
     return torch.stack(gates).logit(eps=1e-6).to(adapter.device, adapter.gate_dtype)
 
 
-def fit_stage(
+def _chosen(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """The seeds, given as such or by their number."""
+    chosen = tuple(range(seeds) if isinstance(seeds, int) else seeds)
+    if len(set(chosen)) < max(1, len(chosen)):
+        raise ValueError(f"give at least one seed, and each once, not {seeds}")
+    return chosen
+
+
+def _fitted(
     objective: Likelihood,
-    stream: ShuffledStream,
+    rows: TokenBatch,
     fitting: GateFitting,
+    settings: dict[str, Any],
     *,
     rates: tuple[float, float],
-    settings: dict[str, Any],
     checkpoint: str | Path | None,
-    title: str,
     progress: bool,
 ) -> Float[Tensor, "seed record layer head"]:
-    """The logits of the gates at `GateFitting.recorded_at`, final gates last, after one stage.
-
-    The objective holds the initial gates. The learning rate decays from the first of `rates` to the
-    second. Other arguments are those of `train`.
-    """
+    """The logits of the gates at `GateFitting.recorded_at` of one stage; the objective has the
+    initial ones. The learning rate decays from the first of `rates` to the second."""
     theta, (first, last) = objective.gated.theta, rates
     train(
         objective.gated,
         objective,
-        stream,
+        fitting.stream(rows),
         Selection(lambda: {}, better=lambda new, old: True),  # keep the last gates
         TrainingConfig(
             steps=fitting.updates,
@@ -205,106 +203,52 @@ def fit_stage(
         trained={"theta": 1.0},
         settings={"batch_size": fitting.batch_size, "lambda": objective.lambda_, **settings},
         checkpoint=checkpoint,
-        title=title,
+        title=f"head gates {settings['stage']}",
         progress=progress,
     )
     before = objective.recorded[: len(fitting.recorded_at) - 1]
     return torch.stack([*before, theta.detach().cpu()], dim=1)
 
 
-def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
-    """The seeds, given as such or by their number.
-
-    Raises:
-        ValueError: there is no seed, a seed is negative or appears twice, or there are too many.
-    """
-    try:
-        listed: Iterable[SupportsIndex] = range(index(seeds))  # type: ignore[arg-type]
-    except TypeError:
-        listed = iter(seeds)  # type: ignore[arg-type]
-    chosen = tuple(map(index, islice(listed, MOST_SEEDS + 1)))
-    if not 1 <= len(set(chosen)) == len(chosen) <= MOST_SEEDS or min(chosen) < 0:
-        raise ValueError(f"expected 1 to {MOST_SEEDS:,} different seeds from 0; got {seeds!r:.80}")
-    return chosen
-
-
-def checked_parts(
-    model: HookedModel, dataset: TargetDataset, held_out: float | TargetDataset, seed: int
-) -> tuple[TargetDataset, TargetDataset]:
-    """The datasets to fit on and to report on, both checked against the model."""
-    if isinstance(held_out, TargetDataset):
-        parts = dataset, held_out
-    else:
-        parts = dataset.split(held_out, seed=seed)
-    for part in parts:
-        check_fits(model, part)
-    return parts
-
-
 def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
-    """Check that a model can read a dataset.
+    """Check that a model can read a dataset, also as several copies in one batch.
 
     Raises:
         ValueError: the model lacks ``hook_z``, a prompt exceeds the context, a token is outside the
-            vocabulary, or prompts are padded although attention is bidirectional.
+            vocabulary, prompts are padded although attention is bidirectional, or a hook of the
+            user's holds for one batch size or one column alone.
     """
     adapter = adapt(model)
     adapter.layer_points("attn.hook_z")
-    rows, context = dataset.rows.trimmed(causal=adapter.causal), adapter.n_ctx
-    mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
-    if rows.tokens.shape[1] > context:
-        lengths = mask.sum(dim=1)
-        longest = int(lengths.argmax())
-        raise ValueError(
-            f"expected prompts that fit, with their targets, into the model's context of {context} "
-            f"tokens; row {longest} has {int(lengths[longest]) + 1} tokens, including "
-            f"{int(rows.loss_mask[longest].sum())} of its target. Shorten it or leave it out."
-        )
+    rows = dataset.rows.trimmed(causal=adapter.causal)
     check_rows(adapter, rows)
-    if not adapter.causal and not mask.all():
+    if not adapter.causal and rows.attention_mask is not None and not rows.attention_mask.all():
         raise ValueError(
-            "expected prompts of one length for a model with bidirectional attention, which "
-            "attends to padding; got padded prompts. Fit each length separately."
+            "padded prompts cannot be used with bidirectional attention, which attends to padding: "
+            "fit each length separately"
         )
-    _check_copies(model, dataset)
+    if hooks_besides(adapter, OWN):
+        few = dataset.rows.select(slice(0, 2)).to(adapter.device)
+        few = few.trimmed(causal=True) if few.tokens.shape[1] > adapter.n_ctx else few
+        with torch.no_grad():
+            alone = adapter.final(few.tokens, **few.model_kwargs)[few.loss_mask]
+            copies = torch.ones(2, adapter.n_layers, adapter.n_heads)
+            check_alike(gated_heads_run(model, few)[0].final(copies)[1], alone)
 
 
-@torch.no_grad()
-def _check_copies(model: HookedModel, dataset: TargetDataset) -> None:
-    """Refuse hooks of the user's that hold for one batch size or one column alone."""
-    adapter = adapt(model)
-    batch = dataset.rows.select(slice(0, 2)).to(adapter.device)
-    if batch.tokens.shape[1] > adapter.n_ctx:
-        batch = batch.trimmed(causal=True)
-    ones = torch.ones(2, adapter.n_layers, adapter.n_heads)
-    advice = "Remove hooks that assume one batch size or position."
-    try:
-        final = adapter.final(batch.tokens, **batch.model_kwargs)[batch.loss_mask]
-        alone = label_losses(model, final[None], batch.labels[batch.loss_mask])[0]
-        copied = target_losses(model, batch, ones)[1]
-    except RuntimeError as error:
-        raise ValueError(f"copies of prompts cannot run in one batch: {error}. {advice}") from error
-    if bool(((alone - copied).abs() > 0.01 * (1 + alone.abs())).any()):
-        raise ValueError(f"copies of prompts in one batch have other losses than alone. {advice}")
-
-
-def measured_roles(
+def _measured(
     model: HookedModel,
     rows: TokenBatch,
-    trajectories: Float[Tensor, "stage seed record layer head"],
-    *,
-    seeds: tuple[int, ...],
+    gates: Float[Tensor, "stage=3 seed layer head"],
     lambda_: float,
-    recorded_at: tuple[int, ...],
-    progress: bool = False,
-) -> HeadRoles:
-    """Head roles from fitted gates, with losses and costs of removal on held-out prompts.
+    progress: bool,
+) -> dict[str, Any]:
+    """Losses and costs of removal on held-out prompts, by field of `HeadRoles`.
 
     The costs are measured because gates do not show them: where a normalisation cancels scale, a
     gate of 0.2 can be as good as a gate of 1, so that even an essential head can end with a small
     gate when pushed shut. All gate matrices are one stack.
     """
-    gates = trajectories[:, :, -1]
     _, g_plus, g_minus = gates
     n_stages, n_seeds, n_layers, n_heads = gates.shape
     all_heads = torch.ones(1, n_layers, n_heads, dtype=gates.dtype)
@@ -312,31 +256,24 @@ def measured_roles(
     without_head.flatten(1).fill_diagonal_(0)
     scores = role_scores(g_plus, g_minus).values()
     others = torch.stack([score < THRESHOLD for score in scores]).to(gates.dtype)
-    without_role = torch.stack([others, others * g_plus])
-    sizes = [n_stages * n_seeds, 1, len(without_head), without_role[..., 0, 0].numel()]
-    stack = torch.cat([gates.flatten(0, 1), all_heads, without_head, without_role.flatten(0, 2)])
-    log_probabilities = target_log_probabilities(
-        *(model, rows, stack),
-        title="removing heads",
-        progress=progress,
+    without_role = torch.stack([others, others * g_plus]).flatten(0, 2)
+    parts = [gates.flatten(0, 1), all_heads, without_head, without_role]
+    found = target_log_probabilities(
+        model, rows, torch.cat(parts), title="removing heads", progress=progress
     )
-    n_labels = int(rows.loss_mask.sum())
-    losses = (-log_probabilities.sum(dim=1) / n_labels).split(sizes)
-    fitted_losses = losses[0].view(n_stages, n_seeds)
-    dense_loss = losses[1].item()
-    before = torch.stack([losses[1].expand(n_seeds), fitted_losses[1]])[:, None]
-    by_row = log_probabilities.split(sizes)
-    return HeadRoles(
-        seeds=seeds,
-        lambda_=lambda_,
-        trajectories=trajectories,
-        recorded_at=recorded_at,
-        losses=fitted_losses.clone(),
-        dense_loss=dense_loss,
-        fitted=has_fitted(by_row[1] - by_row[0].view(n_stages, n_seeds, -1)[1:], n_labels, lambda_),
-        removed=losses[2].view(n_layers, n_heads) - dense_loss,
-        removed_together=losses[3].view(without_role.shape[:3]) - before,
-    )
+    sizes, n_labels = [*map(len, parts)], int(rows.loss_mask.sum())
+    of_gates, dense, *removed = (-found.sum(dim=1) / n_labels).split(sizes)
+    by_stage, dense_loss = of_gates.view(n_stages, n_seeds), dense.item()
+    by_row = found.split(sizes)
+    excess = by_row[1] - by_row[0].view(n_stages, n_seeds, -1)[1:]
+    start = torch.stack([dense.expand(n_seeds), by_stage[1]])[:, None]
+    return {
+        "losses": by_stage.clone(),
+        "dense_loss": dense_loss,
+        "fitted": has_fitted(excess, n_labels, lambda_),
+        "removed": removed[0].view(n_layers, n_heads) - dense_loss,
+        "removed_together": removed[1].view(2, -1, n_seeds) - start,
+    }
 
 
 def has_fitted(
@@ -354,10 +291,8 @@ def has_fitted(
     optimisation. Two standard errors of the difference, paired by prompt, allow for the choice of
     prompts.
 
-    Args:
-        excess: NLL of each held-out target under G+ and G-, minus that without gates, in nats.
-        n_labels: total number of target tokens.
-        lambda_: coefficient of the penalty.
+    `excess` is the NLL in nats of each held-out target under G+ and G-, minus that without gates;
+    `n_labels` is the total number of target tokens.
     """
     n_rows = excess.shape[-1]
     mean = excess.sum(dim=-1) / n_labels
@@ -365,3 +300,115 @@ def has_fitted(
     if n_rows > 1:
         error = excess.std(dim=-1) * math.sqrt(n_rows) / n_labels
     return (mean - 2 * error <= 2 * LARGEST_LOGIT * abs(lambda_)).all(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class ContrastiveGates(Result):
+    """Gates under which some targets stay likely and others become unlikely.
+
+    Args:
+        seeds: random seeds of the initial gates.
+        lambda_: coefficient of the penalty.
+        gates: fitted gates.
+        retained_losses: mean NLL per held-out token to retain, in nats, by seed.
+        forgotten_losses: mean NLL per held-out token to forget, in nats, by seed.
+        dense_retained_loss: `retained_losses` without gates.
+        dense_forgotten_loss: `forgotten_losses` without gates.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    seeds: tuple[int, ...]
+    lambda_: float
+    gates: Float[Tensor, "seed layer head"]
+    retained_losses: Float[Tensor, " seed"]
+    forgotten_losses: Float[Tensor, " seed"]
+    dense_retained_loss: float
+    dense_forgotten_loss: float
+    prompt_start: str | None = None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per seed and head."""
+        return head_table("seed", self.seeds, {"gate": self.gates})
+
+    def _summary(self) -> pd.DataFrame:
+        return mean_table(self.to_pandas())
+
+    def __repr__(self) -> str:
+        return (
+            f"ContrastiveGates({len(self.seeds)} seeds; NLL retained "
+            f"{self.retained_losses.mean():.3f} ({self.dense_retained_loss:.3f} without gates), "
+            f"forgotten {self.forgotten_losses.mean():.3f} ({self.dense_forgotten_loss:.3f}))"
+        )
+
+
+@checked
+@in_evaluation_mode
+def fit_contrastive_head_gates(
+    model: HookedModel,
+    retain: TargetDataset,
+    forget: TargetDataset,
+    *,
+    lambda_: float = 0.0,
+    seeds: AtLeastOne | Sequence[Seed] = 10,
+    held_out: float = 0.1,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> ContrastiveGates:
+    """Gates fitted to keep one sub-task and suppress another; they show the heads that differ.
+
+    Minimises ``-logP_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(theta,
+    -4, 4))`` from uniformly random gates, with mean log-probabilities of target tokens in nats.
+    Making the forgotten targets more than 5 nats less likely than the retained ones gains nothing.
+
+    Args:
+        model: dense or sparse model; its weights are not changed.
+        retain: prompts and targets that should stay likely.
+        forget: prompts and targets that should become unlikely.
+        lambda_: coefficient of the penalty: above 0 opens gates, below 0 closes them. At 0, gates
+            of heads that neither sub-task needs stay near their initial values. Above 0, a fit can
+            converge to gates under which both sub-tasks are likely.
+        seeds: as in `fit_head_gates`, like `checkpoint` and `progress`.
+        held_out: share of each dataset to report on.
+        checkpoint: folder for checkpoints.
+        progress: whether to show a progress bar.
+        **settings: further fields of `GateFitting`; ``accumulate`` has to be 1, since the
+            objective compares means of whole batches.
+
+    Raises:
+        ValueError: prompts do not fit the model, or settings are out of range; before the fit.
+
+    Reference: arXiv 2505.13737, contrastive causal head gating.
+    """
+    fitting, chosen = GateFitting(lambda_=lambda_, **settings), _chosen(seeds)
+    if fitting.accumulate != 1:
+        raise ValueError("accumulate has to be 1: the objective compares means of whole batches")
+    parts = [dataset.split(held_out, seed=fitting.seed) for dataset in (retain, forget)]
+    for part in (*parts[0], *parts[1]):
+        check_fits(model, part)
+    (retained, forgotten), reported = zip(*parts, strict=True)
+    gated, stream = GatedHeads(model, first_gates(model, chosen)), fitting.stream(forgotten.rows)
+    trajectory = _fitted(
+        Contrast(gated, lambda_, fitting.record_every, stream),
+        retained.rows,
+        fitting,
+        {
+            "stage": "contrast",
+            "seeds": [*chosen],
+            "retain": retained.rows.digest(),
+            "forget": forgotten.rows.digest(),
+        },
+        rates=SECOND_RATES,
+        checkpoint=checkpoint,
+        progress=progress,
+    )
+    gates = trajectory[:, -1].sigmoid()
+    stack = torch.cat([gates, torch.ones_like(gates[:1])])
+    kept, lost = (
+        -target_log_probabilities(model, part.rows, stack).sum(dim=1) / part.n_targets
+        for part in reported
+    )
+    return ContrastiveGates(
+        *(chosen, lambda_, gates, kept[:-1].clone(), lost[:-1].clone()),
+        *(kept[-1].item(), lost[-1].item(), retain.start),
+    )

@@ -32,6 +32,11 @@ from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.progress import tracked
 from sparse_tl.training.loop import Objective
 
+Gates = Float[Tensor, "stack layer head"]
+Final = Float[Tensor, "stack label d_model"]
+Losses = Float[Tensor, "stack label"]
+Labels = Int[Tensor, " label"]
+
 LOGITS_AT_ONCE = 2**24
 """Maximum number of logits at a time: 64 MB in float32."""
 ACTIVATIONS_AT_ONCE = 2**25
@@ -42,9 +47,7 @@ LARGEST_MARGIN = 5.0
 """Margin in nats between retained and forgotten targets beyond which the objective is constant."""
 
 
-def gated_heads_run(
-    model: HookedModel, batch: TokenBatch
-) -> tuple[GatedRun, Int[Tensor, " label"]]:
+def gated_heads_run(model: HookedModel, batch: TokenBatch) -> tuple[GatedRun, Labels]:
     """A run of prompts under head gates, read where a target is predicted, and the targets."""
     batch = batch.trimmed(causal=adapt(model).causal)
     run = GatedRun(
@@ -53,9 +56,7 @@ def gated_heads_run(
     return run, batch.loss_labels()
 
 
-def target_losses(
-    model: HookedModel, batch: TokenBatch, gates: Float[Tensor, "stack layer head"]
-) -> Float[Tensor, "stack label"]:
+def target_losses(model: HookedModel, batch: TokenBatch, gates: Gates) -> Losses:
     """The negative log-probability in nats of every target token under every gate matrix.
 
     It can be differentiated with respect to the gates.
@@ -64,11 +65,7 @@ def target_losses(
     return label_losses(model, run.final(gates), labels)
 
 
-def label_losses(
-    model: HookedModel,
-    final: Float[Tensor, "stack label d_model"],
-    labels: Int[Tensor, " label"],
-) -> Float[Tensor, "stack label"]:
+def label_losses(model: HookedModel, final: Final, labels: Labels) -> Losses:
     """The negative log-probability in nats of labels, given final residual streams."""
     size = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
     losses = []
@@ -83,9 +80,7 @@ def label_losses(
     return torch.cat(losses, dim=1)
 
 
-def _losses(
-    model: HookedModel, final: Float[Tensor, "stack label d_model"], labels: Int[Tensor, " label"]
-) -> Float[Tensor, "stack label"]:
+def _losses(model: HookedModel, final: Final, labels: Labels) -> Losses:
     logits = adapt(model).logits(final).flatten(0, 1)
     return token_losses(logits, labels.repeat(len(final))).view(len(final), -1)
 
@@ -95,7 +90,7 @@ def _losses(
 def target_log_probabilities(
     model: HookedModel,
     rows: TokenBatch,
-    gates: Float[Tensor, "stack layer head"],
+    gates: Gates,
     *,
     title: str = "log-probabilities",
     progress: bool = False,
@@ -104,13 +99,6 @@ def target_log_probabilities(
 
     A pass has as many prompts and matrices as `ACTIVATIONS_AT_ONCE` allows, and starts at the first
     layer in which a gate of its matrices is not 1.
-
-    Args:
-        model: dense or sparse model; left unchanged.
-        rows: prompts and their targets.
-        gates: gate matrices.
-        title: title of the progress bar.
-        progress: whether to show a progress bar.
     """
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
@@ -136,19 +124,14 @@ def target_log_probabilities(
 
 
 class GatedHeads(nn.Module):
-    """A model with a stack of trainable head gates and frozen weights.
+    """A model with a stack of trainable head gates, ``sigmoid(theta)``, and frozen weights."""
 
-    Args:
-        model: dense or sparse model.
-        theta: logits of the gates.
-    """
-
-    def __init__(self, model: HookedModel, theta: Float[Tensor, "stack layer head"]) -> None:
+    def __init__(self, model: HookedModel, theta: Gates) -> None:
         super().__init__()
         self.model = model
         self.theta = nn.Parameter(theta.clone())
 
-    def forward(self, batch: TokenBatch) -> Float[Tensor, "stack label"]:
+    def forward(self, batch: TokenBatch) -> Losses:
         """The negative log-probability in nats of every target token."""
         return target_losses(self.model, batch, self.theta.sigmoid())
 
@@ -159,13 +142,7 @@ class GatedHeads(nn.Module):
 
 @dataclass
 class Likelihood(Objective):
-    """The objective that makes targets likely; it also records the gates during training.
-
-    Args:
-        gated: model with its gates.
-        lambda_: coefficient of the penalty; 0 for none.
-        record_every: updates between two records of the gates.
-    """
+    """The objective that makes targets likely; it also records the gates during training."""
 
     gated: GatedHeads
     lambda_: float
@@ -199,11 +176,7 @@ class Likelihood(Objective):
 
 @dataclass
 class Contrast(Likelihood):
-    """The objective that makes some targets likely, to retain, and others unlikely, to forget.
-
-    Args:
-        forget: prompts and targets to forget; those to retain are the training stream.
-    """
+    """The objective that makes the training stream's targets likely, and others unlikely."""
 
     forget: TokenStream
 

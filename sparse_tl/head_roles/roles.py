@@ -8,15 +8,17 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles.likelihood import LARGEST_LOGIT
 from sparse_tl.results import Result, table_html
 
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
+BySeed = Float[Tensor, "seed layer head"]
+ByFitted = Float[Tensor, "fitted layer head"]
 THRESHOLD = 0.5
 """Minimum score for a head to belong to a role."""
 MOST_NAMED = 5
@@ -58,32 +60,32 @@ class HeadRoles(Result):
     prompt_start: str | None = None
 
     @property
-    def g0(self) -> Float[Tensor, "seed layer head"]:
+    def g0(self) -> BySeed:
         """Gates fitted without a penalty."""
         return self.trajectories[0, :, -1]
 
     @property
-    def g_plus(self) -> Float[Tensor, "seed layer head"]:
+    def g_plus(self) -> BySeed:
         """Gates fitted from g0 under a penalty that opens them."""
         return self.trajectories[1, :, -1]
 
     @property
-    def g_minus(self) -> Float[Tensor, "seed layer head"]:
+    def g_minus(self) -> BySeed:
         """Gates fitted from g0 under a penalty that closes them."""
         return self.trajectories[2, :, -1]
 
     @property
-    def facilitation(self) -> Float[Tensor, "fitted layer head"]:
+    def facilitation(self) -> ByFitted:
         """G-: high for heads that help, whose gates stay open although pushed shut."""
         return self.score("facilitation")
 
     @property
-    def interference(self) -> Float[Tensor, "fitted layer head"]:
+    def interference(self) -> ByFitted:
         """1 - G+: high for heads that harm, whose gates stay shut although pushed open."""
         return self.score("interference")
 
     @property
-    def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
+    def irrelevance(self) -> ByFitted:
         """G+ (1 - G-): high for heads that do not matter, whose gates follow both penalties."""
         return self.score("irrelevance")
 
@@ -106,30 +108,22 @@ class HeadRoles(Result):
         """The increase of the mean NLL, in nats, that the penalty accepts for closing one head."""
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
-    def score(self, role: Role | str) -> Float[Tensor, "fitted layer head"]:
-        """The score of a role, 0 to 1, for each seed that fitted.
-
-        Raises:
-            ValueError: the role is unknown.
-        """
-        if role not in ROLES:
-            raise ValueError(f"expected a role of {ROLES}; got {role!r}")
+    def score(self, role: str) -> ByFitted:
+        """The score of a role, 0 to 1, for each seed that fitted."""
         return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 
-    def members(
-        self, role: Role | str, threshold: float = THRESHOLD
-    ) -> Bool[Tensor, "fitted layer head"]:
+    def members(self, role: str, threshold: float = THRESHOLD) -> Bool[Tensor, "fitted layer head"]:
         """The heads whose score is at least the threshold, for each seed that fitted."""
         return self.score(role) >= threshold
 
-    def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
-        """All heads (layer, head) by decreasing score, for each seed that fitted.
+    def order(self, role: str) -> Int[Tensor, "fitted place"]:
+        """Indices of all heads by decreasing score, ties in the model's order."""
+        return self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
 
-        Ties keep the order of the model.
-        """
-        n_heads = self.g0.shape[2]
-        order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
-        return [[divmod(index, n_heads) for index in of_seed] for of_seed in order.tolist()]
+    def ranking(self, role: str) -> list[list[tuple[int, int]]]:
+        """All heads (layer, head) by decreasing score, for each seed that fitted."""
+        n_heads = self.removed.shape[1]
+        return [[divmod(index, n_heads) for index in row] for row in self.order(role).tolist()]
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
         """One row per role and head: share of seeds with the head in the role; whether all; any."""
@@ -161,10 +155,9 @@ class HeadRoles(Result):
         return pd.DataFrame(columns, index=pd.Index(ROLES, name="role"))
 
     def notes(self) -> list[str]:
-        """Caveats about these roles, as sentences; empty if there are none.
+        """Caveats about these roles: seeds that did not fit, and irrelevant heads that matter.
 
-        There is a caveat for seeds that did not fit, and for irrelevant heads whose removal
-        matters: a head that costs more than `price`, below which the penalty calls a head
+        These are a head that costs more than `price`, below which the penalty calls a head
         irrelevant, or all of them together costing more than their number times `price`.
         """
         notes = []
@@ -201,24 +194,14 @@ class HeadRoles(Result):
         return notes
 
     def mean_scores(self) -> Float[Tensor, "role layer head"]:
-        """The scores of all `ROLES`, mean over the seeds that fitted.
-
-        Raises:
-            ValueError: no seed fitted.
-        """
+        """The scores of all `ROLES`, mean over the seeds that fitted."""
         self.check_fitted()
         return torch.stack([self.score(role).mean(dim=0) for role in ROLES])
 
     def check_fitted(self) -> None:
-        """Check that at least one seed fitted.
-
-        Raises:
-            ValueError: no seed fitted.
-        """
+        """Raise a ValueError if no seed fitted."""
         if not self.fitted.any():
-            raise ValueError(
-                f"expected a fit with at least one seed that fitted. {self.notes()[0]}"
-            )
+            raise ValueError(f"no seed fitted. {self.notes()[0]}")
 
     def __repr__(self) -> str:
         n_seeds, n_layers, n_heads = self.g0.shape
@@ -244,7 +227,7 @@ class HeadRoles(Result):
 
 def role_scores(
     g_plus: Float[Tensor, "*stack layer head"], g_minus: Float[Tensor, "*stack layer head"]
-) -> dict[Role, Float[Tensor, "*stack layer head"]]:
+) -> dict[str, Float[Tensor, "*stack layer head"]]:
     """The scores of all roles: facilitation G-, irrelevance G+ (1 - G-), interference 1 - G+."""
     return {
         "facilitation": g_minus,

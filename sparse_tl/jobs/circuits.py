@@ -25,7 +25,6 @@ from sparse_tl.circuits import (
     Evaluation,
     Scores,
     SeedCurves,
-    SeedMultipliers,
     attribute_circuit_edges,
     attribute_heads,
     circuit_sizes_per_prompt,
@@ -33,7 +32,7 @@ from sparse_tl.circuits import (
     evaluate_heads,
     seed_multipliers,
 )
-from sparse_tl.circuits.effect import median_size
+from sparse_tl.circuits.evaluation import median_size
 from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
@@ -192,7 +191,7 @@ def report(
     tables: list[pd.DataFrame] = []
     panels: dict[Parts, dict[str, list[SeedCurves]]] = {parts: {} for parts in PARTS}
     for task, title in tasks.items():
-        multipliers: dict[str, SeedMultipliers] = {}
+        multipliers: dict[str, pd.Series] = {}
         for parts in PARTS:
             curves = [
                 effect_curves(folder, task, seeds, side, parts, name)
@@ -208,15 +207,16 @@ def report(
                 numbers[side], sizes = _numbers(folder / measured_folder(task, seed, side))
                 labels = {"task": task, "seed": seed, "side": side}
                 tables += [pd.DataFrame({**labels, "parts": p, **sizes[p]}) for p in PARTS]
-            numbers |= {name: ratios.values[index] for name, ratios in multipliers.items()}
+            numbers |= {name: _number(ratios.iloc[index]) for name, ratios in multipliers.items()}
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
             _draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names, patch)
         metrics[task] = {
             side: _medians([numbers[side] for numbers in by_seed.values()]) for side in names
         }
         for name, ratios in multipliers.items():
-            metrics[task] |= {name: ratios.median}
-            metrics[task] |= {f"{name}_range": ratios.range and [*ratios.range]}
+            found = ratios.dropna()
+            metrics[task] |= {name: _number(found.median())}
+            metrics[task] |= {f"{name}_range": [found.min(), found.max()] if len(found) else None}
         metrics[task]["seeds"] = by_seed
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
@@ -225,6 +225,11 @@ def report(
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table)
+
+
+def _number(value: float) -> float | None:
+    """A number for JSON; None where it is missing."""
+    return None if math.isnan(value) else float(value)
 
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:

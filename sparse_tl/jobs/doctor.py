@@ -31,7 +31,7 @@ from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.storage.files import check_writable
 from sparse_tl.training.memory import training_memory
 from sparse_tl.zoo import build_addition_model, load_named_model
-from sparse_tl.zoo.pairs import cache_folder
+from sparse_tl.zoo.recipes import cache_folder
 
 
 class Check(NamedTuple):

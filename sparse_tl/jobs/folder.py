@@ -30,8 +30,8 @@ _LEFT = re.compile(r"\..+\.[0-9a-f]{8}")
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure in every format: interactive HTML, SVG and PNG."""
-    for suffix in ("html", "svg", "png"):
+    """Write a figure as interactive HTML and, if it has images on this machine, as SVG and PNG."""
+    for suffix in ("html", "svg", "png") if figure.has_images else ("html",):
         figure.save(folder / f"{name}.{suffix}")
 
 

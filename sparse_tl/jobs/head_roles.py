@@ -160,8 +160,9 @@ def _measure(
             AblationCurve,
             partial(measured, progress=progress),
         )
-    save_figure(roles.figure(), cell, "heads")
-    save_figure(gate_trajectories(roles), cell, "gates")
+    for name, figure in {"heads": roles.figure(), "gates": gate_trajectories(roles)}.items():
+        if figure.has_images:  # a page of each would take 5 MB
+            figure.save(cell / f"{name}.png")
     write_json(cell / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
 
 

@@ -29,8 +29,7 @@ from sparse_tl.backend import (
 from sparse_tl.circuits.prompt.tokens import prompt_tokens
 from sparse_tl.data import Documents, ShuffledStream, TextStream, read_documents
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.streams import TokenStream
-from sparse_tl.data.windows import cut_windows, window_rows
+from sparse_tl.data.streams import TokenStream, cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure

@@ -290,9 +290,9 @@ class CircuitsJob(Job):
     With --model but without --sparse, only the dense model is analysed. A task that a model cannot
     do gets no circuit, and the command says why. Writes metrics.json, curves.csv, scores,
     evaluations, circuits with their diagrams, and the figures heads_kept and circuit_edges_kept
-    (.html, .svg, .png), which show every seed and the median. Without --model, it uses the built-in
-    task models; seeds that do not ship with the package are trained first and cached. Run the
-    command again to resume an interrupted run or to add seeds.
+    (.html; with Chrome or Chromium also .svg and .png), which show every seed and the median.
+    Without --model, it uses the built-in task models; seeds that do not ship with the package are
+    trained first and cached. Run the command again to resume an interrupted run or to add seeds.
     """
 
     command = "circuits"
@@ -340,10 +340,11 @@ class HeadRolesJob(Job):
     """Find which heads facilitate a task, are irrelevant to it or interfere, and ablate them.
 
     Fits causal head gates for every task and model. Writes a grid of ablation curves
-    (ablation_grid.html, .svg, .png), metrics.json, scores.csv and curves.csv; for each task and
-    model also the roles, a heat map of the heads and the trajectories of their gates. Without
-    --model, it uses the built-in models; seeds that do not ship with the package are trained
-    first and cached. Run the command again to resume an interrupted run.
+    (ablation_grid.html; with Chrome or Chromium also .svg and .png), metrics.json, scores.csv and
+    curves.csv; for each task and model also the roles and, with Chrome or Chromium, a heat map of
+    the heads and the trajectories of their gates (.png). Without --model, it uses the built-in
+    models; seeds that do not ship with the package are trained first and cached. Run the command
+    again to resume an interrupted run.
     """
 
     command = "head-roles"

@@ -17,15 +17,17 @@ from sparse_tl.plots.diagrams.component_diagram import (
     component_diagram as component_diagram,
 )
 from sparse_tl.plots.page.rendering import Figure as Figure
-from sparse_tl.plots.panels.curves import effect_figure as effect_figure
-from sparse_tl.plots.panels.grid_figure import GridFigure as GridFigure
-from sparse_tl.plots.panels.head_map import head_map as head_map
-from sparse_tl.plots.panels.head_roles import (
+from sparse_tl.plots.panels.curves import (
     ablation_grid as ablation_grid,
+    effect_figure as effect_figure,
     gate_trajectories as gate_trajectories,
-    head_roles_figure as head_roles_figure,
 )
-from sparse_tl.plots.panels.layer_map import layer_map as layer_map
+from sparse_tl.plots.panels.grid import GridFigure as GridFigure
+from sparse_tl.plots.panels.maps import (
+    head_map as head_map,
+    head_roles_figure as head_roles_figure,
+    layer_map as layer_map,
+)
 from sparse_tl.plots.panels.points import (
     neuron_figure as neuron_figure,
     score_figure as score_figure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable
 from typing import Any
 
 from sparse_tl.circuits import (
@@ -20,19 +20,15 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
 )
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.diagrams.attribution_diagram import attribution_diagram
-from sparse_tl.plots.diagrams.circuit_diagram import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram, component_diagram
+from sparse_tl.plots.diagrams.circuit_diagram import circuit_diagram
+from sparse_tl.plots.diagrams.component_diagram import component_diagram
 from sparse_tl.plots.page.rendering import Figure
-from sparse_tl.plots.panels.curves import Parts, effect_figure
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.head_map import head_map
-from sparse_tl.plots.panels.head_roles import ablation_grid, head_roles_figure
-from sparse_tl.plots.panels.layer_map import layer_map
+from sparse_tl.plots.panels.curves import Parts, ablation_grid, effect_figure
+from sparse_tl.plots.panels.maps import Mapped, head_map, head_roles_figure, layer_map
 from sparse_tl.plots.panels.points import neuron_figure, score_figure, skill_figure
 from sparse_tl.tasks import SkillComparison
 
@@ -40,7 +36,6 @@ STRONGEST = 60
 """Number of strongest edges drawn for scores of circuit edges."""
 
 
-@singledispatch
 def figure(result: Any, **style: Any) -> Figure:
     """Draw a result with the default figure of its type.
 
@@ -57,94 +52,77 @@ def figure(result: Any, **style: Any) -> Figure:
     Raises:
         TypeError: there is no figure for this type of result.
     """
-    kinds = sorted(kind.__name__ for kind in figure.registry if kind is not object)
-    raise TypeError(f"expected one of {', '.join(kinds)} to draw; got {type(result).__name__}")
+    draw = DRAWN.get(type(result))
+    if draw is None:
+        kinds = ", ".join(sorted(kind.__name__ for kind in DRAWN))
+        raise TypeError(f"there is no figure of {type(result).__name__}; there are of {kinds}")
+    return draw(result, **style)
 
 
-@figure.register(Circuit)
-def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> ComponentDiagram:
-    return component_diagram(result, scores=scores, **style)
-
-
-@figure.register(Scores)
-def _(
-    result: Scores, *, title: str = "Model", size: int = STRONGEST, **style: Any
-) -> GridFigure | ComponentDiagram:
+def _scores(result: Scores, title: str = "Model", size: int = STRONGEST, **style: Any) -> Figure:
     if isinstance(result.grid, CircuitGraph | PositionedGraph):
         circuit = result.top(min(size, result.grid.n_parts))
         return component_diagram({title: circuit}, scores=result, **style)
     return head_map({title: result}, **style)
 
 
-@figure.register(ScoreCheck)
-def _(result: ScoreCheck, *, title: str = "", **style: Any) -> GridFigure:
+def _score_check(result: ScoreCheck, title: str = "", **style: Any) -> Figure:
     return score_figure({title or result.method: result}, **style)
 
 
-@figure.register(NeuronEffects)
-def _(result: NeuronEffects, **style: Any) -> GridFigure:
-    return neuron_figure(result, **style)
-
-
-@figure.register(HeadBehaviour)
-def _(result: HeadBehaviour, *, title: str = "Model", **style: Any) -> GridFigure:
+def _head_behaviour(result: HeadBehaviour, title: str = "Model", **style: Any) -> Figure:
     return head_map({title: result}, **style)
 
 
-@figure.register(ActivationPatching)
-@figure.register(LogitLens)
-@figure.register(LogitAttribution)
-def _(
-    result: ActivationPatching | LogitLens | LogitAttribution, *, title: str = "Model"
-) -> GridFigure:
+def _layer_map(result: Mapped, title: str = "Model") -> Figure:
     return layer_map({title: result})
 
 
-@figure.register(AttentionGraph)
-def _(result: AttentionGraph, **style: Any) -> CircuitDiagram:
+def _attention_graph(result: AttentionGraph, **style: Any) -> Figure:
     return circuit_diagram({"Model": result}, **style)
 
 
-@figure.register(AttributionGraph)
-def _(result: AttributionGraph, **style: Any) -> ComponentDiagram:
-    return attribution_diagram(result, **style)
-
-
-@figure.register(EffectCurve)
-@figure.register(SeedCurves)
-def _(
+def _curve(
     result: EffectCurve | SeedCurves,
-    *,
-    parts: Parts = "circuit_edges",
     title: str = "",
+    parts: Parts = "circuit_edges",
     **style: Any,
-) -> GridFigure:
+) -> Figure:
     return effect_figure({title or result.name: [result]}, parts=parts, **style)
 
 
-@figure.register(Evaluation)
-def _(result: Evaluation, *, name: str = "Model", **style: Any) -> Figure:
-    return figure(result.curve(name), **style)
+def _evaluation(result: Evaluation, name: str = "Model", **style: Any) -> Figure:
+    return _curve(result.curve(name), **style)
 
 
-@figure.register(FoundCircuit)
-def _(result: FoundCircuit, *, title: str = "Model", **style: Any) -> GridFigure:
+def _found_circuit(result: FoundCircuit, title: str = "Model", **style: Any) -> Figure:
     methods = result.to_pandas()["method"].head(2)  # the best, and the next best
     curves = [result.evaluations[method].curve(method) for method in reversed([*methods])]
     parts: Parts = "circuit_edges" if isinstance(result.circuit.grid, CircuitGraph) else "heads"
     return effect_figure({title: curves}, parts=parts, level=result.at, **style)
 
 
-@figure.register(AblationCurve)
-def _(result: AblationCurve, *, title: str = "") -> GridFigure:
+def _ablation_curve(result: AblationCurve, title: str = "") -> Figure:
     return ablation_grid({"": {title or result.by.capitalize(): [result]}})
 
 
-@figure.register(HeadRoles)
-def _(result: HeadRoles) -> GridFigure:
-    return head_roles_figure(result)
-
-
-@figure.register(SkillComparison)
-def _(result: SkillComparison) -> GridFigure:
-    return skill_figure(result)
+DRAWN: dict[type, Callable[..., Figure]] = {
+    Circuit: component_diagram,
+    Scores: _scores,
+    ScoreCheck: _score_check,
+    NeuronEffects: neuron_figure,
+    HeadBehaviour: _head_behaviour,
+    ActivationPatching: _layer_map,
+    LogitLens: _layer_map,
+    LogitAttribution: _layer_map,
+    AttentionGraph: _attention_graph,
+    AttributionGraph: attribution_diagram,
+    EffectCurve: _curve,
+    SeedCurves: _curve,
+    Evaluation: _evaluation,
+    FoundCircuit: _found_circuit,
+    AblationCurve: _ablation_curve,
+    HeadRoles: head_roles_figure,
+    SkillComparison: skill_figure,
+}
+"""What draws each type of result."""

@@ -1,9 +1,6 @@
 """Tasks: prompts with known answers, as batches and prompt pairs."""
 
 from sparse_tl.tasks.addition import AdditionTask as AdditionTask
-from sparse_tl.tasks.agreement import AnaphorTask as AnaphorTask, SubjectVerbTask as SubjectVerbTask
-from sparse_tl.tasks.battery import BATTERY as BATTERY, CompletionTask as CompletionTask
-from sparse_tl.tasks.capitals import CapitalsTask as CapitalsTask
 from sparse_tl.tasks.docstring import DocstringTask as DocstringTask
 from sparse_tl.tasks.greater_than import GreaterThanTask as GreaterThanTask
 from sparse_tl.tasks.induction import InductionTask as InductionTask
@@ -12,13 +9,18 @@ from sparse_tl.tasks.ioi import (
     IOILongTask as IOILongTask,
     IOITask as IOITask,
 )
-from sparse_tl.tasks.report import (
+from sparse_tl.tasks.skills import (
     TASKS_BY_NAME as TASKS_BY_NAME,
+    SkillComparison as SkillComparison,
     TaskReport as TaskReport,
+    measure_skills as measure_skills,
     task_report as task_report,
 )
-from sparse_tl.tasks.skills import (
-    SkillComparison as SkillComparison,
-    measure_skills as measure_skills,
+from sparse_tl.tasks.templates import (
+    BATTERY as BATTERY,
+    AnaphorTask as AnaphorTask,
+    CapitalsTask as CapitalsTask,
+    CompletionTask as CompletionTask,
+    SubjectVerbTask as SubjectVerbTask,
 )
 from sparse_tl.tasks.words import Task as Task

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Int
 from torch import Tensor
 
@@ -37,9 +38,6 @@ class AdditionTask:
 
     Args:
         form: "autoregressive" or "placeholder".
-
-    Raises:
-        ValueError: the form is unknown.
     """
 
     form: Form = "placeholder"
@@ -48,11 +46,11 @@ class AdditionTask:
         """Sums as tokens, labels and loss positions.
 
         Raises:
-            ValueError: an operand is outside 0..99, or the two sides differ in number.
+            ValueError: an operand is outside 0..99.
         """
-        for operand in (left, right):
-            if operand.numel() and not (int(operand.min()) >= 0 and int(operand.max()) <= 99):
-                raise ValueError("expected operands in 0..99, two digits each")
+        both = torch.cat([left, right])
+        if ((both < 0) | (both > 99)).any():
+            raise ValueError("operands have two digits each, 0..99")
         left, right = left.cpu().long(), right.cpu().long()
         plus, equals = (torch.full((len(left), 1), CHARACTERS.index(sign)) for sign in ("+", "="))
         parts = [_digits(left, 2), plus, _digits(right, 2), equals, _digits(left + right, 5)]
@@ -74,11 +72,6 @@ class AdditionTask:
 
         Validation sums select among checkpoints; test sums are for reporting.
         """
-        if validation + test >= 10_000:
-            raise ValueError(
-                f"expected fewer than 10,000 validation and test sums, to leave some for training; "
-                f"got {validation} and {test}"
-            )
         order = torch.randperm(10_000, generator=torch.Generator().manual_seed(seed))
         everything = self.batch(order // 100, order % 100)
         return (
@@ -87,7 +80,9 @@ class AdditionTask:
             everything.select(slice(0, test)),
         )
 
-    def pairs(self, digit: Digit, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
+    def pairs(
+        self, digit: Digit, n: Annotated[int, Ge(1), Le(1000)], *, seed: Seed = 0
+    ) -> PromptPairs:
         """Test sums, each paired with a sum that differs in the given digit.
 
         The answer is the clean sum's digit, and the wrong answer the corrupted sum's; the position
@@ -97,14 +92,10 @@ class AdditionTask:
             digit: "hundreds", "tens" or "units" of the answer.
             n: number of pairs, at most the 1,000 test sums.
             seed: random seed for the split, as in `split`, and for the pairs.
-
-        Raises:
-            ValueError: the digit is unknown, or `n` exceeds the number of test sums.
         """
         sums = self.split(seed=seed)[2]
-        if n > len(sums):
-            raise ValueError(f"expected at most {len(sums):,} pairs; got {n}")
-        position = self.read_at(COLUMNS[digit])
+        # The character in a column is predicted one column to its left, but for placeholders.
+        position = COLUMNS[digit] - (self.form == "autoregressive")
         digits = sums.labels[:, position]
         generator = torch.Generator().manual_seed(seed)
         clean = torch.randperm(len(sums), generator=generator)[:n]
@@ -117,18 +108,6 @@ class AdditionTask:
             digits[corrupted, None],
             torch.full((n,), position),
         )
-
-    def read_at(self, column: int) -> int:
-        """The column of the logits that predict the character of an answer column.
-
-        Raises:
-            ValueError: the column is not an answer column.
-        """
-        if not ANSWER.start <= column < ANSWER.stop:
-            raise ValueError(
-                f"expected an answer column in {ANSWER.start}..{ANSWER.stop - 1}; got {column}"
-            )
-        return column if self.form == "placeholder" else column - 1
 
     def prompt(self, text: str) -> TokenBatch:
         """A sum such as ``"36+28"`` as a batch of one.

@@ -29,7 +29,7 @@ from typing import Any
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.pairs import PairTexts
 from sparse_tl.metrics import Metric, margin
-from sparse_tl.tasks.words import WordTask, content, single_words
+from sparse_tl.tasks.words import Task, content, single_words
 
 # Word lists of ACDC (github.com/ArthurConmy/Automatic-Circuit-Discovery, MIT, (c) 2023 Arthur
 # Conmy, Adrià Garriga-Alonso).
@@ -46,7 +46,7 @@ SUMMARY, DESCRIPTION = 3, 2
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class DocstringTask(WordTask):
+class DocstringTask(Task):
     """Predict the next argument of a reST docstring.
 
     Args:
@@ -84,35 +84,21 @@ class DocstringTask(WordTask):
             undefined = list(rest)
             summary = " ".join(rng.sample(nouns, SUMMARY))
             texts = [" ".join(rng.sample(nouns, DESCRIPTION)) for _ in undefined]
-            answer = matching[-1]
+
+            def write(matching: Sequence[str], described: Sequence[str]) -> str:
+                defined = ", ".join([*prefix, *matching, *suffix])
+                # The published prompts start with a line break.
+                lines = ["", f"def {function}(self, {defined}):", f'    """{summary}', ""]
+                for argument, text in zip(described, texts, strict=True):
+                    lines.append(f"    :param {argument}: {text}")
+                return "\n".join([*lines, "    :param"])
+
             wrong = [*prefix, *matching[:-1], *suffix, *other, *undefined]
             return PairTexts(
-                _write(function, [*prefix, *matching, *suffix], summary, matching[:-1], texts),
-                _write(function, [*prefix, *other, *suffix], summary, undefined, texts),
-                answers=(f" {answer}",),
+                write(matching, matching[:-1]),
+                write(other, undefined),
+                answers=(f" {matching[-1]}",),
                 wrong=tuple(f" {argument}" for argument in wrong),
             )
 
         return draw
-
-
-def _write(
-    function: str,
-    defined: Sequence[str],
-    summary: str,
-    described: Sequence[str],
-    descriptions: Sequence[str],
-) -> str:
-    # The published prompts start with a line break.
-    lines = [
-        "",
-        f"def {function}(self, {', '.join(defined)}):",
-        f'    """{summary}',
-        "",
-        *(
-            f"    :param {argument}: {text}"
-            for argument, text in zip(described, descriptions, strict=True)
-        ),
-        "    :param",
-    ]
-    return "\n".join(lines)

@@ -19,15 +19,17 @@ Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Le
 
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data.pairs import PairTexts
 from sparse_tl.data.prompts import Encoder, Tokens, in_tokens
 from sparse_tl.metrics import Metric, probability_difference
-from sparse_tl.tasks.words import WordTask, content, is_token, single_words
+from sparse_tl.tasks.words import Task, content, is_token, single_words
 
 # The nouns of EAP-IG's prompts (github.com/hannamw/EAP-IG, MIT).
 NOUNS = content("greater_than", "nouns")
@@ -48,14 +50,9 @@ class YearForm(NamedTuple):
     n_asked: int
 
     @property
-    def n_left(self) -> int:
-        """Number of a year's digits that are not given."""
-        return 4 - self.n_given
-
-    @property
     def unit(self) -> int:
         """Number of years that begin with the same answer."""
-        return 10 ** (self.n_left - self.n_asked)
+        return 10 ** (4 - self.n_given - self.n_asked)
 
     @property
     def endings(self) -> list[str]:
@@ -65,7 +62,7 @@ class YearForm(NamedTuple):
     @property
     def corrupted(self) -> str:
         """The last digits of corrupted start years."""
-        return f"{1:0{self.n_left}d}"
+        return "1".zfill(4 - self.n_given)
 
     @property
     def starts(self) -> list[str]:
@@ -74,13 +71,10 @@ class YearForm(NamedTuple):
         The last year of a tens digit is left out: no later year begins with that digit, so the
         digit would be a wrong answer.
         """
-        last = 10**self.n_left - 1
-        return [
-            f"{year:0{self.n_left}d}"
-            for year in range(2, last)
-            if self.unit == 1
-            or (self.unit <= year <= last - self.unit and (year + 1) % self.unit != 0)
-        ]
+        n_left = 4 - self.n_given
+        years = range(2, 10**n_left - 1)
+        some = [f"{year:0{n_left}d}" for year in years if self.unit == 1 or (year + 1) % self.unit]
+        return [start for start in some if all(self.judged(start))]
 
     def judged(self, start: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Right answers, all of whose years are later, and wrong ones, none of whose years is."""
@@ -90,12 +84,6 @@ class YearForm(NamedTuple):
             tuple(end for end, first in years.items() if first + self.unit - 1 <= int(start)),
         )
 
-    def prefixes(self, centuries: tuple[int, ...]) -> Iterator[str]:
-        """All possible given digits."""
-        n_decades = 10 ** (self.n_given - 2)
-        for century in centuries:
-            yield from (str(century * n_decades + decade) for decade in range(n_decades))
-
 
 PAIRS = YearForm("the last two digits", 2, 2)
 FORMS = (PAIRS, YearForm("the tens digit", 2, 1), YearForm("the last digit", 3, 1))
@@ -104,27 +92,19 @@ FORMS = (PAIRS, YearForm("the tens digit", 2, 1), YearForm("the last digit", 3, 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class GreaterThanTask(WordTask):
+class GreaterThanTask(Task):
     """Complete end years that are later than start years.
 
     Args:
         nouns: events that last, such as wars.
         centuries: first two digits of the years.
-
-    Raises:
-        ValueError: a century does not have two digits.
     """
 
     name: str = "greater_than"
     title: str = "Greater Than"
     metric: Metric = field(default=probability_difference, repr=False)
     nouns: tuple[str, ...] = field(default=NOUNS, repr=False)
-    centuries: tuple[int, ...] = CENTURIES
-
-    def __post_init__(self) -> None:
-        odd = [century for century in self.centuries if not 10 <= century <= 99]
-        if odd:
-            raise ValueError(f"expected centuries in 10..99, two digits each; got {odd}")
+    centuries: tuple[Annotated[int, Ge(10), Le(99)], ...] = CENTURIES
 
     def words(self, tokenizer: Any) -> dict[str, list[str]]:
         """The nouns that are single tokens."""
@@ -132,13 +112,13 @@ class GreaterThanTask(WordTask):
 
     def describe(self, tokenizer: Any) -> str:
         """The answer in words, and how many nouns are left out under this tokenizer."""
-        asked = f"the answer is {self._read(tokenizer)[0].answer} of the year"
+        asked = f"the answer is {self.years(tokenizer)[0].answer} of the year"
         return ", ".join(filter(None, [asked, super().describe(tokenizer)]))
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """A function that draws a prompt, with right and wrong answers from `YearForm.judged`."""
         nouns = self.words(tokenizer)["nouns"]
-        form, years = self._read(tokenizer)
+        form, years = self.years(tokenizer)
         judged = {start: form.judged(start) for start in form.starts}
 
         def draw() -> PairTexts:
@@ -152,8 +132,8 @@ class GreaterThanTask(WordTask):
 
         return draw
 
-    def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years, split into the digits that the end year shares and the rest.
+    def years(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
+        """Their form; and start years, split into the digits that the end year shares and the rest.
 
         Years near the ends are left out, and so are those that the corruption would not change, or
         that would leave no answer.
@@ -161,32 +141,24 @@ class GreaterThanTask(WordTask):
         Raises:
             ValueError: the tokenizer splits years in none of the supported ways.
         """
-        return self._read(tokenizer)[1]
-
-    def _read(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
         encode = Encoder(tokenizer)
         for form in FORMS:
             if years := self._years(encode, form):
                 return form, years
         read = in_tokens(tokenizer, encode("year 1732")[len(encode("year")) :])
-        advice = "Use a tokenizer that reads digits in pairs, one by one, or in threes."
-        alone = [end for end in PAIRS.endings if not is_token(tokenizer, encode(end), end)]
-        if alone:
-            raise ValueError(
-                f"expected 00 to 99 to be single tokens, or 0 to 9 within a year, since each can "
-                f"be an answer; of 00 to 99 {len(alone)} are not, such as {alone[:3]}, and "
-                f"1732 is read as {read}. {advice}"
-            )
         raise ValueError(
-            "expected years that are two tokens, such as 17 and 32, or four, or 173 and 2; the "
-            f"tokenizer splits no year of the centuries {list(self.centuries)} like that, and "
-            f"reads 1732 as {read}. Give other `centuries`. {advice}"
+            f"the tokenizer splits no year of the centuries {list(self.centuries)} into two tokens "
+            "such as 17 and 32, with a token for each of 00 to 99, nor digit by digit, nor into "
+            f"173 and 2; it reads 1732 as {read}. Give other `centuries`, or use a tokenizer that "
+            "reads digits in pairs, one by one, or in threes."
         )
 
     def _years(self, encode: Encoder, form: YearForm) -> list[tuple[str, str]]:
         """The start years that a tokenizer splits so that their next token is of this form."""
         years = []
-        for given in form.prefixes(self.centuries):
+        n_decades = 10 ** (form.n_given - 2)
+        firsts = (c * n_decades + decade for c in self.centuries for decade in range(n_decades))
+        for given in map(str, firsts):
             before = encode(f"year {given}")
             if form is PAIRS and len(before) != len(encode("year")) + 1:
                 continue

@@ -18,8 +18,7 @@ from typing import Any
 from sparse_tl.calls.arguments import checked
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import PairTexts
-from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.tasks.words import WordTask, content, single_words
+from sparse_tl.tasks.words import Task, content, single_words
 
 # Templates, names, places and objects of Redwood Research's Easy-Transformer
 # (github.com/redwoodresearch/Easy-Transformer, MIT, (c) 2022 neelnanda-io).
@@ -61,7 +60,7 @@ LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
 
 @checked
 @dataclass(frozen=True, kw_only=True)
-class IOITask(WordTask):
+class IOITask(Task):
     """Name the one of two people who receives something from the other.
 
     Args:
@@ -71,26 +70,22 @@ class IOITask(WordTask):
         objects: words for [OBJECT].
 
     Raises:
-        ValueError: there is no template, or one has another form.
+        ValueError: a template has another form.
     """
 
     name: str = "ioi"
     title: str = "IOI"
-    metric: Metric = field(default=logit_difference, repr=False)
     templates: tuple[str, ...] = field(default=TEMPLATES, repr=False)
     names: tuple[str, ...] = field(default=NAMES, repr=False)
     places: tuple[str, ...] = field(default=PLACES, repr=False)
     objects: tuple[str, ...] = field(default=OBJECTS, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.templates:
-            raise ValueError("expected at least one template; got none")
         for template in self.templates:
             slots = re.findall(r"\[[AB]\]", template)
             if sorted(slots[:-1]) != ["[A]", "[B]", "[B]"] or not template.endswith(" [A]"):
                 raise ValueError(
-                    'expected templates with [A] once and [B] twice that end in " [A]"; got '
-                    f"{template!r}"
+                    f'a template has [A] once, [B] twice, and " [A]" at its end; got {template!r}'
                 )
 
     def words(self, tokenizer: Any) -> dict[str, list[str]]:
@@ -112,7 +107,7 @@ class IOITask(WordTask):
             io, subject, *others = rng.sample(names, 5)
             return PairTexts(
                 template.replace("[A]", io).replace("[B]", subject),
-                _name_in_turn(template, others),
+                re.sub(r"\[[AB]\]", lambda _: others.pop(0), template),
                 answers=(f" {io}",),
                 wrong=(f" {subject}",),
             )
@@ -126,14 +121,12 @@ class IOITask(WordTask):
         the paper's circuit.
         """
         spans = []
-        for row, (io, subject) in enumerate(
-            zip(pairs.answers[:, 0].tolist(), pairs.wrong[:, 0].tolist(), strict=True)
-        ):
+        names = zip(pairs.answers[:, 0].tolist(), pairs.wrong[:, 0].tolist(), strict=True)
+        for row, (io, subject) in enumerate(names):
             tokens = pairs.clean[row, : int(pairs.positions[row]) + 1].tolist()
             first = tokens.index(subject)
-            second = tokens.index(subject, first + 1)
-            names = {"IO": tokens.index(io), "S1": first, "S1+1": first + 1, "S2": second}
-            spans.append({**names, "END": len(tokens) - 1})
+            found = {"IO": tokens.index(io), "S1": first, "S1+1": first + 1}
+            spans.append({**found, "S2": tokens.index(subject, first + 1), "END": len(tokens) - 1})
         return spans
 
 
@@ -145,8 +138,3 @@ class IOILongTask(IOITask):
     name: str = "ioi_long"
     title: str = "IOI Long"
     templates: tuple[str, ...] = field(default=LONG_TEMPLATES, repr=False)
-
-
-def _name_in_turn(template: str, names: list[str]) -> str:
-    remaining = iter(names)
-    return re.sub(r"\[[AB]\]", lambda _: next(remaining), template)

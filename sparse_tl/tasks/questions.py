@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,26 @@ Question = tuple[str, str]
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A kind of prompts with targets, by default from a Hugging Face dataset."""
+    """A kind of prompts with targets, by default from a Hugging Face dataset.
+
+    Args:
+        build: function from rows to questions.
+    """
 
     name: str
     title: str
     source: str
     split: str
     build: Callable[[Sequence[Record]], list[Question]]
-    """Function from rows to questions."""
 
     def load(
         self, model: HookedModel, n: int, *, source: str | Path | None = None
     ) -> TargetDataset:
         """The first `n` questions that fit the model's context, as prompts with targets.
 
-        Args:
-            model: model whose tokenizer is used; BOS is prepended if the model's prompts have it.
-            n: maximum number of questions.
-            source: a file with one JSON object per line, a folder of such files, or a dataset
-                name; the set's own dataset by default.
+        `source` is a file with one JSON object per line, a folder of such files, or a dataset name;
+        the set's own dataset by default.
         """
-        if n < 1:
-            raise ValueError(f"expected at least one question; got {n}")
         tokenizer, bos, n_ctx = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
         n_start = len(prompt_start(tokenizer, bos))
         questions = [
@@ -61,22 +59,19 @@ class QuestionSet:
             if n_start + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= n_ctx
         ]
         if not questions:
-            raise ValueError(
-                f"expected questions of {self.title} of at most {n_ctx} tokens in "
-                f"{source or self.source}; got none"
-            )
+            raise ValueError(f"{source or self.source} has no question of at most {n_ctx} tokens")
         texts, answers = zip(*questions[:n], strict=True)
         return TargetDataset.from_texts(tokenizer, texts, answers, prepend_bos=bos)
 
     def questions(self, source: str | Path | None, n_rows: int) -> list[Question]:
         """The questions in the first rows of a source, as in `load`."""
-        rows = read_rows(self.source if source is None else source, self.split, n_rows)
+        rows = read_rows(source or self.source, self.split, n_rows)
         try:
             return self.build(rows)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(
-                f"expected rows of {self.title} like those of {self.source}; "
-                f"{source or self.source} has the fields {sorted(rows[0])!s:.200}: {error!r:.200}"
+                f"expected rows of {self.title} like those of {self.source}; {source} has the "
+                f"fields {[*rows[0]]!s:.200}: {error!r:.200}"
             ) from error
 
 
@@ -89,13 +84,12 @@ def read_rows(source: str | Path, split: str = "train", limit: int | None = None
     elif path.is_dir():
         files = [read_jsonl(file) for file in sorted(path.glob("*.jsonl"))]
         # Interleave the files, so that the first rows are of all kinds.
-        longest = max(map(len, files), default=0)
-        rows = [file[row] for row in range(longest) for file in files if row < len(file)]
+        rows = (row for some in zip_longest(*files) for row in some if row is not None)
     else:
         rows = dataset_rows(source, split)
-    records: list[Record] = list(islice(rows, limit))
+    records = list(islice(rows, limit))
     if not records:
-        raise ValueError(f"expected rows in {source}; there are none")
+        raise ValueError(f"there are no rows in {source}")
     return records
 
 

@@ -1,9 +1,11 @@
-"""Which skills a sparse model kept: families of short prompts, dense beside sparse.
+"""Which tasks a model does, and which skills a sparse model kept.
 
-A model is *right* if its most likely next token is a right answer, and has *right above wrong* if a
-right answer is more likely than every wrong one. A skill fell if the share of prompts with right
-above wrong fell by more than `FALL`; the fall exceeds noise if the exact sign test on the prompts
-that only one of the models has so has a p below `NOISE`.
+`task_report` measures the tasks, before a search for their circuits. `measure_skills` compares
+families of short prompts, dense beside sparse: a model is *right* if its most likely next token is
+a right answer, and has *right above wrong* if a right answer is more likely than every wrong one. A
+skill fell if the share of prompts with right above wrong fell by more than `FALL`; the fall exceeds
+noise if the exact sign test on the prompts that only one of the models has so has a p below
+`NOISE`.
 """
 
 from __future__ import annotations
@@ -16,22 +18,144 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.backend import Model, evaluation_mode
+from sparse_tl.backend import HookedModel, Model, evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.circuits.effect import mean_interval, sign_test, wilson_interval
+from sparse_tl.circuits.evaluation import mean_interval, sign_test, wilson_interval
 from sparse_tl.circuits.pair_runs import PairBatches
+from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
+from sparse_tl.data.prompts import start_of_prompts
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.metrics import check_wrong, chooses_right, is_right
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
-from sparse_tl.tasks.battery import BATTERY
+from sparse_tl.results import Result, table_html
+from sparse_tl.tasks.docstring import DocstringTask
+from sparse_tl.tasks.greater_than import GreaterThanTask
+from sparse_tl.tasks.induction import InductionTask
+from sparse_tl.tasks.ioi import IOILongTask, IOITask
+from sparse_tl.tasks.templates import BATTERY, AnaphorTask, CapitalsTask, SubjectVerbTask
 from sparse_tl.tasks.words import Pairs, Task
-from sparse_tl.training.distillation import losses_and_divergences
-from sparse_tl.training.reference import DensePredictions
+from sparse_tl.training.distillation import DensePredictions, losses_and_divergences
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_ALL: tuple[Task, ...] = (
+    GreaterThanTask(),
+    IOITask(),
+    IOILongTask(),
+    DocstringTask(),
+    SubjectVerbTask(),
+    AnaphorTask(),
+    InductionTask(),
+    CapitalsTask(),
+)
+TASKS_BY_NAME = {task.name: task for task in _ALL}
+"""The tasks that work for any tokenizer, by the names that commands take."""
+
+
+@dataclass(frozen=True, eq=False)
+class TaskReport(Result):
+    """How well a model does tasks.
+
+    Args:
+        skills: the measured skill, by task.
+        lacks: by task, the reason why the model does not do it or cannot be tested; empty if the
+            model does it.
+    """
+
+    skills: dict[str, Skill]
+    lacks: dict[str, str]
+
+    @property
+    def done(self) -> list[str]:
+        """The tasks that the model does."""
+        return [name for name, lack in self.lacks.items() if not lack]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per task, as in `Skill`; clean and corrupted are means of the task's metric.
+
+        A task has no numbers if the model cannot be tested on it.
+        """
+        import pandas as pd
+
+        rows = []
+        for name, lack in self.lacks.items():
+            row: dict[str, Any] = {"task": name}
+            if name in self.skills:
+                skill = self.skills[name]
+                row |= {"prompts": len(skill.right), **skill.numbers}
+                row["clean"] = skill.clean.mean().item()
+                row["corrupted"] = skill.corrupted.mean().item()
+            rows.append({**row, "done": not lack})
+        columns = ["task", "prompts", "accuracy", "choice", "chance", "clean", "corrupted", "done"]
+        return pd.DataFrame(rows, columns=columns).set_index("task")
+
+    def __repr__(self) -> str:
+        return f"TaskReport(does {len(self.done)} of {len(self.lacks)} tasks: {self.done})"
+
+    def __str__(self) -> str:
+        """One line per task."""
+        return "\n".join(
+            f"{name}: {lack or self.skills[name]}" for name, lack in self.lacks.items()
+        )
+
+    def _repr_html_(self) -> str:
+        reasons = [f"{name}: {lack}" for name, lack in self.lacks.items() if lack]
+        return table_html(self.to_pandas(), "; ".join([repr(self), *reasons]))
+
+
+@checked
+def task_report(
+    model: HookedModel,
+    tasks: Sequence[str | Task] = (),
+    *,
+    n: Pairs = 64,
+    seed: Seed = 0,
+    prepend_bos: bool | None = None,
+    chat: bool = False,
+    batch_size: AtLeastOne = 32,
+    progress: bool = True,
+) -> TaskReport:
+    """Measure how well a model does tasks, before searching it for their circuits.
+
+    `Skill` describes the measurements, and when a model does a task.
+
+    Args:
+        model: dense or sparse model, with a tokenizer for all tasks but induction.
+        tasks: tasks, or their names in `TASKS_BY_NAME`; all tasks if empty.
+        n: number of prompts per task.
+        seed: random seed for the prompts.
+        prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
+        chat: whether each prompt begins the assistant's answer in a chat.
+        batch_size: prompts per forward pass.
+        progress: whether to show progress bars.
+
+    Raises:
+        ValueError: a task is unknown or given twice, or prompts cannot begin as requested.
+    """
+    if model.tokenizer is not None:
+        start_of_prompts(model, prepend_bos, chat=chat)  # fail here, not in every task
+    names = [task if isinstance(task, str) else task.name for task in tasks or _ALL]
+    unknown = {task for task in tasks if isinstance(task, str)} - TASKS_BY_NAME.keys()
+    if unknown or len(set(names)) < len(names):
+        raise ValueError(f"give each task once, of {list(TASKS_BY_NAME)} or your own; got {names}")
+    chosen = [TASKS_BY_NAME[task] if isinstance(task, str) else task for task in tasks or _ALL]
+    skills, lacks = {}, {}
+    for task in chosen:
+        try:
+            pairs = task.pairs(model, n, seed=seed, prepend_bos=prepend_bos, chat=chat)
+        except ValueError as error:  # the tokenizer lacks the task's words
+            lacks[task.name] = str(error)
+            continue
+        skills[task.name] = measure_skill(
+            model, pairs, task.metric, batch_size=batch_size, progress=progress
+        )
+        lacks[task.name] = skills[task.name].lack
+    return TaskReport(skills, lacks)
+
+
+# ---- what a sparse model kept ------------------------------------------------------------------
 
 FALL, NOISE = 0.03, 0.05
 _KEPT, _FELL, _LEFT_OUT = "kept", "fell", "left out"
@@ -185,11 +309,8 @@ def numbers(
 ) -> dict[str, Any]:
     """A row of `SkillComparison.table`, from values of every prompt.
 
-    Args:
-        chance: mean share of right answers among all answers.
-        right, above: of the dense and the sparse model.
-        divergence: divergence in nats.
-        edges: open edges, possible edges, and tokens.
+    `right` and `above` are of the dense and the sparse model; `edges` are open edges, possible
+    edges, and tokens.
     """
     n, row = len(divergence), dict[str, Any](chance=chance)
     found = {"divergence": (divergence.mean().item(), *mean_interval(divergence))}

@@ -1,14 +1,15 @@
-"""Base classes of tasks, single-token words and distinct prompts."""
+"""The base class of tasks, single-token words and distinct prompts."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import unicodedata
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le
 
@@ -16,13 +17,14 @@ from sparse_tl.backend import HookedModel
 from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PairTexts, PromptPairs, pairs_of_texts
 from sparse_tl.data.prompts import Encoder, prepends_bos
-from sparse_tl.metrics import Metric
+from sparse_tl.metrics import Metric, logit_difference
 
 Pairs = Annotated[int, Ge(1), Le(1_000_000)]
 """A number of pairs; drawing a million takes a minute."""
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 
 Word = TypeVar("Word", bound=str | tuple[str, ...])
+Drawn = TypeVar("Drawn", bound=tuple[Any, ...])
 
 
 def content(task: str, key: str) -> tuple[Any, ...]:
@@ -32,28 +34,11 @@ def content(task: str, key: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task whose prompts are drawn at random."""
+    """A task whose prompts are drawn at random; subclasses define one draw."""
 
     name: str
     title: str
-    metric: Metric
-
-    def pairs(
-        self,
-        model: HookedModel,
-        n: Pairs,
-        *,
-        seed: Seed = 0,
-        prepend_bos: bool | None = None,
-        chat: bool = False,
-    ) -> PromptPairs:
-        """Clean and corrupted prompts, with right and wrong answers as defined by the task."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class WordTask(Task):
-    """A task whose prompts are drawn at random from words; subclasses define one draw."""
+    metric: Metric = field(default=logit_difference, repr=False)
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """A function that draws one prompt.
@@ -64,11 +49,7 @@ class WordTask(Task):
         raise NotImplementedError
 
     def words(self, tokenizer: Any) -> Mapping[str, Sequence[Any]]:
-        """The words that prompts are drawn from, by the name of the task's field.
-
-        Raises:
-            ValueError: too few of the task's words are single tokens.
-        """
+        """The words that prompts are drawn from, by the name of the task's field."""
         return {}
 
     def describe(self, tokenizer: Any) -> str:
@@ -115,30 +96,41 @@ class WordTask(Task):
         return replace(pairs, note=self.describe(model.tokenizer))
 
 
+def check_templates(templates: Iterable[str], *allowed: str) -> None:
+    """Check that each template has one of these sets of slots, each slot once, in any order."""
+    for template in templates:
+        slots = sorted(re.findall(r"\[([A-Z]+)\]", template))
+        if slots not in [sorted(form.split()) for form in allowed]:
+            raise ValueError(f"a template has the slots {' or '.join(allowed)}; got {template!r}")
+
+
 def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> list[str]:
     """The words that are one token after a space.
 
     Raises a ValueError if there are fewer than `needed`; `what` is the name of the task's field.
     """
     words = tuple(dict.fromkeys(words))
-    return enough(_known(tokenizer, words), words, needed, what)
+    rows = single_rows(tokenizer, ((word,) for word in words), 0, what)
+    return enough([word for (word,) in rows], words, needed, what)
 
 
 def single_rows(
     tokenizer: Any, rows: Iterable[tuple[str, ...]], needed: int, what: str
 ) -> list[tuple[str, ...]]:
     """The rows whose words are all one token after a space; arguments as in `single_words`."""
-    rows = tuple(dict.fromkeys(rows))
-    known = set(_known(tokenizer, [word for row in rows for word in row]))
-    return enough([row for row in rows if known.issuperset(row)], rows, needed, what)
+    rows, encode = tuple(dict.fromkeys(rows)), Encoder(tokenizer)
+    before = encode("to")
+
+    def is_known(word: str) -> bool:
+        tokens = encode(f"to {word}")
+        # Decoding distinguishes known from unknown words, whatever the unknown token is.
+        return tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word)
+
+    return enough([row for row in rows if all(map(is_known, row))], rows, needed, what)
 
 
 def enough(usable: list[Word], words: Sequence[Word], needed: int, what: str) -> list[Word]:
-    """The usable words, if there are enough.
-
-    Raises:
-        ValueError: there are fewer than `needed`.
-    """
+    """The usable words, or a ValueError if there are fewer than `needed`."""
     if len(usable) < needed:
         raise ValueError(
             f"expected at least {needed} {what} that are single tokens after a space; under this "
@@ -148,47 +140,27 @@ def enough(usable: list[Word], words: Sequence[Word], needed: int, what: str) ->
     return usable
 
 
-def _known(tokenizer: Any, words: Iterable[str]) -> list[str]:
-    encode = Encoder(tokenizer)
-    before, known = encode("to"), []
-    for word in words:
-        tokens = encode(f"to {word}")
-        # Decoding distinguishes known from unknown words, whatever the unknown token is.
-        if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
-            known.append(word)
-    return known
+def draw_distinct(draw: Callable[[], Drawn], n: int) -> list[Drawn]:
+    """`n` draws with distinct clean prompts, or with repetitions if there are too few prompts.
 
-
-@runtime_checkable
-class Drawn(Protocol):
-    """A drawn prompt pair, as texts or tokens."""
-
-    @property
-    def clean(self) -> Hashable: ...
-
-
-One = TypeVar("One", bound=Drawn)
-
-
-def draw_distinct(draw: Callable[[], One], n: int) -> list[One]:
-    """`n` draws with distinct clean prompts, or with repetitions if there are too few prompts."""
-    if n < 1:
-        raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
-    drawn: dict[Hashable, One] = {}
+    The first field of a draw is its clean prompt.
+    """
+    drawn: dict[Any, Drawn] = {}
     # Enough tries to find every prompt of a small task, few enough to stop when none is left.
     n_repeated = 0
     while len(drawn) < n and n_repeated < 20 * len(drawn) + 1000:
         prompt = draw()
-        n_repeated = n_repeated + 1 if prompt.clean in drawn else 0
-        drawn.setdefault(prompt.clean, prompt)
+        n_repeated = n_repeated + 1 if prompt[0] in drawn else 0
+        drawn.setdefault(prompt[0], prompt)
     return [*drawn.values(), *(draw() for _ in range(n - len(drawn)))]
 
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:
-    """Whether there is a single token, which decodes to the word."""
-    return len(tokens) == 1 and _composed(tokenizer.decode(list(tokens)).strip()) == _composed(word)
-
-
-def _composed(text: str) -> str:
-    """The text with accents composed with their letters, as many tokenizers do."""
-    return unicodedata.normalize("NFC", text)
+    """Whether there is a single token, which decodes to the word; many compose its accents."""
+    if len(tokens) != 1:
+        return False
+    read, word = (
+        unicodedata.normalize("NFC", text)
+        for text in (tokenizer.decode(list(tokens)).strip(), word)
+    )
+    return read == word

@@ -11,8 +11,9 @@ where the *change* is that between the last two evaluations. Edges go on closing
 evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
 *lead* is `GAP_LEAD` evaluations for a divergence, and 0 for a loss, whose noise it would multiply.
 The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
-from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts above
-it and falls to it during the run. Then
+from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts
+`MARGIN` above it and falls to it with the gates' noise: early on, large updates and noise raise the
+loss, which recovers later. Then
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
@@ -56,6 +57,13 @@ BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda. A group that has long met its target keeps some weight in case it
 misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
 
+NO_NOISE = 0.7
+"""Share of the run after which the gates have no noise, and the limits no margin."""
+MARGIN = 0.05
+"""Nats by which the initial loss limit exceeds the final one, whatever the target: at a target of
+0.1 nats, a language model does not recover from an excess of several times that."""
+LEAST_BUDGET = 1e-4
+"""Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 GAP_LEAD = 8
 """Evaluations over which divergences are extrapolated."""
 OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
@@ -68,6 +76,8 @@ LEAD, AHEAD = 4, 0.1
 """Evaluations over which edges are extrapolated, and as a share of the run."""
 STEEPNESS = 3.0
 """Gain on the logarithm of the ratio of line to edges, per unit of the line's fall; 1 is added."""
+TINY = 1e-6
+"""Edges per token that count as none; their logarithm is finite."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +94,16 @@ class TargetLoss:
     of: Measured
 
     @staticmethod
-    def parse(target: float | str | TargetLoss) -> TargetLoss:
-        """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence.
-
-        Raises:
-            ValueError: the target is not a finite number of nats above 0.
-        """
-        if isinstance(target, TargetLoss):
-            return target
+    def parse(target: float | str) -> TargetLoss:
+        """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence."""
         text = str(target).strip()
         signs: dict[str, Measured] = {"kl+": "divergence", "+": "increase", "": "loss"}
         sign = next(sign for sign in signs if text.startswith(sign))
-        nats = _above_zero(text.removeprefix(sign.removesuffix("+")))
-        if nats is None:
-            raise ValueError(
-                f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
-                'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
-            )
+        problem = (
+            f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
+            'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
+        )
+        nats = _above_zero(text.removeprefix(sign.removesuffix("+")), problem)
         return TargetLoss(nats, signs[sign])
 
     def budget(self, dense_loss: float) -> float:
@@ -110,11 +113,6 @@ class TargetLoss:
     def __str__(self) -> str:
         sign = {"loss": "", "increase": "+", "divergence": "kl+"}[self.of]
         return f"{sign}{self.nats:.15g}"
-
-    @property
-    def in_words(self) -> str:
-        """The target in words."""
-        return f"divergence of {self.nats:g} nats" if self.of == "divergence" else f"{self} nats"
 
 
 @dataclass(frozen=True)
@@ -134,19 +132,13 @@ class TargetEdges:
 
     @staticmethod
     def parse(target: float | str) -> TargetEdges:
-        """Read ``300`` as edges per token and ``"100x"`` as a hundred times fewer than dense.
-
-        Raises:
-            ValueError: the target is not a finite number above 0.
-        """
+        """Read ``300`` as edges per token and ``"100x"`` as a hundred times fewer than dense."""
         text = str(target).strip()
-        amount = _above_zero(text.removesuffix("x"))
-        if amount is None:
-            raise ValueError(
-                f"{target!r} is not a number of target edges: give edges per token, such as 300, "
-                'or how many times fewer than in the dense model, "100x"'
-            )
-        return TargetEdges(amount, text.endswith("x"))
+        problem = (
+            f"{target!r} is not a number of target edges: give edges per token, such as 300, or "
+            'how many times fewer than in the dense model, "100x"'
+        )
+        return TargetEdges(_above_zero(text.removesuffix("x"), problem), text.endswith("x"))
 
     def per_token(self, dense: float) -> float:
         """The target in edges per token, given the dense model's."""
@@ -160,20 +152,11 @@ class TargetEdges:
         fewer = " times fewer" * self.times_fewer
         return f"{self.amount:.15g}{fewer} edges per token"
 
-    @property
-    def in_words(self) -> str:
-        """The target in words."""
-        return f"of {self}"
-
 
 def parse_target(
     target_loss: float | str | None, target_edges: float | str | None, default: str
 ) -> TargetLoss | TargetEdges:
-    """The target that is given.
-
-    Raises:
-        ValueError: both are given, or the one that is given is invalid.
-    """
+    """The target that is given."""
     if target_edges is None:
         return TargetLoss.parse(default if target_loss is None else target_loss)
     if target_loss is not None:
@@ -181,56 +164,92 @@ def parse_target(
     return TargetEdges.parse(target_edges)
 
 
-def _above_zero(text: str) -> float | None:
-    """The finite number above 0 that is written, if it is one."""
+def _above_zero(text: str, problem: str) -> float:
+    """The finite number above 0 that is written."""
     try:
         number = float(text)
     except ValueError:
-        return None
-    return number if 0 < number < math.inf else None
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(problem)
+    return number
 
 
 class LossConstraint:
     """The lambda of every group, and the controller that moves it.
 
-    `SparsityObjective` computes gaps and limits.
+    Under a target of edges, all groups have the same lambda.
 
     Args:
-        n_groups: number of groups of rows, each with a loss of its own.
+        budget: the largest gap that the target allows each group, in nats.
+        lead: evaluations over which gaps are extrapolated.
+        target_edges: edges per token to which the model is steered, if that is the target.
+        evaluated_every: updates between two evaluations.
         start: lambda before the first step.
         integral: integral gain, in total over the updates between two evaluations.
         proportional: proportional gain.
-        evaluated_every: updates between two evaluations.
         bounds: smallest and largest lambda.
     """
 
     def __init__(
         self,
-        n_groups: int = 1,
+        budget: Float[Tensor, " group"],
         *,
+        lead: int = 0,
+        target_edges: float | None = None,
+        evaluated_every: int = 1,
         start: float = START,
         integral: float = INTEGRAL,
         proportional: float = PROPORTIONAL,
-        evaluated_every: int = 1,
         bounds: tuple[float, float] = BOUNDS,
     ) -> None:
         # In float64, which JSON stores exactly, so that a resumed run starts from the same value.
-        self._log_lambda = torch.full((n_groups,), math.log(start), dtype=torch.float64)
-        self._last_error = torch.zeros_like(self._log_lambda)
+        self.budget = budget.double().clamp(min=LEAST_BUDGET)
+        self.lead, self.target_edges = lead, target_edges
+        self._log_lambda = torch.full_like(self.budget, math.log(start))
+        self._last_error = torch.zeros_like(self.budget)
         self._integral, self._proportional = integral / evaluated_every, proportional
         self._bounds = [math.log(bound) for bound in bounds]
+        self._gap = self.limit(0.0)  # no excess before the first evaluation
+        self._change = torch.zeros_like(self.budget)
+        self._edges: list[float] = []  # at the first evaluation and at the last two
 
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
         """The lambda of every group."""
         return self._log_lambda.exp()
 
-    def update(self, excess: Float[Tensor, " group"]) -> None:
-        """Move lambda by one step.
+    def limit(self, done: float) -> Float[Tensor, " group"]:
+        """The limit on every group's gap at a share of the run, in nats."""
+        return self.budget + MARGIN * remaining(done)
 
-        Args:
-            excess: of every group's extrapolated gap over its limit, relative to the limit.
-        """
+    def line(self, done: float) -> float:
+        """Edges per token at which the model should be, under a target of edges."""
+        assert self.target_edges is not None
+        share = min(done / ARRIVAL, 1.0)
+        return self._edges[0] ** (1 - share) * (BELOW * self.target_edges) ** share
+
+    def record(self, gap: Float[Tensor, " group"], edges: float) -> None:
+        """Record every group's gap, and edges per token, as evaluated on validation rows."""
+        edges = max(edges, TINY)
+        first, *_, last = self._edges or [edges, edges]
+        self._change = gap - self._gap if self._edges else torch.zeros_like(gap)
+        self._gap, self._edges = gap, [first, last, edges]
+
+    def update(self, done: float) -> float:
+        """Move lambda by one step; return the largest excess over a limit, or over the line."""
+        if self.target_edges is None:
+            limit = self.limit(done)
+            self.move((self._gap + self.lead * self._change - limit) / limit)
+            return (self._gap - limit).max().item()
+        first, before, edges = self._edges
+        over = math.log(edges / self.line(done + AHEAD)) + LEAD * math.log(edges / before)
+        gain = 1 + STEEPNESS * abs(math.log(first / self.target_edges))
+        self.move(torch.full_like(self._gap, -gain * over))
+        return edges - self.line(done)
+
+    def move(self, excess: Float[Tensor, " group"]) -> None:
+        """Move lambda by one step, given every group's relative excess ``e_t`` before clipping."""
         error = excess.clamp(-1, 1).to(self._log_lambda)
         both = self._integral + self._proportional
         change = error * both - self._last_error * self._proportional
@@ -239,10 +258,20 @@ class LossConstraint:
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step."""
-        carried = {"log_lambda": self._log_lambda, "last_error": self._last_error}
-        return {name: values.tolist() for name, values in carried.items()}
+        by_group = [self._log_lambda, self._last_error, self._gap, self._change]
+        carried = dict(zip(_BY_GROUP, map(Tensor.tolist, by_group), strict=True))
+        return {**carried, "edges": self._edges}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
-        self._log_lambda = torch.tensor(state["log_lambda"], dtype=torch.float64)
-        self._last_error = torch.tensor(state["last_error"], dtype=torch.float64)
+        by_group = (torch.tensor(state[name], dtype=torch.float64) for name in _BY_GROUP)
+        self._log_lambda, self._last_error, self._gap, self._change = by_group
+        self._edges = state["edges"]
+
+
+_BY_GROUP = ("log_lambda", "last_error", "gap", "change")
+
+
+def remaining(done: float) -> float:
+    """The share of the initial noise and margin that is left at a share of the run."""
+    return 0.5 * (1 + math.cos(math.pi * min(done / NO_NOISE, 1.0)))

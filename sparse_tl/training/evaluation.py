@@ -1,12 +1,14 @@
-"""Held-out measurements of dense and sparse models."""
+"""Measurements on held-out rows, and the outcome of post-training that they make up."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,14 +18,24 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.attention import costs_of_first
+from sparse_tl.gates.sparse.computed_gates import costs_of_first
 from sparse_tl.results import Result
-from sparse_tl.training.distillation import losses_and_divergences
-from sparse_tl.training.reference import DensePredictions, Reference, under_gates
+from sparse_tl.training.constraint import TargetEdges, TargetLoss
+from sparse_tl.training.distillation import (
+    DensePredictions,
+    Reference,
+    losses_and_divergences,
+    under_gates,
+)
 
 LOGITS_PER_PASS = SizeByDevice(cpu=2**26, elsewhere=2**28)
 """Maximum number of logits in one forward pass, of which there are a few copies: 256 MiB each in
 float32 on a CPU."""
+UNUSED = 0.5
+"""A group that uses less than this share of its loss budget was not limited by the constraint."""
+STILL_FALLING = 0.95
+"""Active edges at the end, as a share of those after nine tenths of the run; below this, more steps
+would close more edges."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,6 +116,150 @@ class HeldOut(Result):
         return f", {self.active_mlps:,.2f} of {self.possible_mlps:,.0f} MLP outputs active"
 
 
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """What follows from measurements of the dense and the sparse model on the same rows."""
+
+    dense: HeldOut
+    sparse: HeldOut
+
+    @property
+    def loss_increase(self) -> float:
+        """The sparse model's loss minus the dense model's, in nats."""
+        return self.sparse.loss - self.dense.loss
+
+    @property
+    def times_fewer(self) -> float:
+        """Possible attention edges over active ones; infinite if none is active."""
+        active = self.sparse.active_attention_edges
+        return self.sparse.possible_attention_edges / active if active else math.inf
+
+    def used(self, target: TargetLoss) -> float:
+        """The share of the loss budget that the rows used; NaN without a measured divergence."""
+        gap = self.sparse.divergence if target.of == "divergence" else self.loss_increase
+        return math.nan if gap is None else gap / max(target.budget(self.dense.loss), 1e-12)
+
+    def row(self) -> dict[str, float]:
+        """The main numbers of both models, by name."""
+        dense, sparse = self.dense, self.sparse
+        return {
+            "dense loss": dense.loss,
+            "sparse loss": sparse.loss,
+            "divergence": math.nan if sparse.divergence is None else sparse.divergence,
+            "dense edges per token": dense.active_attention_edges_per_token,
+            "sparse edges per token": sparse.active_attention_edges_per_token,
+            "times fewer": self.times_fewer,
+        }
+
+
+@dataclass(frozen=True)
+class DenseAndSparse(_Compared):
+    """Measurements of the dense and the sparse model on the same rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class PostTraining(_Compared, Result):
+    """The result of a post-training run.
+
+    Args:
+        dense: validation measurements of the dense model.
+        sparse: validation measurements of the selected weights.
+        feasible: whether any validation evaluation met the target, except that before training.
+        target: the target that every group had to meet, or that the mean of their edges had to.
+        best_step: step of the selected weights.
+        history: one row per step; validation columns are set at steps with an evaluation.
+        groups: validation measurements of every group, by name, if the groups have names.
+        held_out: measurements on held-out rows, by name: those of a group, or of other texts.
+    """
+
+    feasible: bool
+    target: TargetLoss | TargetEdges
+    best_step: int
+    history: pd.DataFrame
+    groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+    held_out: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+
+    @property
+    def reported(self) -> dict[str, DenseAndSparse]:
+        """Measurements of every group and held-out text; of groups on held-out rows, if any."""
+        return {**self.groups, **self.held_out}
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few sentences."""
+        n_groups = len(self.dense.group_losses)
+        edges = (
+            f"{self.sparse.active_attention_edges:,.2f} of "
+            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
+            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
+        )
+        if self.sparse.divergence is not None:
+            edges += f", {self.sparse.divergence:.4f} divergence from it"
+        if isinstance(self.target, TargetEdges):
+            target, among = f"Target of {self.target}", f", on average over {n_groups} groups,"
+            advice = "or allow more edges"
+        else:
+            divergence = f"divergence of {self.target.nats:g}"
+            nats = divergence if self.target.of == "divergence" else self.target
+            target, among = f"Target {nats} nats", f" in each of {n_groups} groups"
+            advice = "start from a smaller threshold or a larger bias, or allow more loss"
+        target += among if n_groups > 1 else ""
+        if self.feasible:
+            outcome = f"{target} met at step {self.best_step}: {edges}).{self._advice}"
+        else:
+            outcome = (
+                f"{target} NOT met by any validation evaluation after the first step; kept the "
+                f"weights that came closest, from step {self.best_step}: {edges}). Train for "
+                f"longer, {advice}."
+            )
+        return " ".join([outcome, *map(self._line, self.reported)])
+
+    @property
+    def _advice(self) -> str:
+        """Advice for a longer run after a target that was met; empty if there is none."""
+        column = "validation_active_attention_edges"
+        if isinstance(self.target, TargetEdges) or column not in self.history:
+            return ""
+        edges = self.history.set_index("step")[column].dropna()
+        last = edges.index[-1]
+        if self.best_step < last / 2 and edges.iloc[-1] < edges[self.best_step]:
+            return (
+                f" Later in training fewer edges were active ({edges.iloc[-1]:,.2f} at the end), "
+                "but the target was missed. Train for longer, or allow more loss."
+            )
+        groups = self.groups or {"": self}
+        loose = [name for name, models in groups.items() if models.used(self.target) < UNUSED]
+        if not loose or edges.iloc[-1] >= STILL_FALLING * edges[edges.index <= 0.9 * last].iloc[-1]:
+            return ""
+        where = f" on {', '.join(loose)}" if self.groups else ""
+        return (
+            f" The constraint did not bind{where}: less than half of the loss budget was used, and "
+            "edges were still closing at the end. More steps would close more."
+        )
+
+    def _line(self, name: str) -> str:
+        """A sentence on a group or a held-out text."""
+        models = self.reported[name]
+        held_out = " (held-out rows)" if name in self.groups else " (held out)"
+        loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
+        if models.sparse.divergence is not None:
+            loss += f", divergence {models.sparse.divergence:.3f}"
+        edges = f"{models.sparse.active_attention_edges_per_token:,.1f} edges per token"
+        name += held_out if name in self.held_out else ""
+        return f"{name}: {edges} ({models.times_fewer:.1f}x fewer), {loss}."
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
+        if self.reported:
+            rows = {name: models.row() for name, models in self.reported.items()}
+            return pd.DataFrame.from_dict(rows, orient="index")
+        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
+
+    def __repr__(self) -> str:
+        return f"PostTraining({self.verdict})"
+
+
 @checked
 @in_evaluation_mode
 @torch.no_grad()
@@ -131,8 +287,7 @@ def evaluate_held_out(
             predictions for rows that are evaluated again.
 
     Raises:
-        ValueError: a token or label is not in the model's vocabulary, or the rows are longer than
-            its context.
+        ValueError: the rows do not fit the model's vocabulary or context.
     """
     adapter = adapt(model)
     check_rows(adapter, examples)

@@ -4,8 +4,12 @@ Each step: get the stream's batch, compute the objective's loss (in micro-batche
 backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
 so a resumed run draws the same numbers as an uninterrupted one.
 
+A checkpoint is a folder with ``state.json`` and ``tensors.safetensors``, from which a run resumes
+as if never interrupted.
+
 Several ranks take each step together: each has its own rows of the step's batch, and gradients are
-averaged. The first rank keeps the best weights, writes checkpoints and shows progress.
+averaged. The first rank keeps the best weights, writes checkpoints and shows progress. Checkpoints
+hold whole tensors, also of sharded weights, so that any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -16,21 +20,26 @@ import os
 import signal
 import threading
 import time
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.backend import (
     HookedModel,
+    Model,
     adapt,
+    check_raw,
     has_sharded_weights,
     in_use,
     is_sharded,
@@ -38,6 +47,7 @@ from sparse_tl.backend import (
     merged_lora,
     processes,
     read_parameters,
+    weights_digest,
     whole,
 )
 from sparse_tl.calls.arguments import (
@@ -50,19 +60,17 @@ from sparse_tl.calls.arguments import (
     checked,
 )
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
-from sparse_tl.storage.files import locked
+from sparse_tl.storage import files
 from sparse_tl.training import ranks
-from sparse_tl.training.checkpoints import (
-    TrainingState,
-    load_checkpoint,
-    run_identity,
-    save_checkpoint,
-)
+from sparse_tl.training.evaluation import evaluate_held_out
 
+FORMAT = 9
+_STATE, _TENSORS = "state.json", "tensors.safetensors"
+_SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
 BETWEEN_RANKS = 2_654_435_761
@@ -97,7 +105,6 @@ class TrainingConfig:
         seed: random seed for gate noise.
         evaluate_every: steps between validation evaluations.
         checkpoint_every: steps between checkpoints.
-        patience: evaluations without improvement before training stops; None never stops early.
     """
 
     steps: AtLeastOne
@@ -114,7 +121,6 @@ class TrainingConfig:
     seed: Seed = 0
     evaluate_every: AtLeastOne = 50
     checkpoint_every: AtLeastOne = 100
-    patience: Count | None = None
 
     def rate(self, step: int) -> float:
         """The learning rate at a step: warm-up, plateau, decay."""
@@ -159,10 +165,7 @@ class Objective:
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         """The value to minimise, and the measurements to log.
 
-        Args:
-            batch: examples.
-            generator: source of all randomness.
-            fraction_done: share of the run that is done, from 0 to 1.
+        All randomness is the generator's; `fraction_done` is the share of the run so far.
         """
         raise NotImplementedError
 
@@ -175,6 +178,52 @@ class Objective:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from the state in a checkpoint."""
+
+
+@dataclass
+class TrainingState:
+    """The complete state of a run.
+
+    Args:
+        step: number of completed steps.
+        history: one dictionary per logged step.
+        best: metrics of the best evaluation so far, including its step.
+        best_weights: on the first rank, the trained weights at that evaluation, on the CPU.
+        objective: the objective's state.
+        first_batch: digest of the first step's batch.
+        last_batch: digest of the last completed step's batch.
+        stream: the stream's state, if it has one.
+    """
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] = field(default_factory=dict)
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    first_batch: str = ""
+    last_batch: str = ""
+    stream: dict[str, Any] = field(default_factory=dict)
+
+    def latest(self) -> str:
+        """The last step's measurements, in nats and attention edges per token.
+
+        ``over`` is the excess of the worst group's last gap over this step's limit; ``best`` is the
+        number of edges at the best evaluation.
+        """
+        row = self.history[-1]
+        shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
+        if "active_attention_edges_per_token" in self.best:
+            shown["best"] = self.best["active_attention_edges_per_token"]
+        return ", ".join(
+            f"{label} {value:{'.2f' if abs(value) >= 10 else '.4g'}}"
+            for label, value in shown.items()
+        )
+
+
+def run_identity(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run: its settings, parameter shapes, and a digest of the weights."""
+    shapes = {name: list(weight.shape) for name, weight in read_parameters(model).items()}
+    return {"settings": settings, "shapes": shapes, "weights": weights_digest(model)}
 
 
 def train(
@@ -194,7 +243,7 @@ def train(
 
     Args:
         model: module whose parameters are trained.
-        objective: objective to minimise.
+        objective: what is minimised.
         stream: training batches by step.
         selection: evaluation and model selection.
         config: settings of the optimizer and the loop.
@@ -203,7 +252,7 @@ def train(
         settings: further settings that identify this run in its checkpoints.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         title: title of the progress bar.
-        progress: whether to show a progress bar.
+        progress: whether to show it.
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
@@ -211,78 +260,69 @@ def train(
             ranks run different things.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
-    parameters = read_parameters(model)
-    weights = {name: parameters[name] for name in trained}
-    masters = MasterWeights(weights)
-    optimizer = _optimizer(masters.by_name, trained, config)
-    as_stored = json.loads(json.dumps(asdict(config)))  # to compare with the checkpoint's copy
-    identity = run_identity(model, {**settings, "trained": dict(trained), "config": as_stored})
+    folder = None if checkpoint is None else Path(checkpoint)
+    run = Run(model, objective, stream, selection, config, trained)
+    # As JSON has it, to compare with the checkpoint's copy.
+    stated = json.loads(json.dumps({**settings, **trained, **asdict(config)}))
+    identity = run_identity(model, stated)
     ranks.check_alike({**identity["settings"], "weights": identity["weights"]})
-    state, folder, is_first = TrainingState(), None, processes().is_main_process
-    with ExitStack() as stack:  # holds the lock until the run ends
-        if checkpoint is not None:
-            folder = Path(checkpoint)
-            if is_first:
-                stack.enter_context(locked(folder))
-            state = load_checkpoint(folder, masters.by_name, optimizer, identity, stream)
-            masters.write()
-        if state.step > 0:
-            objective.load_state(state.objective)
-        half = torch.bfloat16 if config.precision == "bf16" else None
-        apart = has_sharded_weights(model)  # adapters stay apart from sharded weights
-        merging = nullcontext(lambda: None) if apart else merged_lora(model, half)
+    is_first = processes().is_main_process
+    half = torch.bfloat16 if config.precision == "bf16" else None
+    apart = has_sharded_weights(model)  # adapters stay apart from sharded weights
+    with files.locked(folder if is_first else None):
+        if folder is not None:
+            run.load(folder, identity)
         with (
             in_use(model),
             autograd(True),  # notebooks often switch gradients off
-            _only_trained(model, weights),
-            merging as merge,
-            masters.taking_gradients(),
+            _only_trained(model, run.weights),
+            nullcontext(run.merge) if apart else merged_lora(model, half) as run.merge,
+            run.masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
-            tracked(title, config.steps, progress and is_first, done=state.step) as show,
+            tracked(title, config.steps, progress and is_first, done=run.state.step) as show,
         ):
-            run = Run(objective, stream, selection, config, masters, optimizer, state, merge)
-            if state.step == 0:
+            if run.state.step == 0:
                 run.evaluate()
             saved = time.monotonic()
-            while state.step < config.steps and not run.finished():
+            while run.state.step < config.steps and not selection.finished(run.state.best):
                 run.step()
-                show(state.latest())
-                if state.step % config.evaluate_every == 0 or state.step == config.steps:
+                show(run.state.latest())
+                last = run.state.step == config.steps
+                if run.state.step % config.evaluate_every == 0 or last:
                     run.evaluate()
-                due = state.step % config.checkpoint_every == 0 or state.step == config.steps
+                due = run.state.step % config.checkpoint_every == 0 or last
                 facts = ranks.gathered((time.monotonic() - saved > SAVE_AFTER, interrupted()))
                 late, stop = map(any, zip(*facts, strict=True))  # on any rank
                 if folder is not None and (due or late or stop):
-                    state.objective = objective.state()
-                    state.last_batch = run.batch.digest()
-                    state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
-                    save_checkpoint(folder, state, masters.by_name, optimizer, identity)
+                    run.save(folder, identity)
                     saved = time.monotonic()
                 if stop:
                     raise KeyboardInterrupt
-    run.restore_best()
-    return state
+    run.set_weights(run.state.best_weights)
+    return run.state
 
 
 @dataclass
 class Run:
-    """The mutable parts of one run."""
+    """One run of the loop; arguments as in `train`."""
 
+    model: nn.Module
     objective: Objective
     stream: TokenStream
     selection: Selection
     config: TrainingConfig
-    masters: MasterWeights
-    optimizer: torch.optim.Optimizer
-    state: TrainingState
-    merge: Callable[[], None] = lambda: None
+    rates: Mapping[str, float]
 
     def __post_init__(self) -> None:
+        parameters = read_parameters(self.model)
+        self.weights = {name: parameters[name] for name in self.rates}
+        self.masters = MasterWeights(self.weights)
         self.trained = self.masters.by_name
+        self.optimizer = _optimizer(self.trained, self.rates, self.config)
         self.device = next(iter(self.trained.values())).device
-        before = self.state.history[-1]["seconds"] if self.state.history else 0.0
-        self.started = time.monotonic() - before
+        self.state, self.started = TrainingState(), time.monotonic()
+        self.merge: Callable[[], None] = lambda: None
 
     def step(self) -> None:
         step, config = self.state.step, self.config
@@ -329,8 +369,6 @@ class Run:
     def evaluate(self) -> None:
         try:
             measured = ranks.from_first(self.selection.evaluate())
-            if not all(map(math.isfinite, measured.values())):
-                raise NonFiniteError(f"expected finite measurements; got {measured}.")
         except NonFiniteError as error:
             raise NonFiniteLossError(
                 f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
@@ -348,19 +386,102 @@ class Run:
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
 
-    @torch.no_grad()
-    def restore_best(self) -> None:
-        for name, parameter in self.trained.items():
-            parameter.copy_(ranks.spread(self.state.best_weights.get(name), parameter))
-        self.masters.write()
-
-    def finished(self) -> bool:
-        waited = (self.state.step - self.state.best["step"]) // self.config.evaluate_every
-        too_long = self.config.patience is not None and waited >= self.config.patience
-        return too_long or self.selection.finished(self.state.best)
-
     def _now(self) -> dict[str, float]:
         return {"step": self.state.step, "seconds": time.monotonic() - self.started}
+
+    def save(self, folder: Path, identity: dict[str, Any]) -> None:
+        """Write a checkpoint in place of the earlier one; all ranks take part."""
+        state, launched = self.state, processes()
+        state.objective, state.last_batch = self.objective.state(), self.batch.digest()
+        if isinstance(self.stream, ResumableStream):
+            state.stream = self.stream.state()
+        tensors = {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
+        for name, parameter in self.trained.items():
+            moments = self.optimizer.state[parameter].items()
+            found = {"weights": parameter} | {f"optimizer/{key}": value for key, value in moments}
+            for kind, value in found.items():
+                gathered = whole(value)
+                if launched.is_main_process:
+                    tensors[f"{kind}/{name}"] = gathered
+        if not launched.is_main_process:
+            return
+        plain = {f.name: getattr(state, f.name) for f in fields(state) if f.name != "best_weights"}
+        carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
+        plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
+        tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
+        content = {"format": FORMAT, "identity": identity, "ranks": launched.num_processes}
+        with files.atomic_folder(folder) as temporary:
+            files.write_json(temporary / _STATE, {**content, "state": plain})
+            files.write_tensors(temporary / _TENSORS, tensors)
+
+    def load(self, folder: Path, identity: dict[str, Any]) -> None:
+        """Continue from a checkpoint, if there is one and it is of this run."""
+        launched = processes()
+        with launched.main_process_first():
+            files.check_replaceable(folder, _STATE, _TENSORS)
+        if not (folder / _STATE).exists():
+            return
+        content = files.read_json(folder / _STATE)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"the checkpoint in {folder} is from another version of this package")
+        if (stored := content["identity"]) != identity:
+            raise _of_another_run(folder, _difference(stored, identity))
+        groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in files.read_tensors(folder / _TENSORS).items():
+            kind, _, name = key.rpartition("/")
+            groups[kind][name] = tensor
+        self.state = state = TrainingState(**content["state"])
+        state.objective.update(groups["objective"])
+        if launched.is_main_process:
+            state.best_weights = groups["best"]
+        if state.stream and isinstance(self.stream, ResumableStream):
+            self.stream.load_state(state.stream)
+        for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
+            if self.stream.batch(step).digest() != digest:
+                what = f"the batch of step {step} has different tokens or rows, or another order"
+                raise _of_another_run(folder, what)
+        if content["ranks"] != launched.num_processes and launched.is_main_process:
+            warnings.warn(
+                f"the checkpoint in {folder} was made on {content['ranks']} ranks, and the run "
+                f"resumes on {launched.num_processes}: the gates draw other noise from here on",
+                stacklevel=2,
+            )
+        moments = {kind.partition("/")[2]: of for kind, of in groups.items() if "/" in kind}
+        names = {id(parameter): name for name, parameter in self.trained.items()}
+        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        order = [like for group in self.optimizer.param_groups for like in group["params"]]
+        for number, like in enumerate(order):
+            for key, of in moments.items():
+                if (value := of.get(names[id(like)])) is not None:
+                    restored[number][key] = ranks.spread(value, like) if value.ndim else value
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(restored)})
+        self.set_weights(groups["weights"])
+        self.objective.load_state(state.objective)
+        self.started -= state.history[-1]["seconds"]
+
+    @torch.no_grad()
+    def set_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Set the trained weights to the first rank's values."""
+        for name, parameter in self.trained.items():
+            parameter.copy_(ranks.spread(values.get(name), parameter))
+        self.masters.write()
+
+
+def _difference(stored: dict[str, Any], expected: dict[str, Any]) -> str:
+    """How the identity of a checkpoint's run differs from that of this run."""
+    there, here = stored["settings"], expected["settings"]
+    if changed := [k for k in here | there if here.get(k) != there.get(k)]:
+        return ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
+    if stored["shapes"] != expected["shapes"]:
+        return "its parameters have different names or shapes"
+    return "it started from different weights; load the model again before resuming"
+
+
+def _of_another_run(folder: Path, what: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
+        "folder, remove this one, or use the settings and the data that it was made with."
+    )
 
 
 @contextmanager
@@ -395,11 +516,10 @@ def _optimizer(
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms, and restore the previous setting at the end.
+    """Use deterministic algorithms within the block, where they exist; CUDA lacks a few.
 
     Otherwise, several threads add up embedding gradients in varying order, and a resumed run drifts
-    away from an uninterrupted one. Operations without a deterministic implementation, of which CUDA
-    has a few, only warn.
+    away from an uninterrupted one.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
@@ -424,16 +544,8 @@ def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
 def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
     """Resolve names and patterns to parameter names, each with the rate of its first match.
 
-    If a model has low-rank adapters, only these and its gates can be trained.
-
-    Args:
-        model: model that owns the parameters.
-        rates: learning-rate multiples by ``"gates"`` (of attention edges and MLPs), ``"lora"``
-            (adapters), ``"qk"`` (in latent attention, including the weights that keys share with
-            values), ``"all"``, or a pattern of parameter names.
-
-    Raises:
-        ValueError: a name or pattern matches no parameter.
+    Names are those of `post_train`. If a model has low-rank adapters, only these and its gates can
+    be trained.
     """
     names = {id(parameter): name for name, parameter in read_parameters(model).items()}
     gates = [name for name in names.values() if name.startswith(("gates.", "mlp_gates."))]
@@ -529,28 +641,18 @@ def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
     weight.grad = None
 
 
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
-"""Signals that ask a process to stop; SIGHUP does not exist on every platform."""
-
-
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 
     The same holds for signals that a cluster or a closing terminal sends before killing a process.
     """
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted.is_set
-        return
+    noted, before = threading.Event(), {}
 
     def note(number: int, frame: FrameType | None) -> None:
         noted.set()
-        # A second signal stops a lone process at once. With several ranks, one Ctrl-C sends each
-        # of them two, the terminal's and the launcher's; the launcher kills them if they take too
-        # long.
+        # A second signal stops a lone process at once. Several ranks get two for one Ctrl-C, the
+        # terminal's and the launcher's, which kills them if they take too long.
         if processes().num_processes == 1:
             restore()
 
@@ -558,7 +660,9 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if threading.current_thread() is threading.main_thread():  # no other can handle signals
+        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in asking}
     # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
@@ -567,3 +671,75 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         yield noted.is_set
     finally:
         restore()
+
+
+class PlainLoss(Objective):
+    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
+
+    def __init__(self, model: HookedModel) -> None:
+        self.model = model
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        losses = []
+        for part in ranks.own_parts(batch, self.model):
+            with adapt(self.model).only_at(part.loss_mask) as logits_at:
+                logits = logits_at(self.model(part.tokens, **part.model_kwargs))
+            losses.append(token_losses(logits, part.loss_labels()))
+        loss = ranks.mean(torch.cat(losses))
+        return loss, {"loss": loss.item()}
+
+
+def pretrain(
+    model: Model,
+    stream: TokenStream,
+    *,
+    validation: TokenBatch,
+    steps: int,
+    learning_rate: float = 1e-3,
+    good_enough: float = 0.0,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    **config: Any,
+) -> pd.DataFrame:
+    """Train all weights on the stream; on return, the model holds its best validation weights.
+
+    Args:
+        model: a newly initialised model.
+        stream: training batches.
+        validation: rows for model selection.
+        steps: maximum number of steps.
+        learning_rate: peak learning rate.
+        good_enough: validation loss in nats at which training stops, if all rows are right.
+        checkpoint: folder for checkpoints; a run interrupted there is resumed.
+        progress: whether to show a progress bar.
+        **config: further fields of `TrainingConfig`.
+
+    Returns:
+        The history, one row per step.
+    """
+    check_raw(model)
+
+    def evaluate() -> Metrics:
+        measured = evaluate_held_out(model, validation)
+        return {"loss": measured.loss, "accuracy": measured.accuracy}
+
+    selection = Selection(
+        evaluate,
+        better=lambda new, old: new["loss"] < old["loss"],
+        finished=lambda m: m["loss"] <= good_enough and m["accuracy"] == 1.0,
+    )
+    state = train(
+        model,
+        PlainLoss(model),
+        stream,
+        selection,
+        TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
+        trained=choose_trained(model, {"all": 1.0}),
+        settings={"good_enough": good_enough, "validation": validation.digest()},
+        checkpoint=checkpoint,
+        title="dense model",
+        progress=progress,
+    )
+    return pd.DataFrame(state.history)

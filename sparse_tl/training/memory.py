@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from rich.filesize import decimal
@@ -19,14 +19,12 @@ from sparse_tl.backend import (
     read_parameters,
 )
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.data import TokenBatch
-from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.distillation import needs_copy, under_gates
 from sparse_tl.training.loop import choose_trained, is_half
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.reference import needs_copy, under_gates
+from sparse_tl.training.post_train import SparsityObjective
 
 PROBED = (256, 320)
 """Lengths, in tokens, of the prompts from which longer ones are extrapolated: from here on, every
@@ -66,16 +64,13 @@ class TrainingMemory:
     @property
     def peak(self) -> int:
         """The peak with all activations kept."""
-        return self._peak(self.activations)
+        forward = 2 * self.trained + self.activations + self.logits
+        return self.weights + self.masters + self.dense + max(forward, 4 * self.trained)
 
     @property
     def least_peak(self) -> int:
         """The peak inside `checkpointed_activations`."""
-        return self._peak(self.checkpointed)
-
-    def _peak(self, activations: int) -> int:
-        forward = 2 * self.trained + activations + self.logits
-        return self.weights + self.masters + self.dense + max(forward, 4 * self.trained)
+        return replace(self, activations=self.checkpointed).peak
 
     def __str__(self) -> str:
         parts = {
@@ -87,9 +82,8 @@ class TrainingMemory:
             f"activations of {self.window:,} tokens": self.activations,
             "logits": self.logits,
         }
-        less = f"; {decimal(self.dense // 2)} less with the dense model in bf16"
-        if self.dense < self.weights or self.masters:
-            less = ""
+        copied = self.dense and not self.masters
+        less = f"; {decimal(self.dense // 2)} less with the dense model in bf16" if copied else ""
         listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
             f"post-training takes {decimal(self.peak)} at its peak: {listed}; or "
@@ -98,72 +92,36 @@ class TrainingMemory:
         )
 
 
-def training_memory(
-    model: HookedModel,
-    window: int,
-    trained: Iterable[str] | None = None,
-    precision: str = "float32",
-) -> TrainingMemory:
+def training_memory(model: HookedModel, window: int) -> TrainingMemory:
     """Estimate the peak memory of a post-training step on one prompt, in float32.
 
+    All weights and gates are trained, or, if the model has adapters, these and the gates.
     Activations and logits take as much again for every further prompt. The estimate does not depend
     on whether `checkpointed_activations` is active.
 
     Runs forward passes on two short prompts and counts the tensors that they keep, which grow
     linearly for longer windows.
-
-    Args:
-        model: dense or sparse model.
-        window: tokens of the prompt.
-        trained: names of the trained parameters, from `choose_trained`; by default the gates and
-            all weights, or, if the model has adapters, the gates and these.
-        precision: as in `post_train`; affects only the dense model's copy.
-
-    Raises:
-        ValueError: the window is longer than the model's context.
     """
     adapter = adapt(model)
     check_tokens(adapter, torch.zeros(1, window, dtype=torch.long))
     with under_gates(model if isinstance(model, SparseTransformer) else adapter.model) as sparse:
-        names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
+        names = choose_trained(sparse, {"all": 1.0})
         parameters = read_parameters(sparse)
+        trained = [parameters[name] for name in names]
+        n_half = sum(weight.numel() for weight in trained if is_half(weight))
         weights = sum(weight.nbytes for weight in adapter.parameters("all"))
-        dense = weights
-        if precision == "bf16":
-            dense = sum(2 * weight.numel() for weight in adapter.parameters("all"))
-        halves = [parameters[name].numel() for name in names if is_half(parameters[name])]
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
         return TrainingMemory(
             window=window,
             weights=weights,
-            masters=4 * sum(halves),
-            trained=sum(parameters[name].nbytes for name in names) + 2 * sum(halves),
-            dense=dense if needs_copy(sparse, names) else 0,
+            masters=4 * n_half,
+            trained=sum(weight.nbytes for weight in trained) + 2 * n_half,
+            dense=weights if needs_copy(sparse, names) else 0,
             activations=kept,
             checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
             logits=2 * window * adapter.d_vocab_out * 4,
         )
-
-
-@contextmanager
-def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
-    """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        rows, window = stream.batch(0).tokens.shape
-        raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
-            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
-            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
-            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
-            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
-            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
-            f"shorter validation rows. ({reason(error)})"
-        ) from error
 
 
 def _at(window: int, kept: Callable[[int], int]) -> int:
@@ -187,7 +145,7 @@ def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         return values
 
-    objective = SparsityObjective(sparse, None, torch.tensor([1.0]), LossConstraint())
+    objective = SparsityObjective(sparse, None, LossConstraint(torch.ones(1)))
     batch = TokenBatch.next_token(torch.zeros(1, n_tokens, dtype=torch.long)).to(device)
     generator = torch.Generator(device).manual_seed(0)
     with (

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from sparse_tl.backend import adapt, check_gates, check_raw
-from sparse_tl.backend.core.devices import precision_of
+from sparse_tl.backend import (
+    adapt,
+    check_gates,
+    check_raw,
+    check_rows,
+    has_sharded_weights,
+    processes,
+)
+from sparse_tl.backend.devices import precision_of
 from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import MixedStream, TokenStream
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.attention import check_edge_cost
+from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.gates.sparse.computed_gates import check_edge_cost, costs_of_first, using
+from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.storage.files import digest
+from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
     GAP_LEAD,
     OF_EDGES,
@@ -27,10 +40,26 @@ from sparse_tl.training.constraint import (
     TargetEdges,
     TargetLoss,
     parse_target,
+    remaining,
 )
-from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.distillation import (
+    KEPT,
+    DensePredictions,
+    Reference,
+    as_dense,
+    distilled,
+    distilled_from,
+    reference_of,
+)
+from sparse_tl.training.evaluation import (
+    DenseAndSparse,
+    HeldOut,
+    PostTraining,
+    evaluate_held_out,
+)
 from sparse_tl.training.loop import (
     Metrics,
+    Objective,
     Precision,
     Selection,
     TrainingConfig,
@@ -38,11 +67,6 @@ from sparse_tl.training.loop import (
     in_precision,
     train,
 )
-from sparse_tl.training.memory import out_of_memory_explained
-from sparse_tl.training.objectives import DISTILLED, SparsityObjective
-from sparse_tl.training.outcome import DenseAndSparse, PostTraining
-from sparse_tl.training.ranks import from_first
-from sparse_tl.training.reference import DensePredictions, as_dense, reference_of
 
 EVALUATIONS = 40
 """Number of validation evaluations in a run."""
@@ -55,8 +79,15 @@ LEARNING_RATE = 7e-4
 """Peak learning rate of weights and low-rank adapters."""
 GATE_LEARNING_RATE = 3e-3
 """Peak learning rate of gates: they have few parameters, which move further than weights do."""
-LEAST_BUDGET = 1e-4
-"""Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
+NOISE = 0.25
+"""Initial scale of the gates' noise. At 1, sampled gates diverge from the dense SmolLM2-135M 18
+times as much as deterministic ones, and training repairs damage that the noise alone does."""
+DISTILLED = 0.5
+"""Weight of the dense model's prediction in the minimised cross-entropy; the label has the rest."""
+PRESSURE = 0.2
+"""Gradient of the expected size w.r.t. the logit of an open gate; the sigmoid's own vanishes."""
+HEAD_IN_USE = 0.1
+"""Expected edges per example at which 63 percent of a head's cost is charged."""
 
 
 @checked
@@ -146,12 +177,16 @@ def post_train(
     """
     target = parse_target(target_loss, target_edges, TARGET_LOSS)
     stream = _mixed(stream, validation)
-    rates = _rates(learning_rate, gate_learning_rate)
+    if isinstance(learning_rate, Mapping):
+        rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
+    else:
+        rates = {"gates": gate_learning_rate, "all": learning_rate}
     peak = max(rates.values())
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
     if edge_cost is not None:
-        _check_costs(sparse, edge_cost)
-    every = max(1, steps // EVALUATIONS)
+        check_edge_cost(edge_cost, (*sparse.gates.bias.shape, None, None))
+        if not bool((edge_cost.isfinite() & (edge_cost >= 0)).all()) or not bool(edge_cost.any()):
+            raise ValueError("edge_cost has to be at least 0 everywhere and above 0 somewhere")
     config = TrainingConfig(
         steps=steps,
         learning_rate=peak,
@@ -160,38 +195,32 @@ def post_train(
         accumulate=getattr(stream, "accumulate", 1),
         precision=precision,
         seed=seed,
-        evaluate_every=every,
+        evaluate_every=max(1, steps // EVALUATIONS),
     )
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
+        of_model = target.of == "divergence"
         # Separate from the objective's, which keep training rows in the run's checkpoints.
-        by_model = dense is not None and target.of == "divergence"
-        predicted = DensePredictions(dense) if by_model else None
+        predicted = DensePredictions(dense) if of_model and dense is not None else None
         measuring = Validation(
             sparse, validation, held_out or {}, target, edge_cost, precision, predicted
         )
-        objective = SparsityObjective(
-            sparse,
-            dense,
-            measuring.loss_budget.clamp(min=LEAST_BUDGET),
-            LossConstraint(
-                len(measuring.loss_budget),
-                evaluated_every=every,
-                **({} if measuring.target_edges is None else OF_EDGES),
-            ),
-            edge_cost,
-            head_cost,
-            distilled=1.0 if target.of == "divergence" else DISTILLED,
-            lead=GAP_LEAD if target.of == "divergence" else 0,
+        constraint = LossConstraint(
+            measuring.loss_budget,
+            lead=GAP_LEAD if of_model else 0,
             target_edges=measuring.target_edges,
+            evaluated_every=config.evaluate_every,
+            **({} if measuring.target_edges is None else OF_EDGES),
         )
+        share = 1.0 if of_model else DISTILLED
+        objective = SparsityObjective(sparse, dense, constraint, edge_cost, head_cost, share)
         state = train(
             sparse,
             objective,
             stream,
-            measuring.selection(objective),
+            measuring.selection(constraint),
             config,
             trained=trained,
             settings={
@@ -211,7 +240,7 @@ def post_train(
             feasible=is_feasible(state.best),
             target=target,
             dense=measuring.dense,
-            sparse=measuring.measured(),
+            sparse=measuring.measured(measuring.rows),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
             groups=groups,
@@ -234,38 +263,195 @@ def _mixed(
     return MixedStream(stream)
 
 
-def _rates(
-    learning_rate: float | Mapping[str, float], gate_learning_rate: float
-) -> dict[str, float]:
-    """Peak learning rates by parameter name or pattern."""
-    if not isinstance(learning_rate, Mapping):
-        return {"gates": gate_learning_rate, "all": learning_rate}
-    return {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
+@contextmanager
+def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
+    """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        rows, window = stream.batch(0).tokens.shape
+        raise MemoryError(
+            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
+            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
+            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
+            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
+            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
+            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
+            f"shorter validation rows. ({reason(error)})"
+        ) from error
 
 
-def _check_costs(sparse: SparseTransformer, edge_cost: Float[Tensor, "*#edge"]) -> None:
-    check_edge_cost(edge_cost, (*sparse.gates.bias.shape, None, None))
-    if not bool((edge_cost.isfinite() & (edge_cost >= 0)).all()) or not bool(edge_cost.any()):
-        raise ValueError("edge_cost has to be at least 0 everywhere and above 0 somewhere")
+class SparsityObjective(Objective):
+    """The smallest size at a bounded loss, with sampled gates.
+
+    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each
+    group g of the batch counts alike, however many labels and edges it has: short prompts have a
+    fiftieth of the edges of windows of text. If the dense model is given, its prediction replaces
+    the label in a share `share` of the cross-entropy, which has the gradient of
+    ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
+    per example of a group is
+
+        size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
+                 + head_cost * sum_h (1 - exp(-E_h / 0.1))
+
+    where E_h is the group's expected number of edges of head h, and an MLP output is that of one
+    layer at one position; MLPs without gates do not count. Because of the logarithm, closing one
+    percent of the edges is worth the same at any density; the 1 keeps it finite when no edge is
+    left. The division keeps the scale of the gradients while lambda moves over orders of magnitude,
+    so that clipping means the same throughout; it does not move the optimum for a given lambda. The
+    divisor is the same for all micro-batches of a step, whatever groups they hold; the sizes are
+    each micro-batch's own.
+
+    Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
+    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
+    then worth no more than the group's whole limit. Without this, the last necessary edges close
+    before lambda has risen; a closed gate has hardly any gradient.
+
+    Args:
+        sparse: the gated model.
+        dense: the frozen dense model, if its predictions are part of the objective.
+        constraint: lambda, and how validation moves it.
+        edge_cost: cost of an attention edge, as in `post_train`.
+        head_cost: cost of a head in use.
+        share: weight of the dense model's prediction in the cross-entropy.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseTransformer,
+        dense: Reference | None,
+        constraint: LossConstraint,
+        edge_cost: Float[Tensor, "*#edge"] | None = None,
+        head_cost: float = 0.0,
+        share: float = DISTILLED,
+    ) -> None:
+        self.sparse, self.dense, self.constraint, self.share = sparse, dense, constraint, share
+        self.edge_cost, self.head_cost = edge_cost, head_cost
+        # Of several ranks, a rank gets other rows in every epoch.
+        kept = KEPT if processes().num_processes == 1 else 0
+        self._predictions = None if dense is None else DensePredictions(dense, kept)
+        self._done = 0.0
+        self._sizes = torch.full_like(constraint.budget, math.inf)
+        self._shares = torch.ones(1)
+        self._summed = self._rows = torch.zeros_like(constraint.budget)
+
+    def begin(self, batch: TokenBatch) -> None:
+        labels, n_groups = batch.label_groups(), len(self.constraint.budget)
+        if batch.n_groups > n_groups:
+            raise ValueError(
+                f"expected rows of the {n_groups} groups that the validation rows have; got group "
+                f"{batch.n_groups - 1} in the training batch"
+            )
+        self._shares = labels.bincount(minlength=batch.n_groups) / len(labels)
+        self._summed = self._rows = torch.zeros_like(self.constraint.budget)
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        check_rows(adapt(self.sparse), batch)
+        if self.edge_cost is not None:
+            width = batch.tokens.shape[1]
+            check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
+        self._done = fraction_done
+        limit = self.constraint.limit(fraction_done)
+        lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._sizes)))
+        rows = ranks.own_parts(batch, self.sparse)
+        *losses, counts = zip(*(self._run(part, generator) for part in rows), strict=True)
+        minimised, loss = map(torch.cat, losses)
+        counts = AttentionEdgeCounts.concatenate(counts)
+        of_labels = torch.cat([part.label_groups() for part in rows])
+        of_rows = torch.cat([part.row_groups() for part in rows])
+        lambdas = lambdas.to(loss)
+        # A label's weight makes the mean over all labels the mean over groups.
+        by_group = lambdas[: len(self._shares)] / self._shares.to(lambdas)
+        weights = by_group[of_labels] / int((self._shares > 0).sum())
+        task = ranks.mean(weights * minimised)
+        sizes, n_rows = self.sizes(counts, of_rows)
+        objective = (torch.log1p(sizes[n_rows > 0]).mean() + task) / (1 + lambdas.mean())
+        known, n_rows = sizes.detach().cpu().double(), n_rows.cpu().double()
+        self._summed = self._summed + known * n_rows
+        self._rows = self._rows + n_rows
+        measured = {
+            "loss": ranks.mean(loss).item(),
+            "lambda": ranks.mean(weights).item(),
+            "size": (known @ n_rows / n_rows.sum()).item(),
+            "expected_per_token": ranks.total(counts.expected.sum()).item()
+            / ranks.total(counts.tokens.sum()).item(),
+        }
+        if counts.expected_mlps is not None:
+            measured["expected_mlps"] = ranks.mean(counts.expected_mlps, dim=1).sum().item()
+        return objective, measured
+
+    def _run(
+        self, batch: TokenBatch, generator: torch.Generator
+    ) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"], AttentionEdgeCounts]:
+        """Each label's value to minimise and loss, and the edge counts, under sampled gates."""
+        cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
+        gates = [some for some in (self.sparse.gates, self.sparse.mlp_gates) if some is not None]
+        layers: list[Counted] = []
+        counted = {"counts": layers, "real": batch.attention_mask}
+        adapter, labels, read = adapt(self.sparse), batch.loss_labels(), batch.loss_mask
+        dense, sharded = self._predictions, has_sharded_weights(self.sparse)
+        with (
+            self.sparse.sampled(generator, NOISE * remaining(self._done)),
+            using(gates, pressure=PRESSURE, edge_cost=cost, **counted),
+        ):
+            if dense is None or sharded:
+                with adapter.only_at(read) as logits_at:
+                    output = logits_at(self.sparse(batch.tokens, **batch.model_kwargs))
+            else:
+                output = adapter.final(batch.tokens, read=read, **batch.model_kwargs)[read]
+        if dense is None:
+            minimised = loss = token_losses(output, labels)
+        elif sharded:
+            minimised, loss = distilled(output, dense.logits(batch), labels, self.share)
+        else:
+            both = (output, adapter.unembed, dense.final(batch), dense.unembed)
+            minimised, loss = distilled_from(*both, labels, self.share)
+        return minimised, loss.detach(), AttentionEdgeCounts.of_pass(layers)
+
+    def sizes(
+        self, counts: AttentionEdgeCounts, groups: Int[Tensor, " prompt"]
+    ) -> tuple[Float[Tensor, " group"], Float[Tensor, " group"]]:
+        """Every group's size per example, and its number of examples; sizes of none are 0."""
+        edges = counts.expected if counts.cost is None else counts.cost
+        per_row = edges.sum(dim=(0, 2))
+        if counts.expected_mlps is not None:
+            per_row = per_row + counts.expected_mlps.sum(dim=0)
+        member = one_hot(groups, len(self.constraint.budget)).T.to(per_row)
+        n_rows = ranks.total(member.sum(dim=1))
+        per = n_rows.clamp(min=1)
+        sizes = ranks.total((member * per_row).sum(dim=1)) / per  # autocast would round a product
+        if self.head_cost:
+            by_head = (member[:, None, :, None] * counts.expected).sum(dim=2)
+            by_head = ranks.total(by_head) / per[:, None, None]
+            in_use = 1 - torch.exp(-by_head / HEAD_IN_USE)
+            sizes = sizes + self.head_cost * in_use.sum(dim=(1, 2))
+        return sizes, n_rows
+
+    def update(self, measured: dict[str, float]) -> None:
+        measured["over_limit"] = self.constraint.update(self._done)
+        seen = self._rows > 0
+        self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
+
+    def state(self) -> dict[str, Any]:
+        kept = {} if self._predictions is None else self._predictions.state()
+        return {**self.constraint.state(), "sizes": self._sizes.tolist(), **kept}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.constraint.load_state(state)
+        self._sizes = torch.tensor(state["sizes"], dtype=torch.float64)
+        if self._predictions is not None:
+            self._predictions.load_state(state)
 
 
 class Validation:
     """Validation rows, each group of which must meet the target, and held-out rows.
 
-    The constructor measures the dense model, so it must be called before training.
-
-    Args:
-        sparse: the model before training.
-        rows: validation rows, or those of every group by name.
-        held_out: rows that are only measured, by name.
-        target: the target of every group, or that of the mean over groups of edges per token.
-        edge_cost: cost per attention edge, as in `evaluate_held_out`.
-        precision: precision of the run, in which both models are measured.
-        predictions: the dense model's predictions, if the target is a divergence.
-
-    Raises:
-        ValueError: a group has no label, or the target is below the dense model's own loss or above
-            its number of edges.
+    The constructor measures the dense model, so it must be called before training. Arguments are
+    those of `post_train`, and the dense model's predictions if the target is a divergence.
     """
 
     def __init__(
@@ -285,58 +471,54 @@ class Validation:
         self.held_out, self.predictions = held_out, predictions
         with as_dense(sparse):
             self.dense = self._dense(self.rows)
-            _check_groups(self.dense)
             self._before = [
                 {name: self._dense(rows) for name, rows in by_name.items()}
                 for by_name in (self.groups, held_out)
             ]
-        self.target_edges: float | None = None
-        """The target in edges per token, if it is one of edges."""
-        if isinstance(target, TargetEdges):
-            most = self.dense.edges_per_token
-            self.target_edges = target.per_token(most)
-            if self.target_edges > most:
-                raise ValueError(
-                    f"a target of {target} is above the dense model's {most:,.1f} edges per token"
-                )
-        elif target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
+        losses, most = self.dense.group_losses, self.dense.edges_per_token
+        if missing := set(range(max(losses) + 1)) - set(losses):
             raise ValueError(
-                f"the dense model's own validation loss is {worst:.5f} nats, above the target of "
-                f"{target}. Give a larger one, or an increase such as "
+                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
+                f"{max(losses) + 1} groups"
+            )
+        self.target_edges = target.per_token(most) if isinstance(target, TargetEdges) else None
+        """The target in edges per token, if it is one of edges."""
+        if self.target_edges is not None and self.target_edges > most:
+            raise ValueError(
+                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
+            )
+        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
+        """The largest gap that the target allows each group, in nats."""
+        if target.of == "loss" and self.loss_budget.min() < 0:
+            raise ValueError(
+                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
+                f"the target of {target}. Give a larger one, or an increase such as "
                 f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
             )
 
-    @property
-    def loss_budget(self) -> Float[Tensor, " group"]:
-        """The largest gap that the target allows each group, in nats."""
-        losses = self.dense.group_losses
-        return _by_group({group: self.target.budget(loss) for group, loss in losses.items()})
-
-    def measured(self) -> HeldOut:
-        """Measurements of the current sparse model on all validation rows."""
-        return self._sparse(self.rows)
-
-    def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
-        """Every group's gap to the dense model in nats: the divergence, or the increase in loss."""
-        if self.target.of == "divergence":
-            return _by_group(measured.group_divergences)
-        return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
+    def measured(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the current sparse model on some rows."""
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
 
     def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
         """Measurements of both models on the rows of every group, and on held-out rows."""
         groups, held_out = (
-            {name: DenseAndSparse(dense[name], self._sparse(rows)) for name, rows in of.items()}
+            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
             for of, dense in zip((self.groups, self.held_out), self._before, strict=True)
         )
         return groups, held_out
 
-    def selection(self, objective: SparsityObjective) -> Selection:
-        """The model selection of a run; each evaluation also records the gaps in the objective."""
+    def selection(self, constraint: LossConstraint) -> Selection:
+        """The model selection of a run; each evaluation is also recorded in the constraint."""
 
         def evaluate() -> Metrics:
-            measured = self.measured()
-            gaps, edges, target = self.gaps(measured), measured.edges_per_token, self.target_edges
-            objective.record(gaps, edges)
+            measured = self.measured(self.rows)
+            edges, target = measured.edges_per_token, self.target_edges
+            if self.target.of == "divergence":
+                gaps = _by_group(measured.group_divergences)
+            else:
+                gaps = _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
+            constraint.record(gaps, edges)
             by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
             over = (gaps - self.loss_budget).max().item() if target is None else edges - target
             found = {**measured.numbers, **by_group, "log_size": measured.log_size}
@@ -354,29 +536,18 @@ class Validation:
         return Selection(evaluate, better)
 
     def _dense(self, rows: TokenBatch) -> HeldOut:
-        measured = self._evaluated(rows)
-        return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
-
-    def _sparse(self, rows: TokenBatch) -> HeldOut:
-        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+        return replace(
+            self._evaluated(rows), active_mlps=None, possible_mlps=None, active_size=None
+        )
 
     def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
         with in_precision(self.precision, adapt(self.sparse).device):
-            return from_first(evaluate_held_out(self.sparse, rows, **how))
+            return ranks.from_first(evaluate_held_out(self.sparse, rows, **how))
 
 
 def is_feasible(metrics: Metrics) -> bool:
     """Whether an evaluation meets the target, that of a loss in every group."""
     return metrics["violation"] <= 0
-
-
-def _check_groups(measured: HeldOut) -> None:
-    groups = set(range(max(measured.group_losses) + 1))
-    if missing := groups - set(measured.group_losses):
-        raise ValueError(
-            f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
-            f"{max(groups) + 1} groups"
-        )
 
 
 def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:

@@ -43,11 +43,7 @@ def from_first(value: Value) -> Value:
 
 
 def check_alike(facts: Mapping[str, Any]) -> None:
-    """Check that some facts, by name, are the same on every rank.
-
-    Raises:
-        ValueError: a rank differs from the first; raised on every rank, with that rank's number.
-    """
+    """Check that some facts, by name, are the same on every rank; all ranks raise the error."""
     first, *others = gathered(dict(facts))
     for number, there in enumerate(others, start=1):
         if names := [name for name in first if first[name] != there.get(name)]:
@@ -58,11 +54,10 @@ def check_alike(facts: Mapping[str, Any]) -> None:
 
 
 def total(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """The sum over ranks, differentiable for `average_gradients`.
+    """The sum over ranks, from which every rank computes the joint objective.
 
-    Every rank computes the joint objective from such sums. Its gradient is that of its own share,
-    times the number of ranks. Averaged over ranks, this is the gradient of the joint objective, as
-    it also is for terms that do not depend on shares.
+    Its gradient is that of the rank's own share, times the number of ranks: averaged over ranks,
+    that of the joint objective.
     """
     n = processes().num_processes
     if n == 1:
@@ -112,7 +107,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
 def spread(value: Tensor | None, like: Any) -> Tensor:
     """The first rank's value, on the device of another tensor, and sharded if that is."""
-    if value is None:  # on other ranks
+    if value is None:
+        assert not processes().is_main_process
         value = torch.empty(like.shape, dtype=like.dtype)
     value = value.to(like.device).contiguous()
     if is_sharded(like):

@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 import torch
 
 from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
-from sparse_tl.backend.loading.load import fetch
+from sparse_tl.backend.load import fetch
 from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import say
 from sparse_tl.storage.files import atomic_folder, read_json, write_json
-from sparse_tl.zoo.pairs import SHIPPED, cache_folder
+from sparse_tl.zoo.recipes import SHIPPED, cache_folder
 
 Kind = TypeVar("Kind")
 
@@ -62,7 +62,6 @@ class Published:
 
     @property
     def requirements(self) -> list[str]:
-        """The wheels, as pip names them."""
         return [requirement for requirement, _ in self.parts]
 
 
@@ -102,11 +101,7 @@ PUBLISHED = {
 
 
 def published(name: str) -> Published:
-    """The model with a name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """The model with a name; a ValueError if there is none."""
     if name not in PUBLISHED:
         raise ValueError(f"there is no language model {name!r}, only {list(PUBLISHED)}")
     return PUBLISHED[name]
@@ -205,13 +200,10 @@ def _download(model: Published, folder: Path, progress: bool) -> None:
         errors="replace",
     )
     if done.returncode:
-        errors = [
-            line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if "ERROR" in line
-        ]
         raise ValueError(
             f"pip cannot download {' '.join(model.requirements)}; it says: "
-            f"{' '.join(errors or done.stderr.split())[:600]}. It needs a network, or a configured "
-            "index that it can reach (pip config list)"
+            f"{' '.join(done.stderr.split())[-600:]}. It needs a network, or a configured index "
+            "that it can reach (pip config list)"
         )
 
 

@@ -11,8 +11,7 @@ import torch
 from tiny import hooked_alone, tiny_model
 from transformer_lens.model_bridge import TransformerBridge
 
-from sparse_tl.backend import Model, load_model, save_model
-from sparse_tl.backend.loading import hooked
+from sparse_tl.backend import Model, hooked_folder, load_model, save_model
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks.addition import addition_tokenizer
 
@@ -54,7 +53,7 @@ def _saved(model: Model, folder: Path) -> Path:
 
 @pytest.fixture
 def without_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooked, "HookedTransformerConfig", None)
+    monkeypatch.setattr(hooked_folder, "HookedTransformerConfig", None)
 
 
 @pytest.mark.usefixtures("without_hooked")

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.backend import Model, load_model, model_config, save_model
-from sparse_tl.storage.files import read_json
 from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = hooked_alone
@@ -39,20 +38,6 @@ def test_own_folder_round_trip_is_exact(build_tiny: Build, tmp_path: Path, kind:
     assert model_config(loaded) == model_config(model)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
-
-
-def test_a_saved_folder_holds_json_and_safetensors_alone(build_tiny: Build, tmp_path: Path) -> None:
-    folder = _save(build_tiny(tokenizer=addition_tokenizer()), tmp_path / "model")
-    kinds = {path.suffix or path.name for path in folder.iterdir()}
-    assert kinds <= {".json", ".safetensors"}
-    assert "seed" not in read_json(folder / "tl_config.json")
-    assert "device" not in read_json(folder / "tl_config.json")
-
-
-def test_loaded_weights_can_be_trained(build_tiny: Build, tmp_path: Path) -> None:
-    loaded = load_model(_save(build_tiny(), tmp_path / "model"), device="cpu")
-    loaded(_tokens()).logsumexp(-1).mean().backward()
-    assert all(p.requires_grad and p.grad is not None for p in loaded.parameters())
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -83,13 +68,6 @@ def test_the_addition_tokenizer_gets_no_bos(build_tiny: Build, tmp_path: Path) -
     loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
     assert loaded.to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
     assert loaded.to_tokens("36+28=00064").shape == (1, 11)
-
-
-def test_a_folder_behind_a_link(build_tiny: Build, tmp_path: Path) -> None:
-    folder = _save(build_tiny(), tmp_path / "model")
-    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
-    linked = load_model(tmp_path / "link", device="cpu")
-    assert torch.equal(linked(_tokens()), load_model(folder, device="cpu")(_tokens()))
 
 
 def test_a_dtype_may_be_asked_for(build_tiny: Build, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from sparse_tl.backend import (
     merge_lora,
     record,
 )
-from sparse_tl.graph.nodes import Slot
+from sparse_tl.graph import Slot
 from sparse_tl.training.loop import choose_trained
 
 TITLES = ("EAP", "evaluation")

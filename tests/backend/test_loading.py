@@ -327,14 +327,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _change_weights(f, lambda w: (w.pop(NORM), w.update(x=torch.ones(16)))),
         rf"missing \['{NORM}'\]",
     ),
-    "extra": (
-        lambda f: _change_weights(f, lambda w: w.update(extra=torch.ones(2))),
-        r"missing \[\], unexpected \['extra'\]",
-    ),
-    "misshapen": (
-        lambda f: _change_weights(f, lambda w: w.update({NORM: torch.ones(17)})),
-        NORM,
-    ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
     "another layer": (
         lambda f: _change_config(f, num_hidden_layers=3),

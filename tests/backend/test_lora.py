@@ -24,7 +24,7 @@ from sparse_tl.backend import (
     merged_lora,
     save_model,
 )
-from sparse_tl.backend.core.lora import has_adapters, lora_layers, lora_off, lora_parameters
+from sparse_tl.backend.lora import has_adapters, lora_layers, lora_off, lora_parameters
 from sparse_tl.circuits import attribute_circuit_edges
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer

@@ -220,14 +220,6 @@ def test_what_cannot_be_read_is_refused(
         load_model(folder, device="cpu")
 
 
-def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path) -> None:
-    _llama(tmp_path / "blobs")
-    (tmp_path / "snapshot").mkdir()
-    for file in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
-    assert load_model(tmp_path / "snapshot", device="cpu").cfg.n_layers == 1
-
-
 @hooked_alone
 def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: Path) -> None:
     model = build_tiny(normalization_type=None)

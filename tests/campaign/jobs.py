@@ -23,8 +23,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import run_addition, run_circuits, run_head_roles, run_post_training
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import pretrain
-from sparse_tl.zoo import pairs as built
-from sparse_tl.zoo.addition import addition_recipe
+from sparse_tl.zoo import addition_recipe, recipes as built
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 
@@ -88,7 +87,7 @@ def _sampled(folder: Path) -> str:
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
-    import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
+    import_module("sparse_tl.training.text").SAVE_AFTER = 0.0
 
 
 def _head_gates(folder: Path) -> str:

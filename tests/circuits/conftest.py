@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from double_precision import DoublePrecision
 from random_models import KINDS, ROUNDED, random_pairs, shaken
 
@@ -26,6 +27,17 @@ def model(request: pytest.FixtureRequest, build_tiny: Callable[..., Model]) -> M
     if kind in ROUNDED:
         request.getfixturevalue("double_precision")
     return shaken(build_tiny(**KINDS[kind], dtype="float64"))
+
+
+@pytest.fixture
+def linear(build_tiny: Callable[..., Model]) -> Model:
+    """Without MLPs and normalisation, and with patterns that are the same for every prompt."""
+    model = build_tiny("attention_only", dtype="float64", normalization_type=None)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_Q.zero_()
+            block.attn.b_Q.zero_()
+    return model
 
 
 @pytest.fixture

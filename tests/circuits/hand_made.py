@@ -18,7 +18,7 @@ from wiring import blank_model, normalise
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, logit_difference
 
 ANSWER, WRONG = 0, 1

@@ -29,7 +29,7 @@ from wiring import (
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, logit_difference
 
 

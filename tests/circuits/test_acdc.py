@@ -26,7 +26,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import GatedRun
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

@@ -17,8 +17,8 @@ from torch import Tensor
 from sparse_tl.backend import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods import gradients
-from sparse_tl.circuits.methods.gradients import Method
+from sparse_tl.circuits.methods import attribution
+from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.metrics import logit_difference
@@ -81,7 +81,7 @@ def test_small_batches_share_passes(
     model.unembed.__dict__["forward"] = counted
     for at_once in (1, 3, 9):
         monkeypatch.setattr(
-            gradients, "TOKENS_AT_ONCE", SizeByDevice(at_once * pairs.clean.numel(), 1)
+            attribution, "TOKENS_AT_ONCE", SizeByDevice(at_once * pairs.clean.numel(), 1)
         )
         for steps in (1, 5):
             rows.clear()
@@ -121,8 +121,8 @@ def test_a_few_places_at_a_time(
         return written
 
     one_place = adapt(model).d_model * len(adapt(model).graph.sources)
-    monkeypatch.setattr(gradients, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
-    monkeypatch.setattr(gradients, "source_outputs", noted)
+    monkeypatch.setattr(attribution, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
+    monkeypatch.setattr(attribution, "source_outputs", noted)
     torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
     assert max(sizes) == 2 * one_place
 

@@ -10,8 +10,7 @@ import torch
 
 from sparse_tl import Circuit, CircuitGraph
 from sparse_tl.circuits.circuit import reaches_logits
-from sparse_tl.graph.circuit_graph import CircuitEdge
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitEdge, PositionedGraph
 
 GRAPH = CircuitGraph(2, 2, 2)
 EMPTY = Circuit(GRAPH, torch.zeros_like(GRAPH.exists))

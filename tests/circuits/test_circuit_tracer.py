@@ -10,8 +10,7 @@ import torch
 
 from sparse_tl import to_circuit_tracer
 from sparse_tl.circuits import Scores
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 
 # The fields of `Model` in circuit_tracer/frontend/graph_models.py, with their types.
 METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list}
@@ -45,22 +44,15 @@ def place_of(name):
     return (int(mlp), 4) if mlp else (int(layer), int(head) + 2 * bool(keys))
 
 
-@pytest.mark.parametrize("positions", [None, ("0", "1", "2")])
+@pytest.mark.parametrize("positions", [None, ("0", "<img src=x onerror=alert(1)>", "2")])
 def test_it_has_the_schema_and_whole_links(positions):
     graph = CircuitGraph(3, 2, 2)
     site = graph if positions is None else PositionedGraph(graph, positions)
     values = torch.randn(site.exists.shape, generator=torch.Generator().manual_seed(0))
     scores = Scores(site, values * site.exists, "eap")
     circuit = scores.top(40)
-    state = {
-        "pins": [f"m1{'@1' if positions else ''}", "gone"],
-        "groups": {"early": [f"m0{'@1' if positions else ''}"]},
-        "labels": {"m1": "adder", "m0": "<img src=x onerror=alert(1)>"},
-    }
     tokens = None if positions is None else ["</script>", "b", "c"]
-    found = json.loads(
-        json.dumps(to_circuit_tracer(circuit, scores, prompt_tokens=tokens, state=state))
-    )
+    found = json.loads(json.dumps(to_circuit_tracer(circuit, scores, prompt_tokens=tokens)))
     assert list(found) == ["metadata", "qParams", "nodes", "links"]
     check(found["metadata"], METADATA)
     check(found["qParams"], QPARAMS)
@@ -73,8 +65,7 @@ def test_it_has_the_schema_and_whole_links(positions):
         assert 0 <= node["influence"] <= found["metadata"]["node_threshold"]  # else not drawn
         # The viewer writes it into its tooltips as HTML.
         assert "<" not in node["clerp"]
-        named = node["clerp"] not in ("adder", "‹img src=x onerror=alert(1)>")
-        assert not named or shown_place(node) == place_of(node["clerp"])
+        assert shown_place(node) == place_of(node["clerp"])
     # It draws nothing where all nodes are at the first token, or at more than 2/3 of the tokens.
     places = {node["ctx_idx"] for node in found["nodes"]}
     assert max(places) > 0 and 2 / 3 * len(found["metadata"]["prompt_tokens"]) >= 1
@@ -86,10 +77,6 @@ def test_it_has_the_schema_and_whole_links(positions):
     for link in found["links"]:
         check(link, LINK)
         assert {link["source"], link["target"]} <= set(ids)
-    assert len(found["qParams"]["pinnedIds"]) == 1
-    assert found["qParams"]["supernodes"][0][0] == "early"
-    assert len(found["qParams"]["supernodes"][0]) == 2
     if positions is None:
         total = -sum(scores[str(edge)] for edge in circuit.edges)
         assert sum(link["weight"] for link in found["links"]) == pytest.approx(total, rel=1e-5)
-        assert "adder" in [node["clerp"] for node in found["nodes"]]

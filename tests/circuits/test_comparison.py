@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from planted import PLANTED
@@ -15,7 +13,7 @@ from sparse_tl.circuits import (
     overlap,
     roc,
 )
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 
 GRAPH = CircuitGraph(1, 1, 1, has_mlps=False)  # input -> q, k, v, logits; head -> logits
 
@@ -41,9 +39,6 @@ def test_a_curve_that_can_be_counted() -> None:
     assert found.true_positive_rate.tolist() == [0, 0.5, 0.5, 1, 1]
     assert found.false_positive_rate.tolist() == pytest.approx([0, 0, 1 / 3, 2 / 3, 1])
     assert found.to_pandas()["true_positive_rate"].tolist() == [0, 0.5, 0.5, 1, 1]
-    # At a false positive rate of at most one tenth, or one half, one known edge is found.
-    rows = re.findall(r"<td>(.*?)</td>\s*<td>(.*?)</td>", found._repr_html_())
-    assert rows == [("0.001", "0.5"), ("0.01", "0.5"), ("0.1", "0.5"), ("0.5", "0.5")]
     assert roc(_scores([1.0] * 5), _circuit([0])).auc == pytest.approx(0.5)
     assert roc(_scores([0.0, 5, -5, 5, 5]), _circuit([0])).auc == 0
 

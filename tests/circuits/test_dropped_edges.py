@@ -25,8 +25,7 @@ from sparse_tl import (
 )
 from sparse_tl.backend import Model, adapt, record
 from sparse_tl.circuits.exchange import MIB_FRACTIONS
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
 

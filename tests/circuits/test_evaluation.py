@@ -24,12 +24,11 @@ from sparse_tl.circuits import (
     evaluate_heads,
     log_sizes,
 )
-from sparse_tl.circuits.effect import effect_draws
+from sparse_tl.circuits.evaluation import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.metrics import logit_difference, measure
 

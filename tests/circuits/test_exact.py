@@ -57,19 +57,13 @@ def test_heads_equal_plain_hooks(model: Model, pairs: PromptPairs, patch: str) -
         assert found[name] == pytest.approx(slow, rel=1e-9, abs=1e-9), name
 
 
-def test_attribution_is_exact_for_a_linear_model(build_tiny: Build, pairs: PromptPairs) -> None:
-    """Without MLPs and normalisation, and with patterns that are the same for every prompt."""
-    model = build_tiny("attention_only", dtype="float64", normalization_type=None)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.W_Q.zero_()
-            block.attn.b_Q.zero_()
-    scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
-    exact = patch_exactly(model, pairs, logit_difference, progress=False)
+def test_attribution_is_exact_for_a_linear_model(linear: Model, pairs: PromptPairs) -> None:
+    scores = attribute_circuit_edges(linear, pairs, logit_difference, method="eap")
+    exact = patch_exactly(linear, pairs, logit_difference, progress=False)
     found = scores.values[scores.grid.exists]
     torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), rtol=1e-9, atol=1e-12)
-    heads = attribute_heads(model, pairs, logit_difference, method="eap")
-    exact = patch_exactly(model, pairs, logit_difference, ["a0.h1", "a1.h0"], progress=False)
+    heads = attribute_heads(linear, pairs, logit_difference, method="eap")
+    exact = patch_exactly(linear, pairs, logit_difference, ["a0.h1", "a1.h0"], progress=False)
     assert heads.values[0, 1].item() == pytest.approx(exact["a0.h1"], rel=1e-9)
     assert heads.values[1, 0].item() == pytest.approx(exact["a1.h0"], rel=1e-9)
 

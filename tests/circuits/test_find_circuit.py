@@ -26,7 +26,7 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
     find_circuit,
 )
-from sparse_tl.circuits.methods import elimination, search
+from sparse_tl.circuits.methods import search
 from sparse_tl.circuits.methods.search import reached
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
@@ -189,7 +189,7 @@ def test_stacking_changes_nothing(
     small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = find_circuit(small, many, logit_difference, at=0.6, **QUIET)
-    monkeypatch.setattr(elimination, "ROWS", 1)
+    monkeypatch.setattr(search, "ROWS", 1)
     _same(one, find_circuit(small, many, logit_difference, at=0.6, **QUIET))
 
 
@@ -220,7 +220,7 @@ def test_the_elimination_stops_below_the_level(small: Model, many: PromptPairs) 
     curve = found.evaluations["elimination"]
     assert len(curve.sizes) > 3
     assert all(small < large for small, large in pairwise(curve.sizes))
-    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * elimination.MARGIN + 1e-6
+    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * search.MARGIN + 1e-6
 
 
 def test_a_small_circuit_is_not_found_if_a_larger_one_of_its_ranking_falls_short(
@@ -254,7 +254,7 @@ def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(small:
     pairs, graph = random_pairs(), adapt(small).graph
     runs = PairRuns(small, CircuitEdges(), pairs, "corrupted", 2, keep=True)
     scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
-    found = elimination.Elimination(runs, logit_difference, scores, 0.6)
+    found = search.Elimination(runs, logit_difference, scores, 0.6)
     found.run(progress=False)
     assert len(found.effects) > 2
     masks = (graph.exists, torch.zeros_like(graph.exists), found.mask)
@@ -288,9 +288,9 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
 ) -> None:
     """At a second for each group and for each circuit that is evaluated."""
     now, groups = [0.0], list[Any]()
-    attempt = elimination.Elimination._try
+    attempt = search.Elimination._try
 
-    def slow_try(own: elimination.Elimination, group: Any) -> None:
+    def slow_try(own: search.Elimination, group: Any) -> None:
         now[0] += 1
         groups.append(group)
         attempt(own, group)
@@ -300,10 +300,9 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
         return evaluate(*args, **options)
 
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(elimination.Elimination, "_try", slow_try)
+    monkeypatch.setattr(search.Elimination, "_try", slow_try)
     monkeypatch.setattr(search, "evaluate", slow_evaluate)
     monkeypatch.setattr(search, "time", clock)
-    monkeypatch.setattr(elimination, "time", clock)
     find_circuit(small, many, logit_difference, at=0.6, seconds=60, **QUIET)
     assert groups and now[0] <= 60
 

@@ -26,7 +26,7 @@ from sparse_tl.circuits import (
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

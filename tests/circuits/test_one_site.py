@@ -21,7 +21,7 @@ from sparse_tl.circuits import (
     patch_activations,
 )
 from sparse_tl.circuits.pair_runs import read_mask
-from sparse_tl.circuits.prompt.removal import LeaveOneOut
+from sparse_tl.circuits.prompt.attention import LeaveOneOut
 from sparse_tl.data import TokenBatch
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer

@@ -10,8 +10,7 @@ import torch
 
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.paths import CROSSING, PathGraph, connected, path_graph
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 
 
 def scored(grid, n_edges, seed=0):

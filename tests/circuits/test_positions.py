@@ -25,10 +25,10 @@ from sparse_tl.circuits import (
     evaluate_circuit_edges,
     patch_exactly,
 )
-from sparse_tl.circuits.methods.gradients import Method
+from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparse_tl import ablate_attention_edges, ablate_heads, load_addition_models
-from sparse_tl.circuits.prompt import removal
-from sparse_tl.circuits.prompt.removal import LeaveOneOut
+from sparse_tl.circuits.prompt import attention
+from sparse_tl.circuits.prompt.attention import LeaveOneOut
 from sparse_tl.circuits.prompt.tokens import Quantity
 from sparse_tl.metrics import (
     answer_logit,
@@ -113,6 +113,6 @@ def test_effects_are_those_beside_what_is_removed_already(sparse):
 
 def test_several_passes_equal_one(sparse, monkeypatch):
     whole = leave_one_out(sparse).effects(HEADS)
-    monkeypatch.setattr(removal, "MOST_NUMBERS", 3 * 12_700)
+    monkeypatch.setattr(attention, "MOST_NUMBERS", 3 * 12_700)
     parts = leave_one_out(sparse).effects(HEADS)
     torch.testing.assert_close(parts.effects, whole.effects, rtol=0, atol=1e-5)

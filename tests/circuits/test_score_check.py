@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
-import torch
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
@@ -30,28 +30,29 @@ def test_the_strongest_parts_and_others_are_patched_exactly(
     scores = attribute_circuit_edges(model, pairs, logit_difference, progress=False)
     found = check_scores(model, pairs, logit_difference, scores, n=5, progress=False)
     exact = patch_exactly(model, pairs, logit_difference, progress=False)
-    assert found.parts[:5] == tuple(sorted(exact.index, key=lambda name: -abs(scores[name]))[:5])
-    assert found.drawn == ("strongest",) * 5 + ("random",) * 5
-    assert len(set(found.parts)) == 10
-    for name, score, effect in zip(found.parts, found.score, found.exact, strict=True):
-        assert score == scores[name]
-        assert effect == pytest.approx(exact[name], rel=1e-9, abs=1e-12)
+    strongest, drawn = _parts(found)
+    assert strongest == set(sorted(exact.index, key=lambda name: -abs(scores[name]))[:5])
+    assert len(strongest | drawn) == 10
+    for row in found.table.itertuples():
+        assert row.score == scores[row.part]
+        assert row.exact == pytest.approx(exact[row.part], rel=1e-9, abs=1e-12)
+        assert row.miss == row.score - row.exact
+    assert found.table["miss"].abs().is_monotonic_decreasing
     others = check_scores(model, pairs, logit_difference, scores, n=5, seed=1, progress=False)
-    assert others.parts[:5] == found.parts[:5]
-    assert set(others.parts[5:]) != set(found.parts[5:])
+    assert _parts(others)[0] == strongest and _parts(others)[1] != drawn
 
 
-def test_scores_that_are_exact_agree(build_tiny: Build, pairs: PromptPairs) -> None:
-    """Without MLPs and normalisation, and with patterns that are the same for every prompt."""
-    model = build_tiny("attention_only", dtype="float64", normalization_type=None)
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.W_Q.zero_()
-            block.attn.b_Q.zero_()
+def _parts(found: ScoreCheck) -> tuple[set[str], set[str]]:
+    """The strongest parts, and those drawn at random."""
+    halves = dict(iter(found.table.groupby("drawn")["part"]))
+    return set(halves["strongest"]), set(halves["random"])
+
+
+def test_scores_that_are_exact_agree(linear: Model, pairs: PromptPairs) -> None:
     for attribute in (attribute_circuit_edges, attribute_heads):
-        scores = attribute(model, pairs, logit_difference, method="eap", progress=False)
-        n = adapt(model).n_heads
-        found = check_scores(model, pairs, logit_difference, scores, n=n, progress=False)
+        scores = attribute(linear, pairs, logit_difference, method="eap", progress=False)
+        n = adapt(linear).n_heads
+        found = check_scores(linear, pairs, logit_difference, scores, n=n, progress=False)
         assert found.to_pandas()["miss"].abs().max() < 1e-9
         # Of edges without effect, rounding has ranks and signs of its own.
         strongest = found.agreement().loc["strongest"]
@@ -64,17 +65,20 @@ def test_agreement_by_hand(tmp_path: Path) -> None:
         "eap",
         "heads",
         3,
-        ("a0.h0", "a0.h1", "a1.h0", "a1.h1", "a2.h0", "a2.h1"),
-        ("strongest",) * 4 + ("random",) * 2,
-        torch.tensor([1.0, 2.0, 3.0, 4.0, 0.5, 0.0]),
-        torch.tensor([2.0, -1.0, 3.0, 6.0, -0.5, 0.0]),
+        pd.DataFrame(
+            {
+                "part": ["a0.h0", "a0.h1", "a1.h0", "a1.h1", "a2.h0", "a2.h1"],
+                "drawn": ["strongest"] * 4 + ["random"] * 2,
+                "score": [1.0, 2.0, 3.0, 4.0, 0.5, 0.0],
+                "exact": [2.0, -1.0, 3.0, 6.0, -0.5, 0.0],
+            }
+        ),
     )
     table = found.agreement()
     assert table.index.tolist() == ["strongest", "random"]
     # Deviations -1.5 -0.5 0.5 1.5 and -0.5 -3.5 0.5 3.5: 8 / sqrt(5 * 25).
     assert table.loc["strongest"].tolist() == pytest.approx([4, 8 / 125**0.5, 0.8, 0.75])
     assert table.loc["random", "sign"] == 0  # one has no effect
-    assert found.to_pandas()["part"].tolist()[:2] == ["a0.h1", "a1.h1"]
     assert "strongest r 0.72, rank correlation 0.80, sign 75%" in repr(found)
     again = ScoreCheck.load(found.save(tmp_path / "check"))
     assert again.to_pandas().equals(found.to_pandas())
@@ -102,6 +106,6 @@ def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) ->
     )
     found = check_scores(model, pairs, logit_difference, scores, n=2, progress=False)
     exact = patch_exactly(
-        model, pairs, logit_difference, found.parts, positions=positions, progress=False
+        model, pairs, logit_difference, [*found.table["part"]], positions=positions, progress=False
     )
-    assert found.exact.tolist() == exact.tolist()
+    assert found.table["exact"].tolist() == exact.tolist()

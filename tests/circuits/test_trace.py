@@ -1,5 +1,7 @@
 """Attention traced through a prompt: columns, gates, attributions against finite differences."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import plain_transformer
@@ -12,7 +14,7 @@ from sparse_tl import (
     trace_attention,
 )
 from sparse_tl.backend import boot
-from sparse_tl.circuits.prompt.trace import predicted_columns
+from sparse_tl.circuits.prompt.attention import AttentionGraph, predicted_columns
 from sparse_tl.metrics import answer_logit, log_probability, logit_difference
 from sparse_tl.plots import figure
 from sparse_tl.tasks.addition import addition_tokenizer
@@ -324,3 +326,41 @@ def test_permanent_hooks_of_the_users_own_stay_on(model):
             trace_attention(model, "1+1=", max_effects=200)
     finally:
         model.reset_hooks(including_permanent=True)
+
+
+# ---- graphs --------------------------------------------------------------------------------------
+
+
+def test_edge_weights():
+    attention = torch.rand(2, 3, 4, 4).tril()
+    attribution, effect = torch.randn(2, 2, 2, 3, 4, 4)
+    texts = ("a",) * 4, ("b",) * 4
+    plain = AttentionGraph(attention, attention > 0, *texts, targets=((1, 0), (3, 2)))
+    graph = replace(plain, attribution=attribution, effect=effect)
+    assert graph.edge_weights() is graph.attention
+    assert torch.equal(graph.edge_weights("first-order"), attribution[1])
+    assert torch.equal(graph.edge_weights("effect", 0), effect[0])
+    for kind, option in (("effect", "max_effects"), ("first-order", "attribution=True")):
+        with pytest.raises(ValueError, match=f"{kind}.*{option}"):
+            plain.edge_weights(kind)
+
+
+def test_a_graph_is_saved_tabulated_and_told(tmp_path):
+    attention = torch.zeros(1, 2, 3, 3)
+    attention[0, 1, 2, 0], attention[0, 0, 1, 1] = 0.25, 0.5
+    graph = AttentionGraph(
+        attention, attention > 0, ("a", "b", "?"), ("a", "b", "c"), ((2, 2),),
+        effect=-4 * attention[None],
+    )  # fmt: skip
+    restored = AttentionGraph.load(graph.save(tmp_path / "graph"))
+    assert torch.equal(restored.gates, graph.gates) and restored.targets == ((2, 2),)
+    assert restored.attribution is None and torch.equal(restored.effect, graph.effect)
+    assert graph.to_pandas().to_numpy().tolist() == [[0, 0, 1, 1, 0.5, -2], [0, 1, 2, 0, 0.25, -1]]
+    said = "AttentionGraph('a b ?': 2 of 12 attention edges open"
+    assert repr(graph) == f"{said}; effects on answer_logit, in logits)"  # as of old graphs
+    assert "effect" in graph._repr_html_()
+    assert repr(replace(graph, effect=None)) == f"{said})"
+    own = replace(graph, metric="my_rank", answers=("c",), wrong=("d",))
+    assert repr(own) == f"{said}; effects on my_rank)"
+    restored = AttentionGraph.load(own.save(tmp_path / "own"))
+    assert (restored.metric, restored.answers, restored.wrong) == ("my_rank", ("c",), ("d",))

@@ -34,7 +34,7 @@ from sparse_tl import (
 from sparse_tl.backend import Model
 from sparse_tl.circuits import Circuit
 from sparse_tl.gates import CircuitEdges
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph
 
 Build = Callable[..., Model]
 Hook = Callable[..., Any]

@@ -58,14 +58,6 @@ def test_the_loss_of_half_precision_logits_is_taken_in_float32() -> None:
     assert torch.equal(losses, token_losses(logits.float(), labels))
 
 
-def test_next_token() -> None:
-    batch = TokenBatch.next_token(torch.tensor([[3, 1, 4], [1, 5, 9]]))
-    assert batch.loss_mask.tolist() == [[True, True, False]] * 2
-    assert batch.labels[:, :-1].tolist() == [[1, 4], [5, 9]]
-    assert batch.tokens.tolist() == [[3, 1, 4], [1, 5, 9]]
-    assert batch.model_kwargs == {}
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 5, 9])
 def test_pieces_of_a_batch_are_its_rows_in_turn(size: int, padded: bool) -> None:
@@ -74,20 +66,6 @@ def test_pieces_of_a_batch_are_its_rows_in_turn(size: int, padded: bool) -> None
     assert [len(piece) for piece in pieces] == [min(size, 5 - start) for start in range(0, 5, size)]
     for place, piece in enumerate(pieces):
         assert _equal(piece, batch.select(torch.arange(5)[place * size : (place + 1) * size]))
-
-
-def test_select_takes_rows_in_the_given_order() -> None:
-    batch = _batch(padded=True)
-    chosen = batch.select(torch.tensor([4, 1]))
-    for name in ("tokens", "labels", "loss_mask", "attention_mask"):
-        whole = getattr(batch, name)
-        assert getattr(chosen, name).tolist() == [whole[4].tolist(), whole[1].tolist()]
-
-
-def test_an_attention_mask_reaches_the_model() -> None:
-    batch = _batch(padded=True)
-    assert batch.model_kwargs["attention_mask"] is batch.attention_mask
-    assert _equal(batch.to("cpu"), batch)
 
 
 # Groups of rows.
@@ -154,12 +132,6 @@ def test_rows_of_one_length_or_without_padding_are_one_part() -> None:
     assert unpadded.by_length() == [unpadded]
     (same,) = _of_lengths([3, 3, 3]).by_length()
     assert _equal(same, _of_lengths([3, 3, 3]))
-
-
-def test_rows_without_groups_are_one_group() -> None:
-    batch = _batch()
-    assert batch.n_groups == 1
-    assert batch.label_groups().tolist() == [0] * int(batch.loss_mask.sum())
 
 
 def test_labels_are_of_the_group_of_their_row() -> None:

@@ -1,4 +1,4 @@
-"""Prompt pairs refuse what they cannot mean, and metrics are what their names say."""
+"""Prompt pairs refuse what they cannot mean; metrics are what their names say; spans of tokens."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def test_wrong_answers_may_be_left_out() -> None:
     [
         (
             {"corrupted": "the dog ran sat"},
-            r"row 1: .* 4 and 5 tokens, where \['cat'\] is compared with \['dog', 'ran'\]",
+            r"row 1: .* 4 and 5 tokens: \['<s>', 'the', 'cat', 'sat'\] / .*'ran'",
         ),
         ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
-        ({"answer": ["far", "ran"]}, r"pair 1 has the tokens \[5\] as both"),
-        ({"clean": ""}, "row 1: expected a clean prompt; got an empty text"),
+        ({"answer": ["far", "ran"]}, r"row 1: an answer is a wrong answer too; it has \[6, 5, 5"),
+        ({"clean": ""}, "row 1: the clean prompt is empty"),
     ],
 )
 def test_texts_that_are_no_pairs(change: dict[str, Any], message: str) -> None:
@@ -193,3 +193,59 @@ def test_explained_effect_averages_before_it_divides() -> None:
     assert effects.tolist() == pytest.approx([1.0, 0.0, 4 / 5])
     with pytest.raises(ValueError, match="no effect to explain"):
         explained_effect(circuits, clean, clean.flip(0))
+
+
+# ---- spans ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs() -> PromptPairs:
+    """Three pairs of 4, 3 and 2 tokens."""
+    prompts, answers = torch.arange(12).view(3, 4), torch.zeros(3, 1, dtype=torch.long)
+    return PromptPairs(prompts, prompts, answers, answers + 1, torch.tensor([3, 2, 1]))
+
+
+def test_one_mapping_for_all(pairs: PromptPairs) -> None:
+    spans = pairs.with_spans({"START": 0, "END": -1}).spans
+    assert spans is not None
+    assert spans.names == ("START", "END", "rest")
+    # Padding belongs to the span of the last token.
+    assert spans.at.tolist() == [[0, 2, 2, 1], [0, 2, 1, 1], [0, 1, 1, 1]]
+
+
+def test_a_mapping_for_each(pairs: PromptPairs) -> None:
+    each = [{"a": range(3), "b": [3]}, {"a": 0, "b": (1, 2)}, {"a": [], "b": range(2)}]
+    spans = pairs.with_spans(each).spans
+    assert spans is not None
+    assert spans.names == ("a", "b")  # every token is named
+    assert spans.at.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
+
+
+def test_tokens(pairs: PromptPairs) -> None:
+    spans = pairs.select(slice(1, 2)).spans_of("tokens")
+    assert spans.names == ("0", "1", "2")
+    assert spans.at.tolist() == [[0, 1, 2, 2]]
+
+
+def test_rows_keep_their_spans(pairs: PromptPairs) -> None:
+    spanned = pairs.with_spans([{"S": 3}, {"S": 1}, {"S": 0}])
+    one, other = spanned.split(2)
+    assert one.spans is not None
+    assert other.spans is not None
+    assert other.spans.names == ("S", "rest")
+    assert other.spans.at.tolist() == [[0, 1, 1, 1]]
+    assert len(one.spans) == 2
+    assert spanned.digest() != pairs.digest()
+    assert spanned.digest() != pairs.with_spans({"S": 0}).digest()
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ({"S": 2}, "2 tokens of pair 2; got 2 in 'S'"),
+        ({"S": [0, 1], "T": -1}, "column 1 of pair 2 is in 'S' and in 'T'"),
+    ],
+)
+def test_spans_that_do_not_fit(pairs: PromptPairs, spans: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pairs.with_spans(spans)

@@ -22,12 +22,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
 
 
-def test_every_document_follows_a_bos_and_nothing_is_padded() -> None:
-    windows = token_windows(["a b c", "d", "b b b b"], _tokenizer(), 3)
-    # <s> a b | c <s> d | <s> b b | and the last two tokens fill no window.
-    assert windows.tolist() == [[0, 1, 2], [3, 0, 4], [0, 2, 2]]
-
-
 def test_a_limit_reads_no_further_than_it_must() -> None:
     read = []
 
@@ -76,10 +70,6 @@ def _dataset_folder(folder: Path) -> str:
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     return str(folder)
-
-
-def test_documents_of_a_dataset(tmp_path: Path) -> None:
-    assert list(read_documents(_dataset_folder(tmp_path / "data"))) == ["one", "two"]
 
 
 def test_empty_rows_of_a_dataset_are_no_documents(tmp_path: Path) -> None:

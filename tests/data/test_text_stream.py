@@ -1,4 +1,4 @@
-"""A text stream has the windows of the whole text, in an order that only step and seed decide."""
+"""Streams have all rows, or the windows of all text, in an order that step and seed decide."""
 
 from __future__ import annotations
 
@@ -159,13 +159,6 @@ def test_any_step_in_any_order(source: Any, tokenizer: Any) -> None:
     jumping = TextStream(source, tokenizer, 8, 6, shuffle=16)
     for step in [*steps, *steps[:10]]:
         assert jumping.batch(step).tokens.tolist() == in_turn[step], step
-
-
-def test_seeds_shuffle_differently_and_the_global_generator_is_left_alone(tokenizer: Any) -> None:
-    before = torch.get_rng_state()
-    orders = {str(TextStream(_texts(80), tokenizer, 8, 9, seed).batch(0)) for seed in range(4)}
-    assert len(orders) == 4
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
@@ -330,3 +323,43 @@ def test_memory_does_not_grow_with_the_text(
     # Four times the text; some 50 kB wait for the garbage collector or do not.
     small = peak(2)
     assert small < 600_000 and peak(8) < 2.4 * small
+
+
+# A fixed set of rows.
+
+
+def _numbered(n: int) -> TokenBatch:
+    """Rows that carry their own number."""
+    return TokenBatch.next_token(torch.arange(n)[:, None].repeat(1, 2))
+
+
+def _numbers(batch: TokenBatch) -> list[int]:
+    return batch.tokens[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("n", "size"), [(10, 3), (10, 5), (7, 7), (5, 1), (8, 6)])
+def test_every_row_once_per_epoch(n: int, size: int) -> None:
+    stream = ShuffledStream(_numbered(n), size, seed=3)
+    sequence = [row for step in range(3 * n) for row in _numbers(stream.batch(step))]
+    epochs = [sequence[start : start + n] for start in range(0, 3 * size * n, n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    if n > 1:
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_random_access_equals_sequential() -> None:
+    sequential = ShuffledStream(_numbered(11), 4)
+    expected = {step: _numbers(sequential.batch(step)) for step in range(40)}
+    jumping = ShuffledStream(_numbered(11), 4)
+    for step in (39, 0, 17, 16, 17, 2, 38, 3):
+        assert _numbers(jumping.batch(step)) == expected[step]
+    assert _numbers(ShuffledStream(_numbered(11), 4).batch(23)) == expected[23]
+
+
+def test_seeds_shuffle_differently_and_the_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    orders = {
+        tuple(_numbers(ShuffledStream(_numbered(20), 20, seed).batch(0))) for seed in range(4)
+    }
+    assert len(orders) == 4
+    assert torch.equal(torch.get_rng_state(), before)

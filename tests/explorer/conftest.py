@@ -33,23 +33,12 @@ def build_small(build_tiny: Callable[..., Model]) -> Callable[..., Model]:
     return build
 
 
-@pytest.fixture(scope="session")
-def build_models(build_small: Callable[..., Model]) -> Callable[[], dict[str, Any]]:
-    """Makes a dense model and a sparse one, some of whose gates are closed on the prompt."""
-
-    def build() -> dict[str, Any]:
-        sparse = SparseTransformer(build_small(seed=1), initial_bias=0.3)
-        return {"Dense": build_small(), "Sparse": sparse}
-
-    return build
-
-
 @pytest.fixture(scope="module")
-def models(build_models: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same two models in all tests of a module: none may change them."""
-    models = build_models()
-    yield models
-    models["Sparse"].unwrap()
+def models(build_small: Callable[..., Model]) -> Iterator[dict[str, Any]]:
+    """A dense model and a sparse one, some of whose gates are closed: no test may change them."""
+    sparse = SparseTransformer(build_small(seed=1), initial_bias=0.3)
+    yield {"Dense": build_small(), "Sparse": sparse}
+    sparse.unwrap()
 
 
 @pytest.fixture(scope="module")

@@ -38,26 +38,19 @@ class Lab:
         import nbformat
 
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-        notebook.metadata |= {
-            "kernelspec": {
-                "name": "python3",
-                "display_name": "Python 3 (ipykernel)",
-                "language": "python",
-            },
-            "language_info": {"name": "python"},
-        }
+        kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+        notebook.metadata |= {"kernelspec": kernel, "language_info": {"name": "python"}}
         path = self.folder / name
         nbformat.write(notebook, path)
         return path
 
 
 @contextmanager
-def running_lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[Lab]:
+def running_lab(folder: Path) -> Iterator[Lab]:
     """A server for the length of a block; kernels and server are ended with it."""
     root, own = folder / "notebooks", folder / "jupyter"
     root.mkdir(parents=True)
-    quiet = {**QUIET, "apputils-extension/themes": {"theme": theme}}
-    for name, settings in quiet.items():
+    for name, settings in QUIET.items():
         path = own / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings))
@@ -73,12 +66,9 @@ def running_lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[Lab]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
-    command += [
-        f"--ServerApp.port={port}",
-        "--ServerApp.port_retries=0",
-        "--ServerApp.ip=127.0.0.1",
-    ]
-    command += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={root}"]
+    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
+    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={root}"]
+    command += [f"--IdentityProvider.token={TOKEN}"]
     command += ["--LabApp.expose_app_in_browser=True", "--LabApp.extension_manager=readonly"]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

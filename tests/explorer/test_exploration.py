@@ -29,34 +29,34 @@ def exploration(models):
 softmax = partial(torch.softmax, dim=-1)
 
 
-def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
-    """Logits with these heads silenced at z and these edges at the pattern."""
+def hooks(heads: Any = (), edges: Any = ()) -> list[Any]:
+    """Hooks that silence these heads at z and cut these edges at the pattern."""
 
-    def silence(z, hook, here):
-        for layer, head in heads:
-            if layer == here:
-                z[:, :, head] = 0
+    def silence(z, hook, head):
+        z[:, :, head] = 0
         return z
 
-    def cut(pattern, hook, here):
-        for layer, head, query, key in edges:
-            if layer == here:
-                pattern[:, head, query, key] = 0
+    def cut(pattern, hook, index):
+        pattern[:, *index] = 0
         return pattern
 
-    hooks = [(f"blocks.{i}.attn.hook_z", partial(silence, here=i)) for i in range(2)]
-    hooks += [(f"blocks.{i}.attn.hook_pattern", partial(cut, here=i)) for i in range(2)]
+    found = [(f"blocks.{i}.attn.hook_z", partial(silence, head=head)) for i, head in heads]
+    return found + [
+        (f"blocks.{i}.attn.hook_pattern", partial(cut, index=index)) for i, *index in edges
+    ]
+
+
+def by_hand(model: Any, heads: Any = (), edges: Any = (), tokens: Any = None) -> torch.Tensor:
+    """Logits without these heads and edges."""
+    tokens = model.to_tokens(PROMPT) if tokens is None else tokens[None]
     with torch.no_grad():
-        return model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)[0]
-
-
-def log_probability_by_hand(logits, pairs):
-    answers = logits.gather(1, pairs.answers)[:, 0]
-    return answers - logits.logsumexp(dim=1)
+        return model.run_with_hooks(tokens, fwd_hooks=hooks(heads, edges))[0]
 
 
 METRICS = {
-    log_probability: log_probability_by_hand,
+    log_probability: lambda logits, pairs: (
+        logits.gather(1, pairs.answers)[:, 0] - logits.logsumexp(dim=1)
+    ),
     logit_difference: lambda logits, pairs: (
         logits.gather(1, pairs.answers) - logits.gather(1, pairs.wrong)
     )[:, 0],
@@ -118,16 +118,22 @@ def remove_some(exploration: Exploration, panel: str) -> None:
 
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
 def test_logits_under_removals_are_those_of_hooks_by_hand(exploration, models, panel):
-    model = models[panel]
-    plain = by_hand(model)
-    torch.testing.assert_close(exploration.logits(panel), plain, rtol=0, atol=1e-12)
+    def check(*removed):
+        expected = by_hand(models[panel], *removed)
+        torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
+        return expected
+
+    (other,) = {"Dense", "Sparse"} - {panel}
+    beside, plain = exploration.logits(other).clone(), check()
     exploration.toggle_head(panel, 0, 1)
-    expected = by_hand(model, HEADS)
-    torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
+    check(HEADS)
     exploration.toggle_attention_edges(panel, EDGES)
-    expected = by_hand(model, HEADS, EDGES)
-    torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
-    assert not torch.allclose(expected, plain, atol=1e-4)
+    assert not torch.allclose(check(HEADS, EDGES), plain, atol=1e-4)
+    # Panels are independent.
+    assert torch.equal(exploration.logits(other), beside)
+    assert exploration.removed_heads(panel) == ((0, 1),)
+    assert exploration.removed_attention_edges(panel) == tuple(sorted(EDGES))
+    assert exploration.removed_attention_edges(other) == ()
 
 
 def test_the_gates_of_the_sparse_model_are_on(exploration, models):
@@ -153,15 +159,6 @@ def test_restoring_gives_the_first_logits_exactly(exploration, panel):
     remove_some(exploration, panel)
     assert exploration.removed_heads(panel) == exploration.removed_attention_edges(panel) == ()
     assert torch.equal(exploration.logits(panel), first)
-
-
-def test_panels_are_independent(exploration):
-    first = exploration.logits("Sparse").clone()
-    remove_some(exploration, "Dense")
-    assert torch.equal(exploration.logits("Sparse"), first)
-    assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
-    assert exploration.removed_attention_edges("Sparse") == ()
 
 
 def test_nothing_is_left_on_the_models(exploration, models):
@@ -197,27 +194,13 @@ def test_the_graph_has_no_removed_edge(exploration, models):
 
 
 def test_the_graph_reads_later_layers_under_the_removals(exploration, models):
+    model, edges = models["Dense"], [(0, 1, 10, 3)]
     exploration.toggle_head("Dense", 0, 0)
-    exploration.toggle_attention_edges("Dense", [(0, 1, 10, 3)])
-    seen = {}
-
-    def keep(pattern, hook):
-        seen["pattern"] = pattern[0]
-
-    def silence(z, hook):
-        z[:, :, 0] = 0
-        return z
-
-    def cut(pattern, hook):
-        pattern[:, 1, 10, 3] = 0
-        return pattern
-
-    hooks = [("blocks.0.attn.hook_z", silence), ("blocks.0.attn.hook_pattern", cut)]
-    hooks.append(("blocks.1.attn.hook_pattern", keep))
-    model = models["Dense"]
-    with torch.no_grad():
-        model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)
-    torch.testing.assert_close(exploration.graph("Dense").attention[1], seen["pattern"])
+    exploration.toggle_attention_edges("Dense", edges)
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks([(0, 0)], edges)):
+        _, cache = model.run_with_cache(model.to_tokens(PROMPT))
+    pattern = cache["blocks.1.attn.hook_pattern"][0]
+    torch.testing.assert_close(exploration.graph("Dense").attention[1], pattern)
 
 
 def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, models):
@@ -301,9 +284,7 @@ def test_another_prompt_of_the_same_length_keeps_what_is_removed(exploration, mo
     fresh = Exploration(models, "11+11=?????")
     remove_some(fresh, "Dense")
     assert torch.equal(exploration.logits("Dense"), fresh.logits("Dense"))
-
-
-def test_another_prompt_of_the_same_length_is_read_at_the_same_columns(models):
+    # It is read at the same columns.
     exploration = Exploration(models, "36+28=00064", positions=[7, 10])
     exploration.show_prompt("11+11=00022")
     assert exploration.targets == ((7, 6), (10, 9))
@@ -334,13 +315,7 @@ def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
     model, tokens = build_tiny("float64", attention_dir="bidirectional"), torch.tensor([3, 1, 4])
     exploration = Exploration({"m": model}, tokens, positions=[0])
     exploration.toggle_attention_edges("m", [(0, 1, 0, 2)])
-
-    def cut(pattern, hook):
-        pattern[:, 1, 0, 2] = 0
-        return pattern
-
-    name = "blocks.0.attn.hook_pattern"
-    expected = model.run_with_hooks(tokens[None], fwd_hooks=[(name, cut)])[0]
+    expected = by_hand(model, edges=[(0, 1, 0, 2)], tokens=tokens)
     torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
     assert not exploration.graph("m").gates[0, 1, 0, 2] and exploration.n_read == 3
 
@@ -369,16 +344,11 @@ def test_closed_mlps_are_part_of_every_run(build_small):
     edge = tuple(graph.gates.nonzero()[-1].tolist())
     _, read_at = exploration.targets[-1]
     predicted = int(plain[read_at].argmax())
-    after, before = (
-        logits[read_at].log_softmax(-1)[predicted]
-        for logits in (by_hand(sparse, edges=[edge]), plain)
-    )
-    change = after - before
-    torch.testing.assert_close(graph.effect[-1][edge], change, rtol=0, atol=1e-12)
+    change = by_hand(sparse, edges=[edge])[read_at].log_softmax(-1) - plain[read_at].log_softmax(-1)
+    torch.testing.assert_close(graph.effect[-1][edge], change[predicted], rtol=0, atol=1e-12)
     exploration.toggle_head("Sparse", 0, 1)
-    torch.testing.assert_close(
-        exploration.logits("Sparse"), by_hand(sparse, heads=[(0, 1)]), rtol=0, atol=1e-12
-    )
+    expected = by_hand(sparse, heads=HEADS)
+    torch.testing.assert_close(exploration.logits("Sparse"), expected, rtol=0, atol=1e-12)
     exploration.restore()
     last = exploration.logit_lens("Sparse", 2, read_at, top=1)
     assert last["logit"].iloc[0] == pytest.approx(plain[read_at].max().item(), rel=1e-9)

@@ -50,9 +50,6 @@ def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
     assert known.data["state"]["target"] == 2
     unmasked = circuit_diagram(models, PROMPT, position=3)  # also predicted, from the left
     assert unmasked.data["targets"] == [[3, 2], *masked.data["targets"]]
-    one = circuit_diagram(models, PROMPT, positions=[7])
-    for panel, whole in zip(one.data["panels"], masked.data["panels"], strict=True):
-        assert panel["output"] == whole["output"]
     some = circuit_diagram(models, PROMPT, positions=[-1, 7], position=7)
     assert some.data["targets"] == [[10, 10], [7, 7]] and some.data["state"]["target"] == 1
 

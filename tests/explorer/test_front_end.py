@@ -14,8 +14,6 @@ from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_metric", "_effects", "_node", "_message")
-TRAITS += ("_revision", "_theme", "_saved_id")
 QUIET = ("settle", "hello", "effects", "choose")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
@@ -36,15 +34,15 @@ window.clean = render({ model, el: document.querySelector("#view") });
 """
 
 
-# A page whose theme is the system's, as JupyterLab tells it.
 def stop_clock(page: Any) -> None:
     """From here on, time passes where a test says so."""
     page.clock.install(time=0)
     page.clock.pause_at(1)
 
 
-def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> None:
-    traits = {name: getattr(explorer, name) for name in TRAITS} | changes
+def show(page: Any, folder: Path, explorer: CircuitExplorer) -> None:
+    names = (*explorer.trait_names(late=True), "_theme", "_saved_id")
+    traits = {name: getattr(explorer, name) for name in names}
     script = explorer._esm.replace("export default { render };", "")
     stub = STUB.replace("TRAITS_HERE", script_json(traits))
     saved = f'<div data-saved-explorer="{explorer._saved_id}">the saved figure</div>'
@@ -161,10 +159,9 @@ def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, e
 def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
     stop_clock(page)
     show(page, tmp_path, explorer)
-    told = "revision: traits._revision"
-    page.evaluate(f"fire('msg:custom', {{done: 1, {told}, more: true}})")
-    page.evaluate(f"fire('msg:custom', {{done: 2, {told}, more: true}})")
-    page.evaluate(f"fire('msg:custom', {{done: 3, {told}, more: false}})")
+    for done, more in ((1, "true"), (2, "true"), (3, "false")):
+        told = f"{{done: {done}, revision: traits._revision, more: {more}}}"
+        page.evaluate(f"fire('msg:custom', {told})")
     assert actions(page) == ["hello", "effects", "effects"]
 
 

@@ -22,7 +22,7 @@ FIGURES = """
 import torch
 from IPython.display import display
 from sparse_tl import Scores, circuit_diagram
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.plots import head_map
 display(circuit_diagram({"Dense": dense}, "36+28=?????"))
 drawn = head_map({"Dense": Scores(HeadGrid(2, 2), torch.eye(2), "eap")})

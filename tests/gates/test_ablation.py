@@ -121,23 +121,6 @@ def test_heads_may_be_named(build_tiny: Build) -> None:
         assert torch.equal(model(tokens), expected)
 
 
-def test_a_sparse_model_is_ablated_too(build_tiny: Build) -> None:
-    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens(2)
-    plain = sparse(tokens)
-    with ablate_heads(sparse, HEADS):
-        assert not torch.equal(sparse(tokens), plain)
-    assert torch.equal(sparse(tokens), plain)
-
-
-def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
-    model, tokens = build_tiny(), _tokens(2)
-    plain = model(tokens)
-    with pytest.raises(RuntimeError, match="in the block"), ablate_heads(model, HEADS):
-        raise RuntimeError("in the block")
-    assert torch.equal(model(tokens), plain)
-    assert not any(point._forward_hooks for point in model.hook_dict.values())
-
-
 # Attention edges
 
 EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]

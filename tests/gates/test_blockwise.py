@@ -14,14 +14,13 @@ from architectures import ARCHITECTURES, VOCABULARY
 from double_precision import DoublePrecision
 from finite_differences import derivative
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import AttentionMask, Deferred, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
-from sparse_tl.gates.sparse.attention import attention_by_blocks
+from sparse_tl.gates.sparse.computed_gates import attention_by_blocks
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24
@@ -255,22 +254,6 @@ def test_what_hooks_see_is_whole(blocks: list[Any], monkeypatch: pytest.MonkeyPa
     assert {type(cache[name]), type(logits)} == {Tensor} and cache[name].shape[-1] == LENGTH
     torch.testing.assert_close(logits, plain, rtol=0, atol=1e-12)
     assert blocks, "the other layers have no hooks of the user's"
-
-
-def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "LONG", LENGTH)
-    model = Subject("llama").build()
-    sparse = SparseTransformer(model)
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(blockwise.GatedAttention, "on", stop)
-    with pytest.raises(KeyboardInterrupt):
-        sparse(_tokens())
-    assert not active_modes()
-    sparse.unwrap()
-    assert not any("forward" in block.attn.__dict__ for block in model.blocks)
 
 
 def _deferred_scores(q: Tensor, k: Tensor) -> Any:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from sparse_tl.gates import BernoulliGate, GateMode, HardConcreteGate, SigmoidGate, expected_size
-from sparse_tl.gates.distributions import gate_values, with_pressure
+from sparse_tl.gates import BernoulliGate, HardConcreteGate, SigmoidGate
+from sparse_tl.gates.distributions import with_pressure
 
 ALL = [BernoulliGate(), HardConcreteGate(), SigmoidGate()]
 
@@ -65,13 +65,8 @@ def test_smooth_gates_have_the_gradient_of_finite_differences(distribution):
 
 
 @pytest.mark.parametrize("distribution", ALL)
-def test_expected_size_has_the_gradient_of_finite_differences(distribution):
-    assert torch.autograd.gradcheck(
-        lambda values: expected_size(distribution, values), logits().requires_grad_()
-    )
-    assert expected_size(distribution, logits()).item() == pytest.approx(
-        distribution.open_probability(logits()).sum().item()
-    )
+def test_open_probabilities_have_the_gradient_of_finite_differences(distribution):
+    assert torch.autograd.gradcheck(distribution.open_probability, logits().requires_grad_())
 
 
 def test_hard_concrete_reaches_both_ends():
@@ -80,18 +75,13 @@ def test_hard_concrete_reaches_both_ends():
 
 
 @pytest.mark.parametrize("distribution", ALL)
-@pytest.mark.parametrize("mode", [GateMode.DETERMINISTIC, GateMode.SAMPLED])
+@pytest.mark.parametrize("mode", ["mode", "sample"])
 def test_a_masked_logit_is_a_closed_gate_with_no_gradient(distribution, mode):
     at = torch.tensor([-math.inf, 2.0], requires_grad=True)
-    gates = gate_values(distribution, at, mode, torch.Generator().manual_seed(0))
-    (gates.sum() + expected_size(distribution, at)).backward()
+    gates = getattr(distribution, mode)(at)
+    (gates.sum() + distribution.open_probability(at).sum()).backward()
     assert gates[0] == 0
     assert at.grad is not None and at.grad[0] == 0 and torch.isfinite(at.grad).all()
-
-
-def test_open_mode_is_exactly_one():
-    gates = gate_values(BernoulliGate(), torch.tensor([-5.0, 5.0]), GateMode.OPEN)
-    assert gates.tolist() == [1.0, 1.0]
 
 
 def test_same_generator_same_sample():

@@ -11,25 +11,6 @@ def tokens():
     return torch.randint(0, 13, (2, 6), generator=torch.Generator().manual_seed(1))
 
 
-def test_head_gates_of_one_keep_and_of_zero_silence(build_tiny, tokens):
-    model = build_tiny("plain")
-    clean = model(tokens)
-    gates = torch.ones(model.cfg.n_layers, model.cfg.n_heads)
-    with gated(model, Heads(), gates):
-        assert torch.equal(model(tokens), clean)
-    gates[1, 0] = 0
-
-    def silence(z, hook):
-        z[:, :, 0] = 0
-        return z
-
-    with gated(model, Heads(), gates):
-        found = model(tokens)
-    oracle = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", silence)])
-    assert torch.equal(found, oracle)
-    assert torch.equal(model(tokens), clean)
-
-
 def test_a_gate_interpolates_between_clean_and_patch(build_tiny, tokens):
     model = build_tiny("plain")
     _, corrupted = model.run_with_cache(tokens.flip(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -221,18 +220,6 @@ def test_expected_count_is_the_mean_of_sampled_ones(tokens: Tensor, kind: str) -
     torch.testing.assert_close(total / runs, expected[0], atol=0.3, rtol=0)
 
 
-def test_draws_repeat_and_noise_scales_them(tokens: Tensor) -> None:
-    sparse = sparse_of("plain", initial_bias=0.5)
-
-    def drawn(seed: int, noise: float = 1.0) -> Tensor:
-        with sparse.sampled(torch.Generator().manual_seed(seed), noise):
-            return sparse(tokens)
-
-    assert torch.equal(drawn(0), drawn(0))
-    assert not torch.equal(drawn(0), drawn(1))
-    assert torch.equal(drawn(0, noise=0.0), sparse(tokens))
-
-
 def test_the_expected_count_has_the_gradient_of_finite_differences(tokens: Tensor) -> None:
     sparse = sparse_of("plain", "float64", initial_bias=0.3)
     gates = gates_of(sparse)
@@ -291,9 +278,6 @@ def test_counts_of_batches_are_counts_of_all(tokens: Tensor) -> None:
         assert torch.equal(getattr(whole, name), getattr(parts, name))
     torch.testing.assert_close(whole.expected_mlps, parts.expected_mlps)
     assert whole.active_mlps is not None
-    table = whole.mlps_to_pandas()
-    assert table["active"].sum() == pytest.approx(whole.active_mlps_per_prompt)
-    assert table["possible"].tolist() == [8, 8]
     assert f"{whole.active_mlps_per_prompt:.2f} active of 16 MLP outputs" in repr(whole)
 
 
@@ -368,16 +352,10 @@ def test_copies_have_gates_of_their_own(tokens: Tensor, kind: str) -> None:
     gates_of(twin).bias.data.fill_(1e4)
     assert torch.equal(sparse(tokens), before)
     assert torch.equal(twin(tokens), sparse.dense_copy()(tokens))
+    twin.gates.bias.data.fill_(-1e4)
     assert torch.equal(sparse(tokens), before)
+    assert not any(p.requires_grad for p in sparse.dense_copy().parameters())
     assert {"mlp_gates.weight", "mlp_gates.bias"} <= set(read_parameters(twin))
-
-
-def test_gates_move_with_the_model(tokens: Tensor) -> None:
-    sparse = sparse_of("plain", initial_bias=1e4)
-    single = sparse.run_with_counts(tokens)[1].active_mlps
-    sparse.to(torch.float64)
-    assert gates_of(sparse).weight.dtype == torch.float64
-    assert torch.equal(sparse.run_with_counts(tokens)[1].active_mlps, single)
 
 
 # Folders.
@@ -396,14 +374,6 @@ def test_saved_and_loaded_is_the_same(
     assert torch.equal(gates_of(loaded).weight, gates_of(sparse).weight)
 
 
-def test_folders_without_gates_on_mlps_load_as_before(tokens: Tensor, tmp_path: Path) -> None:
-    sparse = SparseTransformer(build("plain"), initial_bias=0.0)
-    sparse.save_pretrained(tmp_path / "sparse")
-    assert "mlps" not in json.loads((tmp_path / "sparse" / "gates.json").read_text())
-    loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
-    assert loaded.mlp_gates is None and torch.equal(loaded(tokens), sparse(tokens))
-
-
 # Bad input.
 
 
@@ -417,7 +387,7 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
 def test_gates_of_another_model_are_refused() -> None:
     model = build("plain")
     for wrong in (MLPGates(3, 16), MLPGates(2, 15)):
-        with pytest.raises(ValueError, match=r"the model needs \(2, 16\)"):
+        with pytest.raises(ValueError, match=r"the model needs \[\(2,\), \(2, 16\)\]"):
             SparseTransformer(model, mlp_gates=wrong)
     with pytest.raises(ValueError, match="distribution of those on attention edges"):
         SparseTransformer(model, mlp_gates=MLPGates(2, 16, distribution=SigmoidGate()))

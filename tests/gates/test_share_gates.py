@@ -19,8 +19,8 @@ from sparse_tl import SparseTransformer
 from sparse_tl.backend import adapt, boot, deferred
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.gates import HardConcreteGate, ShareGates
+from sparse_tl.gates.distributions import GateSettings
 from sparse_tl.gates.sparse import blockwise
-from sparse_tl.gates.sparse.computed_gates import GateSettings
 from sparse_tl.gates.sparse.straight_through import gated_pattern
 from sparse_tl.storage.files import read_json, write_json
 

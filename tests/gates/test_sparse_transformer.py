@@ -1,6 +1,5 @@
 """The wrapper: open gates are the model, closed gates are formulas, nothing is left behind."""
 
-import copy
 import inspect
 from collections.abc import Callable
 
@@ -13,7 +12,6 @@ from typing_extensions import get_protocol_members
 from sparse_tl import PromptPairs, SparseTransformer
 from sparse_tl.backend import HookedModel, Model, read_parameters
 from sparse_tl.data.prompts import ModelWithTokenizer
-from sparse_tl.gates import BernoulliGate, HardConcreteGate
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
 
@@ -168,14 +166,6 @@ def test_training_under_left_padding_has_finite_gradients(build_tiny, tokens):
     assert sparse.gates.bias.grad.abs().min() > 0
 
 
-def test_generation_with_a_key_value_cache_equals_whole_forward_passes(
-    build_tiny, tokens, generate_both_ways
-):
-    sparse = SparseTransformer(build_tiny("grouped"), initial_bias=0.0)
-    generated, expected = generate_both_ways(sparse, tokens)
-    assert torch.equal(generated, expected)
-
-
 def test_one_prompt_is_a_batch_of_one(build_tiny, tokens):
     sparse, prompt = SparseTransformer(build_tiny("grouped"), initial_bias=0.0), tokens[0]
     options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
@@ -238,33 +228,6 @@ def test_an_exception_in_a_forward_pass_leaves_only_the_gates(build_tiny, tokens
     assert leftovers(model) == hooks
     assert torch.equal(sparse(tokens), before)
     assert leftovers(sparse.unwrap()) == []
-
-
-def test_copies_have_gates_of_their_own(build_tiny, tokens):
-    sparse = SparseTransformer(build_tiny("plain"), initial_bias=0.0)
-    before = sparse(tokens)
-    twin = copy.deepcopy(sparse)
-    assert torch.equal(twin(tokens), before)
-    twin.gates.bias.data.fill_(1e4)
-    assert torch.equal(sparse(tokens), before)
-    assert torch.equal(twin(tokens), sparse.dense_copy()(tokens))
-    assert torch.equal(sparse(tokens), before)
-    assert not any(p.requires_grad for p in sparse.dense_copy().parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("distribution", [BernoulliGate(2.0), HardConcreteGate(beta=0.5)])
-def test_saved_and_loaded_is_the_same(build_tiny, tokens, tmp_path, kind, distribution):
-    sparse = SparseTransformer(build_tiny(kind), initial_bias=0.0, distribution=distribution)
-    sparse.gates.bias.data.normal_(generator=torch.Generator().manual_seed(0))
-    sparse.save_pretrained(tmp_path / "sparse")
-    loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
-    assert torch.equal(loaded(tokens), sparse(tokens))
-    assert loaded.gates.distribution == distribution
-    with sparse.opened(), loaded.opened():
-        assert torch.equal(loaded(tokens), sparse(tokens))
-    names = {path.suffix or path.name for path in (tmp_path / "sparse").iterdir()}
-    assert names <= {".json", ".safetensors"}
 
 
 def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):

@@ -38,22 +38,9 @@ def _stacked(
     return found.view(len(gates), *tokens.shape, -1)
 
 
-def _left_on(module: torch.nn.Module) -> tuple[list[int], bool]:
-    hooks = {**module._forward_pre_hooks, **module._forward_hooks}
-    return list(hooks), "forward" in vars(module)
-
-
 def _random_gates(model: Model, n: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.rand(n, model.cfg.n_layers, model.cfg.n_heads, generator=generator).double()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gates_of_one_are_the_model(build_tiny: Build, kind: str) -> None:
-    model = build_tiny(kind, dtype="float64")
-    gates = torch.ones(1, model.cfg.n_layers, model.cfg.n_heads)
-    found = _stacked(model, _tokens(), gates)[0]
-    assert torch.allclose(found, _final(model, _tokens()), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,20 +55,6 @@ def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
         ]
         with model.hooks(fwd_hooks=hooks):
             assert torch.allclose(found, _final(model, tokens), atol=1e-12)
-
-
-def test_a_closed_gate_is_a_zeroed_head(build_tiny: Build) -> None:
-    model, tokens = build_tiny(dtype="float64"), _tokens()
-    gates = torch.ones(1, 2, 2, dtype=torch.float64)
-    gates[0, 1, 0] = 0
-
-    def zero(z: torch.Tensor, hook: object) -> torch.Tensor:
-        z[:, :, 0] = 0
-        return z
-
-    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", zero)]):
-        expected = _final(model, tokens)
-    assert torch.allclose(_stacked(model, tokens, gates)[0], expected, rtol=0, atol=1e-13)
 
 
 def test_the_first_attention_layer_sees_the_prompts_once(build_tiny: Build) -> None:
@@ -163,20 +136,6 @@ def test_a_sparse_model_keeps_its_attention_gates(build_tiny: Build) -> None:
     found = _stacked(sparse, tokens, torch.ones(2, 2, 2))
     assert not torch.allclose(found, plain)
     assert torch.allclose(found[1], _final(sparse, tokens), atol=1e-12)
-
-
-def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
-    model, tokens = build_tiny(), _tokens()
-    before = _final(model, tokens)
-    left = [_left_on(module) for module in model.modules()]  # a bridge has hooks of its own
-
-    def fail(z: torch.Tensor, hook: object) -> None:
-        raise RuntimeError("in the middle")
-
-    with pytest.raises(RuntimeError), model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", fail)]):
-        _stacked(model, tokens, torch.rand(3, 2, 2))
-    assert torch.equal(_final(model, tokens), before)
-    assert [_left_on(module) for module in model.modules()] == left
 
 
 def test_the_unembedding_is_the_models(build_tiny: Build) -> None:

@@ -34,25 +34,6 @@ def added(vector: Tensor, positions: list[int]) -> Callable[..., Tensor]:
     return add
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
-@pytest.mark.parametrize("point", ["hook_resid_pre", "hook_attn_out", "attn.hook_z"])
-@pytest.mark.parametrize("positions", [None, [0, -1], [3]])
-def test_it_adds_what_a_plain_hook_adds(
-    build_tiny: Build, kind: str, point: str, positions: list[int] | None
-) -> None:
-    model, name = build_tiny(kind), f"blocks.1.{point}"
-    size = model.run_with_cache(TOKENS)[1][name].shape[2:]
-    vector = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    before = model(TOKENS)
-    hook = added(-0.5 * vector, list(range(6)) if positions is None else positions)
-    expected = model.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
-    with steer(model, name, vector, scale=-0.5, positions=positions):
-        found = model(TOKENS)
-    torch.testing.assert_close(found, expected)
-    assert not torch.allclose(found, before)
-    assert torch.equal(model(TOKENS), before)
-
-
 def test_it_composes_with_gates_and_with_a_sparse_model(build_tiny: Build) -> None:
     sparse, name = SparseTransformer(build_tiny(), initial_bias=0.0), "blocks.1.hook_resid_pre"
     vector = torch.ones(sparse.cfg.d_model)

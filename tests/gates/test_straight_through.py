@@ -13,10 +13,9 @@ from torch import Tensor
 
 from sparse_tl.calls import devices
 from sparse_tl.calls.devices import SizeByDevice
-from sparse_tl.gates.distributions import BernoulliGate, with_pressure
+from sparse_tl.gates.distributions import BernoulliGate, GateSettings, with_pressure
 from sparse_tl.gates.sparse import straight_through
-from sparse_tl.gates.sparse.computed_gates import GateSettings
-from sparse_tl.gates.sparse.counting import attention_edges_of_layer
+from sparse_tl.gates.sparse.counting import counted_edges
 from sparse_tl.gates.sparse.straight_through import gated_pattern
 
 SHAPE = (3, 2, 7, 7)
@@ -63,7 +62,7 @@ def _composed(
     gates = rule.sample(logits, now.generator, now.noise)
     chance = with_pressure(rule.open_probability(logits), logits, now.pressure) * valid
     is_open = rule.is_open(logits) & valid
-    counts = attention_edges_of_layer(valid, is_open, chance, options["cost"], False)
+    counts = counted_edges(valid, is_open, chance, options["cost"])
     return gates.to(pattern.dtype) * pattern, counts
 
 

@@ -171,25 +171,6 @@ def test_reported_losses_are_the_real_ones(build_tiny: Build, fitted: HeadRoles)
     assert fitted.dense_loss == pytest.approx(plain, abs=1e-10)
 
 
-def test_the_model_is_not_changed(build_tiny: Build) -> None:
-    model = build_tiny()
-    model.embed.W_E.requires_grad_(False)
-    other = model.pos_embed.W_pos
-    kept = other.grad = torch.ones_like(other)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    flags = [parameter.requires_grad for parameter in model.parameters()]
-    seen: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(seen.append)
-    fit_head_gates(model, _dataset(), seeds=2, **{**SETTINGS, "updates": 2})
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert [parameter.requires_grad for parameter in model.parameters()] == flags
-    assert other.grad is kept and not seen
-    assert sum(parameter.grad is not None for parameter in model.parameters()) == 1
-    assert not any(point._forward_hooks for point in model.hook_dict.values())
-
-
 def test_left_and_right_padding_give_the_same_fit(build_tiny: Build) -> None:
     generator = torch.Generator().manual_seed(2)
     rows = [torch.randint(1, 13, (4 + n % 4,), generator=generator).tolist() for n in range(30)]
@@ -238,21 +219,13 @@ def test_an_interrupted_fit_goes_on(
         assert torch.equal(getattr(again, name), getattr(fitted, name)), name
 
 
-def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: Path) -> None:
-    fit_head_gates(build_tiny(), _dataset(), seeds=1, checkpoint=tmp_path / "c", **SETTINGS)
-    with pytest.raises(ValueError, match="belongs to another run .*dataset"):
-        fit_head_gates(build_tiny(), _dataset(41), seeds=1, checkpoint=tmp_path / "c", **SETTINGS)
-
-
 # Bad input
 
 
 def test_prompts_that_do_not_fit_are_refused(build_tiny: Build) -> None:
     model = build_tiny()
     rows = [[1] * 5, [1] * 20]
-    with pytest.raises(
-        ValueError, match="context of 16 tokens; row 1 has 20 tokens, including 17 of"
-    ):
+    with pytest.raises(ValueError, match="at most 16 tokens, the model's context; got 19"):
         long = TargetDataset.from_tokens(rows, [(2, 3), (3, 20)])
         fit_head_gates(model, long, seeds=1, held_out=_dataset(), **SETTINGS)
     # What comes after the target is never read, nor are rows that were left out.
@@ -299,5 +272,3 @@ def test_scores_and_classes_by_hand() -> None:
     frame = roles.to_pandas()
     assert len(frame) == 4
     assert frame.query("seed == 9 and head == 1")["irrelevance"].item() == pytest.approx(0.6)
-    with pytest.raises(ValueError, match="expected a role of"):
-        roles.score("helpful")

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from planted_heads import DEAD, INTERFERER
 
 from sparse_tl.backend import Model
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles import (
-    AblationCurve,
-    HeadRoles,
-    ablation_curve,
-    fit_head_gates,
-    likelihood,
-)
+from sparse_tl.head_roles import AblationCurve, HeadRoles, ablation_curve, fit_head_gates
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 
 
@@ -96,31 +88,10 @@ def test_each_role_moves_the_likelihood_its_own_way(
     assert between[1] < curves["interference"].mean[1]  # one interferes
 
 
-def test_points_in_one_pass_equal_points_alone(
-    planted: Model,
-    roles: HeadRoles,
-    echo_targets: TargetDataset,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    few = echo_targets.select(slice(0, 3))
-    together = _curve(planted, roles, few, "facilitation", control=False)
-    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", 1)
-    alone = _curve(planted, roles, few, "facilitation", control=False)
-    assert torch.allclose(together.values, alone.values, atol=1e-4)
-    assert together.control is None
-
-
 def test_a_random_order_is_its_own_control(
     planted: Model, roles: HeadRoles, echo_targets: TargetDataset
 ) -> None:
     random = _curve(planted, roles, echo_targets, "random", max_heads=4)
     control = _curve(planted, roles, echo_targets, "facilitation", max_heads=4).control
     assert control is not None and torch.equal(random.values, control)
-    assert random.values.shape == (2, 5) and random.in_role == (8, 8)
-
-
-def test_roles_of_another_model_are_refused(
-    build_tiny: Callable[..., Model], roles: HeadRoles, echo_targets: TargetDataset
-) -> None:
-    with pytest.raises(ValueError, match="2 layers of 2 heads; got those of 2 layers of 4"):
-        _curve(build_tiny(), roles, echo_targets, "facilitation")
+    assert random.values.shape == (2, 5) and random.in_role == (8, 8) and random.control is None

@@ -12,8 +12,8 @@ import torch
 from component_examples import Scored
 
 from sparse_tl.circuits import Circuit, Scores
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
+from sparse_tl.graph import CircuitGraph
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from reachability import reached_by_networkx
 
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.circuit_diagram import CIRCUIT_DRAWING
 from sparse_tl.plots.page import palette

@@ -11,8 +11,7 @@ import torch
 from component_examples import ATTACK, EDGES, Scored, draw
 
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT

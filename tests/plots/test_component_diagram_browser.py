@@ -10,8 +10,7 @@ from typing import Any
 from component_examples import ATTACK, EDGES, draw, neurons_of
 
 from sparse_tl.circuits import Circuit
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
 
 READ = """() => [...document.querySelectorAll('.canvas > svg :is(path, rect, text)')]

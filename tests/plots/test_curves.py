@@ -1,11 +1,8 @@
-"""The figure of explained effect against parts kept, and its files."""
+"""The figure of explained effect against parts kept."""
 
 from __future__ import annotations
 
-import math
 import re
-import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
@@ -14,9 +11,6 @@ import pytest
 from sparse_tl.circuits import EffectCurve, SeedCurves
 from sparse_tl.plots import effect_figure
 from sparse_tl.plots.page.palette import MODEL_PAIRS
-
-ATTACK = "</script><img src=x onerror=alert(1)>"
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def curve(name: str, effects: dict[int, float], width: float = 0.05) -> EffectCurve:
@@ -121,52 +115,12 @@ class TestSeeds:
             effect_figure({"IOI": [self.DENSE, SPARSE]}, parts="heads")
 
 
-class TestFiles:
-    def test_the_static_picture_stands_where_the_axes_say(self, tmp_path: Path) -> None:
-        figure = effect_figure({"IOI": [DENSE]}, parts="circuit_edges")
-        root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
-        paint = f"stroke: {MODEL_PAIRS[0][0]}"
-        line = next(p for p in root.iter(f"{SVG}path") if paint in p.get("style", ""))
-        found = [float(number) for number in re.findall(r"[\d.]+", line.get("d", ""))]
-        layout = figure.plotly.layout
-        (start, stop), (low, high) = layout.xaxis.range, layout.yaxis.range
-        inner = layout.width - layout.margin.l - layout.margin.r
-        left, right = (layout.margin.l + share * inner for share in layout.xaxis.domain)
-        bottom, top = layout.height - layout.margin.b, layout.margin.t
-        expected = []
-        zero = math.log10(layout.xaxis.tickvals[0])
-        for size, effect in zip((zero, 1, 2), (0.0, 0.1, 0.9), strict=True):
-            expected += [
-                left + (size - start) / (stop - start) * (right - left),
-                bottom - (effect - low) / (high - low) * (bottom - top),
-            ]
-        assert found[:6] == pytest.approx(expected, abs=0.6)
-
-
-@pytest.mark.parametrize("parts", ["heads", "circuit_edges"])
-def test_a_page_tells_what_is_under_the_pointer(page: Any, tmp_path: Path, parts: Any) -> None:
-    """Text stays text, and the points are where the axes say."""
-    bad = curve(ATTACK, {0: 0.0, 20: 1.0})
-    figure = effect_figure({"IOI": [DENSE], ATTACK: [DENSE, bad]}, parts=parts)
-    saved = figure.save(tmp_path / "figure.html")
-    assert saved.stat().st_size < 200_000
-    page.goto(saved.as_uri())  # fails on errors and dialogs
-    assert page.locator("img").count() == 0
-    box, layout = page.locator("svg").bounding_box(), figure.plotly.layout
-    tip = page.locator(".tip")
-    assert tip.is_hidden()
-    zero = 0 if parts == "heads" else math.log10(layout.xaxis2.tickvals[0])
-    for size, effect, said in ((zero, 0.0, f"0 {parts}"), (20, 1.0, f"20 {parts}")):
-        size = math.log10(size) if parts != "heads" and size == 20 else size
-        (start, stop), (low, high) = layout.xaxis2.range, layout.yaxis2.range
-        first, last = layout.xaxis2.domain
-        inner = layout.width - layout.margin.l - layout.margin.r
-        tall = layout.height - layout.margin.t - layout.margin.b
-        share = first + (last - first) * (size - start) / (stop - start)
-        x, y = layout.margin.l + share * inner, (high - effect) / (high - low) * tall
-        page.mouse.move(box["x"] + x + 3, box["y"] + layout.margin.t + y - 2)
-        heading, *lines = tip.text_content().split("\n")
-        assert heading in (ATTACK, "GPT-2") if effect == 0 else heading == ATTACK
-        assert lines[:2] == [f"{said.replace('_', ' ')} kept", f"Explained effect {effect:.3f}"]
-    page.mouse.move(box["x"] + 2, box["y"] + 2)
-    assert tip.is_hidden()
+def test_models_of_one_name_in_two_pairs_are_listed_in_both_colours() -> None:
+    panels = {"IOI": [DENSE, SPARSE], "Docstring": [DENSE, SPARSE_LARGE]}
+    figure = effect_figure(panels, parts="heads").plotly
+    listed = [(trace.name, trace.line.color) for trace in figure.data if trace.showlegend]
+    (dense, sparse), (other_dense, other_sparse) = MODEL_PAIRS
+    assert listed == [
+        *(("GPT-2", dense), ("Sparse GPT-2", sparse)),
+        *(("GPT-2", other_dense), ("Sparse OLMo-7B", other_sparse)),
+    ]

@@ -25,9 +25,10 @@ from sparse_tl.circuits import (
     SeedCurves,
 )
 from sparse_tl.circuits.evaluation import Faithfulness
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import Figure, GridFigure
+from sparse_tl.plots.by_result import DRAWN
 from sparse_tl.plots.page.rendering import html_page
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.tasks.skills import numbers
@@ -54,9 +55,10 @@ def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
 
 def _checked(method: str) -> ScoreCheck:
     exact = torch.linspace(-3, 1, 40)
-    drawn = ("strongest",) * 20 + ("random",) * 20
-    parts = tuple(f"a{i}.h0->m{i}" for i in range(40))
-    return ScoreCheck(method, "circuit edges", 8, parts, drawn, exact + exact**2 / 9, exact)
+    table = pd.DataFrame({"score": exact + exact**2 / 9, "exact": exact})
+    table["drawn"] = ["strongest"] * 20 + ["random"] * 20
+    table["part"] = [f"a{i}.h0->m{i}" for i in range(40)]
+    return ScoreCheck(method, "circuit edges", 8, table)
 
 
 def _evaluation() -> Evaluation:
@@ -135,6 +137,9 @@ MODELS = [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)]
 TASKS = [f"Task {number}" for number in range(1, 5)]
 FIGURES: dict[str, Callable[[], Figure]] = {
     "effect_figure": lambda: plots.effect_figure(dict.fromkeys(TASKS, MODELS), parts="heads"),
+    "two_pairs": lambda: plots.effect_figure(
+        {"A": MODELS, "B": [_effects("Task Model", 1500), _effects("Sparse", 60)]}, parts="heads"
+    ),
     "ablation_grid": lambda: plots.ablation_grid(
         dict.fromkeys(TASKS, dict.fromkeys(TASKS, ABLATIONS))
     ),
@@ -175,7 +180,7 @@ def figure_of(two_panels: Any, make_random_circuit: Any) -> Callable[[str], Figu
 
 
 def test_every_result_that_draws_itself_is_looked_at() -> None:
-    results = {kind.__name__ for kind in plots.figure.registry if kind is not object}
+    results = {kind.__name__ for kind in DRAWN}
     assert results <= {*FIGURES, *DIAGRAMS}
 
 
@@ -214,7 +219,7 @@ def _problems(page: Any, html: str, margin: int = 0) -> str:
 @pytest.mark.parametrize("name", [*FIGURES, *DIAGRAMS])
 def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
-    # Letters of a grid's static drawing are outlines.
+    # Its own page would load plotly's script again.
     is_grid = isinstance(figure, GridFigure)
     html = by_plotly(figure.plotly) if is_grid else figure.light_html
     problems = _problems(saved_page, html, figure.page_margin)

@@ -1,19 +1,21 @@
-"""Grids of panels in notebooks, in nbconvert's HTML, and on a dark ground."""
+"""Grids of panels in notebooks, pages and images."""
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import IPython.display
+import plotly.io as pio
 import pytest
 import torch
+from PIL import Image
 
 from sparse_tl.circuits import EffectCurve
 from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.jobs.folder import save_figure
 from sparse_tl.plots import (
     GridFigure,
     ablation_grid,
@@ -21,7 +23,10 @@ from sparse_tl.plots import (
     gate_trajectories,
     head_roles_figure,
 )
-from sparse_tl.plots.panels.grid_figure import PLOTLY_DATA
+from sparse_tl.plots.page.palette import BACKGROUND, channels, dark_colour
+from sparse_tl.plots.page.rendering import AUTO
+from sparse_tl.plots.panels import grid as grid_module
+from sparse_tl.plots.panels.grid import has_browser
 
 NASTY = "</script><img src=x onerror=alert(1)>"
 
@@ -60,42 +65,61 @@ FIGURES = {
 }
 
 
-def converted(*figures: GridFigure) -> str:
-    """The HTML that nbconvert makes of a notebook whose cells end in these figures."""
-    v4 = pytest.importorskip("nbformat").v4
-    nbconvert = pytest.importorskip("nbconvert")
-    cells = [
-        v4.new_code_cell(
-            "figure", outputs=[v4.new_output("execute_result", figure._repr_mimebundle_())]
-        )
-        for figure in figures
-    ]
-    notebook = v4.new_notebook(cells=cells)
-    pytest.importorskip("nbformat").validate(notebook)
-    # The template loads scripts of its own; ours are none of them.
-    return nbconvert.HTMLExporter(template_name="basic").from_notebook_node(notebook)[0]
+@pytest.fixture
+def chromium() -> None:
+    if not has_browser():
+        pytest.skip("no Chromium found; put it on PATH or set BROWSER_PATH to its path")
 
 
-class TestNotebook:
-    @pytest.mark.parametrize("name", FIGURES)
-    def test_every_figure_is_data_for_jupyterlab_and_a_drawing_for_the_rest(
-        self, name: str
-    ) -> None:
-        bundle = FIGURES[name]()._repr_mimebundle_()
-        assert list(bundle) == [PLOTLY_DATA, "text/html", "text/plain"]
-        assert len(json.dumps(bundle[PLOTLY_DATA])) < 60_000
-        assert len(bundle["text/html"]) < 200_000
-        (data,) = re.findall(r'src="data:image/svg\+xml;base64,(.*?)"', bundle["text/html"])
-        assert ElementTree.fromstring(base64.b64decode(data)).get("role") == "img"
-        assert bundle["text/plain"].startswith("GridFigure('")
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_small_data_in_a_notebook(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pio.renderers, "default", "plotly_mimetype")
+    shown = list[Any]()
+    monkeypatch.setattr(IPython.display, "display", lambda one, **_: shown.append(one))
+    FIGURES[name]()._ipython_display_()
+    style, figure = shown
+    assert AUTO in style.data
+    data = figure["application/vnd.plotly.v1+json"]
+    assert data["data"][-1]["uid"] == AUTO and data["config"]["displayModeBar"] is False
+    assert len(json.dumps(data)) < 60_000
 
-    def test_converted_notebooks_show_all_figures_offline(self, page: Any, tmp_path: Path) -> None:
-        html = converted(*(make() for make in FIGURES.values()), effects(NASTY), grid(NASTY))
-        assert len(html) < 500_000
-        file = tmp_path / "notebook.html"
-        file.write_text(html, encoding="utf-8")
-        page.goto(file.as_uri())  # the `page` fixture fails on a dialog
-        pictures = page.locator("img[alt]")
-        assert pictures.count() == page.locator("img").count() == len(FIGURES) + 2
-        for picture in pictures.all():
-            assert picture.evaluate("image => image.complete && image.naturalWidth") > 100
+
+@pytest.mark.long
+def test_a_page_shows_text_as_text_and_tooltips_offline(page: Any, tmp_path: Path) -> None:
+    figure = effects(NASTY)
+    page.goto(figure.save(tmp_path / "figure.html").as_uri())  # fails on errors and dialogs
+    page.wait_for_selector(".main-svg")
+    assert page.locator("img").count() == 0
+    box, layout = page.locator(".plot-container").bounding_box(), figure.plotly.layout
+    # The last point: 2 % of the axis from the right end of the plot.
+    high, top = layout.yaxis.range[1], layout.margin.t
+    tall = layout.height - top - layout.margin.b
+    low = layout.yaxis.range[0]
+    x = layout.margin.l + (layout.width - layout.margin.l - layout.margin.r) * (1 - 0.02 / 1.04)
+    page.mouse.move(box["x"] + x - 4, box["y"] + top + tall * (high - 1) / (high - low) + 2)
+    page.mouse.move(box["x"] + x - 2, box["y"] + top + tall * (high - 1) / (high - low) + 1)
+    page.wait_for_selector(".hovertext")
+    said = page.locator(".hovertext").text_content()
+    assert NASTY in said and "100 circuit edges kept" in said
+
+
+@pytest.mark.long
+def test_images_are_drawn_in_both_themes(chromium: None, tmp_path: Path) -> None:
+    figure = head_roles_figure(roles())
+    svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
+    width, height = figure.plotly.layout.width, figure.plotly.layout.height
+    root = ElementTree.fromstring(svg)
+    assert (root.get("width"), root.get("height")) == (str(width), str(height))
+    drawn = Image.open(figure.save(tmp_path / "light.png"))
+    assert drawn.size == (2 * width, 2 * height)
+    light, dark = drawn.convert("RGB").getpixel((1, 1)), channels(dark_colour(BACKGROUND))
+    assert light == (255, 255, 255) and f"rgb{dark}" in svg
+
+
+def test_without_a_browser_a_page_is_offered(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(grid_module, "has_browser", lambda: False)
+    for suffix in ("svg", "png"):
+        with pytest.raises(RuntimeError, match=r"none was found: .* as \.html"):
+            effects().save(tmp_path / f"figure.{suffix}")
+    save_figure(effects(), tmp_path, "figure")
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.html"]

@@ -11,7 +11,7 @@ from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
 from sparse_tl.circuits import EffectCurve, Scores
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import ROLES, AblationCurve
 
 
@@ -61,5 +61,8 @@ def smallest(make_flow: Any, make_random_flow: Any, make_circuit: Any) -> dict[s
 def test_next_to_nothing_is_drawn(smallest: Any) -> None:
     for name, draw in smallest.items():
         figure = draw()
-        assert float(ElementTree.fromstring(figure.svg).get("width", "")) > 100, name
+        if isinstance(figure, plots.GridFigure):
+            assert figure.plotly.layout.width > 100, name
+        else:
+            assert float(ElementTree.fromstring(figure.svg).get("width", "")) > 100, name
         assert figure.light_html

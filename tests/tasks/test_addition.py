@@ -54,11 +54,6 @@ def test_the_tokenizer_agrees_with_the_task():
     assert tokenizer.mask_token_id == CHARACTERS.index("?")
 
 
-def test_where_answers_are_read():
-    assert AdditionTask("autoregressive").read_at(10) == 9
-    assert AdditionTask("placeholder").read_at(10) == 10
-
-
 @pytest.mark.parametrize("form", ["autoregressive", "placeholder"])
 @pytest.mark.parametrize("digit", ["hundreds", "tens", "units"])
 def test_pairs_differ_in_the_digit_that_is_asked_for(form: Any, digit: str) -> None:

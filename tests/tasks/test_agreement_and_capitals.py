@@ -12,8 +12,7 @@ from reading import Reader, check_pairs
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl.tasks import AnaphorTask, CapitalsTask, SubjectVerbTask, Task
-from sparse_tl.tasks.agreement import ACTIONS, NOUNS, PEOPLE
-from sparse_tl.tasks.capitals import COUNTRIES
+from sparse_tl.tasks.templates import ACTIONS, COUNTRIES, NOUNS, PEOPLE
 
 FRAME = "The near behind next to the in front of across from Yesterday end In is are was were has"
 FRAME += " have himself herself themselves capital city called As everybody knows, She lives After"

@@ -69,31 +69,21 @@ def test_answers_are_those_after_which_every_year_is_later(kind: str) -> None:
     assert len(starts) > 50
 
 
-def test_the_tens_digit_is_above_that_of_the_start_year_or_below() -> None:
-    for record in _records("digits"):
-        tens = int(re.findall(r"\d{4}", record["clean"])[0][2])
-        assert [int(end) for end in record["answer"]] == list(range(tens + 1, 10))
-        assert [int(end) for end in record["wrong"]] == list(range(tens))
-        assert re.findall(r"\d{4}", record["corrupted"])[0][2] == "0"
-
-
 def test_years_by_hand() -> None:
     task = GreaterThanTask(centuries=(17,))
     tens = [f"{tens}{unit}" for tens in range(1, 9) for unit in range(9)]
-    assert task.years(TOKENIZERS["digits"]()) == [("17", rest) for rest in tens]
+    assert task.years(TOKENIZERS["digits"]())[1] == [("17", rest) for rest in tens]
     last = [(f"17{tens}", f"{unit}") for tens in range(10) for unit in range(2, 9)]
-    assert task.years(TOKENIZERS["threes"]()) == last
+    assert task.years(TOKENIZERS["threes"]())[1] == last
     both = [("17", f"{rest:02d}") for rest in range(2, 99)]
-    assert task.years(TOKENIZERS["pairs"]()) == both
+    assert task.years(TOKENIZERS["pairs"]())[1] == both
 
 
 def test_a_tokenizer_that_splits_years_otherwise_is_refused_in_one_sentence() -> None:
     whole = byte_level(*FRAME, *(f" {year}" for year in range(1000, 2000)), *PAIRS)
-    with pytest.raises(
-        ValueError, match=r"splits no year .* like that, and reads 1732 as \[' 1732'"
-    ):
+    with pytest.raises(ValueError, match=r"splits no year .* it reads 1732 as \[' 1732'"):
         GreaterThanTask(nouns=NOUNS).pairs(Reader(whole), 1)
     threes = r"\d{1,3}(?=(?:\d{3})*(?!\d))"  # counted from behind: 1, 732
     from_behind = byte_level(*FRAME, *(f"{n:03d}" for n in range(1000)), digits=threes)
-    with pytest.raises(ValueError, match=r"splits no year .* reads 1732 as \[' ', '1', '732'\]"):
+    with pytest.raises(ValueError, match=r"splits no year .* it reads 1732 as \[' ', '1', '732'\]"):
         GreaterThanTask(nouns=NOUNS).pairs(Reader(from_behind), 1)

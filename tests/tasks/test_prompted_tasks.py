@@ -158,18 +158,6 @@ def test_docstring_answers_the_third_matching_argument(tokenizer):
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_clean_and_corrupted_prompts_end_in_the_same_place(kind, tokenizer):
-    pairs = kind().pairs(Reader(tokenizer), 50)
-    for row, position in enumerate(pairs.positions.tolist()):
-        clean, corrupted = pairs.clean[row, : position + 1], pairs.corrupted[row, : position + 1]
-        for tokens in (clean, corrupted):
-            text = tokenizer.decode(tokens.tolist())
-            assert tokenizer.encode(text, add_special_tokens=False) == tokens.tolist()
-        assert not torch.equal(clean, corrupted)
-        assert clean[-1] == corrupted[-1]
-
-
-@pytest.mark.parametrize("kind", TASKS)
 def test_an_answer_is_the_token_that_follows_the_prompt(kind, tokenizer):
     pairs = kind().pairs(Reader(tokenizer), 40)
     space, followed = "" if kind is GreaterThanTask else " ", 0
@@ -249,18 +237,17 @@ def test_words_that_are_no_single_token_are_left_out(words):
 def test_years_that_are_one_token_are_not_used():
     whole = "1732 1450 1501"
     tokenizer = word_tokenizer(f"{EVERYTHING} {whole}", digits=r"1732|1450|1501|\d\d")
-    years = GreaterThanTask(centuries=(14, 15, 17)).years(tokenizer)
+    years = GreaterThanTask(centuries=(14, 15, 17)).years(tokenizer)[1]
     everything = {(c, f"{start:02d}") for c in ("14", "17") for start in range(2, 99)}
     assert set(years) == everything - {("17", "32"), ("14", "50")}  # 1501 would be the corrupted
-    with pytest.raises(ValueError, match=r"two tokens.*centuries \[15\]"):
+    with pytest.raises(ValueError, match=r"centuries \[15\] into two tokens"):
         GreaterThanTask(centuries=(15,)).pairs(Reader(tokenizer), 1)
 
 
 def test_tokenizers_without_pairs_of_digits_are_refused():
-    with pytest.raises(ValueError, match=r"00 to 99 .*100 are not.*1732 is read as"):
-        GreaterThanTask().pairs(Reader(word_tokenizer(re.sub(r"\d", "", EVERYTHING))), 1)
-    with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
-        GreaterThanTask().pairs(Reader(word_tokenizer(EVERYTHING.replace("37", ""))), 1)
+    for known in (re.sub(r"\d", "", EVERYTHING), EVERYTHING.replace("37", "")):
+        with pytest.raises(ValueError, match="a token for each of 00 to 99"):
+            GreaterThanTask().pairs(Reader(word_tokenizer(known)), 1)
 
 
 def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):
@@ -282,14 +269,6 @@ def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):
     assert torch.equal(begun.corrupted[:, 1:], plain.corrupted)
     assert torch.equal(begun.positions, plain.positions + 1)
     assert torch.equal(begun.answers, plain.answers)
-
-
-def test_an_argument_says_whether_prompts_begin_with_bos():
-    tokenizer = word_tokenizer("<s> " + EVERYTHING, bos_token="<s>")
-    plain, begun = (IOITask().pairs(Reader(tokenizer), 8, prepend_bos=bos) for bos in (None, True))
-    assert torch.equal(begun.clean[:, 1:], plain.clean)
-    assert (begun.clean[:, 0] == tokenizer.bos_token_id).all()
-    assert (plain.start, begun.start) == ("", "<s>")
 
 
 def test_a_name_that_the_tokenizer_joins_to_the_word_before_it():
@@ -378,7 +357,7 @@ def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
     for row in rows[::250]:
         noun, century = row["clean"].split()[1], int(row["clean"][-2:])
         task = GreaterThanTask(nouns=(noun,), centuries=(century,))
-        pairs = task.pairs(Reader(gpt2), len(task.years(gpt2)))  # all that there are
+        pairs = task.pairs(Reader(gpt2), len(task.years(gpt2)[1]))  # all that there are
         records = {record["clean"]: record for record in pairs.to_records(gpt2)}
         record = records[row["clean"]]
         assert record["corrupted"] == row["corrupted"]
@@ -414,7 +393,7 @@ def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
 def test_what_gpt2_knows(gpt2):
     for words in (NOUNS, ioi.NAMES, ioi.PLACES, ioi.OBJECTS, docstring.ARGUMENTS, docstring.NOUNS):
         assert single_words(gpt2, words, 1, "words") == list(words)
-    assert len(GreaterThanTask().years(gpt2)) == 618
+    assert len(GreaterThanTask().years(gpt2)[1]) == 618
 
 
 @pytest.mark.parametrize("task", [IOITask(), IOILongTask()])

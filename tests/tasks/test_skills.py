@@ -17,7 +17,7 @@ from tiny import tiny_model
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import SparseTransformer, load_language_model, measure_skills
-from sparse_tl.circuits.effect import mean_interval, sign_test, wilson_interval
+from sparse_tl.circuits.evaluation import mean_interval, sign_test, wilson_interval
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison
 from sparse_tl.tasks.skills import numbers
 

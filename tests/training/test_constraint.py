@@ -25,11 +25,15 @@ FREE = (1e-3, 1e3)
 """Bounds wide enough for problems whose lambda is small."""
 
 
+def _constraint(n_groups: int = 1, **settings: Any) -> LossConstraint:
+    return LossConstraint(torch.ones(n_groups), **settings)
+
+
 def _moved(constraint: LossConstraint, *violations: Any) -> list[list[float]]:
     """log lambda of every group after each of these violations."""
     path = []
     for violation in violations:
-        constraint.update(torch.tensor(violation, dtype=torch.float64).reshape(-1))
+        constraint.move(torch.tensor(violation, dtype=torch.float64).reshape(-1))
         path.append(constraint.lambda_.log().tolist())
     return path
 
@@ -52,7 +56,6 @@ def test_targets(written: Any, nats: float, of: str, shown: str) -> None:
     target = TargetLoss.parse(written)
     assert target == TargetLoss(nats, of)  # type: ignore[arg-type]
     assert str(target) == shown
-    assert TargetLoss.parse(target) is target
     assert TargetLoss.parse(str(target)) == target
 
 
@@ -74,14 +77,14 @@ def test_target_edges(written: Any, amount: float, times_fewer: bool, shown: str
 
 
 def test_lambda_starts_where_it_is_told_to() -> None:
-    assert LossConstraint().lambda_.tolist() == pytest.approx([START])
-    assert LossConstraint(3, start=7.5).lambda_.tolist() == pytest.approx([7.5] * 3)
+    assert _constraint().lambda_.tolist() == pytest.approx([START])
+    assert _constraint(3, start=7.5).lambda_.tolist() == pytest.approx([7.5] * 3)
 
 
 def test_three_updates_by_hand() -> None:
     """``log lambda = log START + INTEGRAL / n * sum e + PROPORTIONAL * e``."""
     violations = [0.5, -0.2, 0.9]
-    found = _moved(LossConstraint(evaluated_every=40), *violations)
+    found = _moved(_constraint(evaluated_every=40), *violations)
     assert (INTEGRAL, PROPORTIONAL) == (0.4, 0.5)
     for (log_lambda,), last, total in zip(found, violations, accumulate(violations), strict=True):
         assert log_lambda == pytest.approx(math.log(START) + 0.01 * total + 0.5 * last, abs=1e-12)
@@ -90,12 +93,12 @@ def test_three_updates_by_hand() -> None:
 @pytest.mark.parametrize(("large", "clipped"), [(20.0, 1.0), (-20.0, -1.0), (math.inf, 1.0)])
 def test_violations_are_clipped(large: float, clipped: float) -> None:
     expected = max(math.log(START) + 0.4 * clipped + 0.5 * clipped, math.log(BOUNDS[0]))
-    assert _moved(LossConstraint(), large)[0][0] == pytest.approx(expected, abs=1e-12)
+    assert _moved(_constraint(), large)[0][0] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(("violation", "bound"), [(1.0, BOUNDS[1]), (-1.0, BOUNDS[0])])
 def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
-    constraint = LossConstraint(integral=0.5)
+    constraint = _constraint(integral=0.5)
     path = [log_lambda for (log_lambda,) in _moved(constraint, *[violation] * 20)]
     assert path[-1] == pytest.approx(math.log(bound))
     assert all(math.log(BOUNDS[0]) <= at <= math.log(BOUNDS[1]) + 1e-12 for at in path)
@@ -105,14 +108,14 @@ def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
 
 @pytest.mark.parametrize(("violation", "direction"), [(0.3, 1), (-0.3, -1), (0.0, 0)])
 def test_lambda_rises_while_the_loss_is_above_its_target(violation: float, direction: int) -> None:
-    free = LossConstraint(bounds=FREE)
+    free = _constraint(bounds=FREE)
     path = [math.log(START), *(x for (x,) in _moved(free, *[violation] * 5))]
     assert [(b > a) - (b < a) for a, b in pairwise(path)] == [direction] * 5
 
 
 def test_a_group_that_violates_raises_its_own_lambda_alone() -> None:
-    groups = _moved(LossConstraint(3), [0.4, -0.1, 0.0], [0.2, -0.3, 0.0])
-    alone = [_moved(LossConstraint(), *of) for of in ([0.4, 0.2], [-0.1, -0.3], [0.0, 0.0])]
+    groups = _moved(_constraint(3), [0.4, -0.1, 0.0], [0.2, -0.3, 0.0])
+    alone = [_moved(_constraint(), *of) for of in ([0.4, 0.2], [-0.1, -0.3], [0.0, 0.0])]
     assert [[log for (log,) in path] for path in alone] == [
         list(x) for x in zip(*groups, strict=True)
     ]
@@ -122,19 +125,19 @@ def test_a_group_that_violates_raises_its_own_lambda_alone() -> None:
 
 @pytest.mark.parametrize("updates", [0, 1, 7])
 def test_a_resumed_constraint_goes_on_exactly(updates: int) -> None:
-    constraint = LossConstraint(2, start=6.0)
+    constraint = _constraint(2, start=6.0)
     for i in range(updates):
         _moved(constraint, [math.sin(i) / 3, math.cos(i)])
     kept = json.dumps(constraint.state())
     violations = [0.07, -0.4], [0.01, 0.9], [-1 / 3, 0.2]
     # In a new process, and in one in which a run went on already.
-    used = LossConstraint(2)
+    used = _constraint(2)
     _moved(used, [1.0, -1.0])
-    for resumed in (LossConstraint(2), used):
+    for resumed in (_constraint(2), used):
         resumed.load_state(json.loads(kept))
         assert resumed.state() == constraint.state()
     expected = _moved(constraint, *violations)
-    for resumed in (LossConstraint(2), used):
+    for resumed in (_constraint(2), used):
         resumed.load_state(json.loads(kept))
         assert _moved(resumed, *violations) == expected
 
@@ -153,7 +156,7 @@ def _solve(
     n_groups = len(constraint.lambda_)
     x, xs, lambdas = torch.zeros(n_groups, dtype=torch.float64), [], []
     for _ in range(steps):
-        constraint.update(constrained(x))
+        constraint.move(constrained(x))
         x = x - rate * gradient(x, constraint.lambda_)
         xs.append(x)
         lambdas.append(constraint.lambda_)
@@ -167,7 +170,7 @@ def _one(constraint: LossConstraint, rate: float = 0.05) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("start", [0.05, START, 100.0])
 def test_lambda_of_one_constraint_is_found(start: float) -> None:
-    xs, lambdas = _one(LossConstraint(start=start, evaluated_every=40, bounds=FREE))
+    xs, lambdas = _one(_constraint(start=start, evaluated_every=40, bounds=FREE))
     assert lambdas[-1].item() == pytest.approx(1.0, abs=1e-3)
     assert xs[-1].item() == pytest.approx(1.0, abs=1e-3)
 
@@ -179,7 +182,7 @@ def test_the_lambda_of_each_of_two_constraints_is_found() -> None:
     xs, lambdas = _solve(
         lambda x, lambda_: hessian @ x - lambda_,
         lambda x: (least - x) / least,
-        LossConstraint(2, evaluated_every=40, bounds=FREE),
+        _constraint(2, evaluated_every=40, bounds=FREE),
     )
     assert lambdas[-1].tolist() == pytest.approx([5.0, 3.0], rel=1e-3)
     assert xs[-1].tolist() == pytest.approx([1.0, 2.0], rel=1e-3)
@@ -187,7 +190,7 @@ def test_the_lambda_of_each_of_two_constraints_is_found() -> None:
 
 def test_a_constraint_that_does_not_bind_ends_near_nothing() -> None:
     """Minimise (x - 2)^2 / 2 with x >= 1: met without any help."""
-    constraint = LossConstraint(evaluated_every=40, bounds=FREE)
+    constraint = _constraint(evaluated_every=40, bounds=FREE)
     xs, lambdas = _solve(lambda x, lambda_: x - 2 - lambda_, lambda x: 1 - x, constraint)
     assert lambdas[-1].item() == pytest.approx(FREE[0])
     assert xs[-1].item() == pytest.approx(2.0, abs=0.01)
@@ -197,9 +200,7 @@ def test_the_proportional_part_keeps_lambda_from_swinging() -> None:
     """From the same start, with the same integral, on the same problem."""
     swings, settled = {}, {}
     for proportional in (0.0, PROPORTIONAL):
-        constraint = LossConstraint(
-            start=0.5, integral=0.02, proportional=proportional, bounds=FREE
-        )
+        constraint = _constraint(start=0.5, integral=0.02, proportional=proportional, bounds=FREE)
         _, lambdas = _one(constraint, rate=0.01)
         swings[proportional] = lambdas.max().item() - 1
         outside = ((lambdas - 1).abs() > 0.02).nonzero()

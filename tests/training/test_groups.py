@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from short_runs import Build, CallingAt, Killed, Rows, short_run
 
 from sparse_tl.backend import Model
 from sparse_tl.data import MixedStream, ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import PostTraining, evaluate_held_out, post_train
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training import PostTraining, evaluate_held_out
+from sparse_tl.training.post_train import LEARNING_RATE
 
 
 def _rows(echo_rows: Rows, seed: int = 0) -> dict[str, TokenBatch]:
@@ -39,11 +37,9 @@ def _trained(sparse: SparseTransformer, echo_rows: Rows, **settings: Any) -> Pos
         "stream": _streams(echo_rows),
         "validation": _rows(echo_rows, 1),
         "target_loss": "kl+0.2",
-        "steps": 6,
-        "progress": False,
+        "learning_rate": LEARNING_RATE,
     }
-    settings = {**defaults, **settings}
-    return post_train(sparse, settings.pop("stream"), **settings)
+    return short_run(sparse, echo_rows, **{**defaults, **settings})
 
 
 def _divergence(dense: Model, sparse: Any, rows: TokenBatch) -> float:
@@ -157,19 +153,13 @@ def test_a_run_on_several_texts_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
     whole = _trained(SparseTransformer(build_echo(), gates="share"), echo_rows)
-
-    class Interrupted(MixedStream):
-        def batch(self, step: int) -> TokenBatch:
-            if step == 4:
-                raise RuntimeError("the power is gone")
-            return super().batch(step)
-
     sparse = SparseTransformer(build_echo(), gates="share")
     settings = {"checkpoint": tmp_path / "checkpoint"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparse_tl.training.loop.SAVE_AFTER", 0.0)
-        with pytest.raises(RuntimeError, match="the power is gone"):
-            _trained(sparse, echo_rows, stream=Interrupted(_streams(echo_rows)), **settings)
+        with pytest.raises(Killed):
+            halted = CallingAt(MixedStream(_streams(echo_rows)), 4)
+            _trained(sparse, echo_rows, stream=halted, **settings)
     resumed = _trained(SparseTransformer(build_echo(), gates="share"), echo_rows, **settings)
     pd.testing.assert_frame_equal(
         resumed.history.drop(columns="seconds"), whole.history.drop(columns="seconds")

@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from short_runs import Build, CallingAt, Killed, Rows
 
 from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream, TokenStream
@@ -24,44 +25,8 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
-
 # The package has a function of the module's name.
 post_train_module = sys.modules[post_train.__module__]
-
-
-class Watched:
-    """A stream that calls something before it gives the batch of one step."""
-
-    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
-        self.stream, self.step, self.call = stream, step, call
-        self.accumulate = stream.accumulate
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == self.step:
-            self.call()
-        return self.stream.batch(step)
-
-
-class Noted:
-    """A stream that notes the steps whose batches are asked for."""
-
-    def __init__(self, stream: ShuffledStream) -> None:
-        self.stream, self.steps = stream, list[int]()
-        self.accumulate = stream.accumulate
-
-    def batch(self, step: int) -> TokenBatch:
-        self.steps.append(step)
-        return self.stream.batch(step)
-
-
-class Killed(Exception):
-    """The process is gone."""
-
-
-def _kill() -> None:
-    raise Killed
 
 
 def _pretrain(model: Model, stream: TokenStream, validation: TokenBatch, **config: Any) -> Any:
@@ -105,7 +70,11 @@ def _same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
-def _same_history(one: pd.DataFrame, other: pd.DataFrame) -> None:
+def _same(
+    model: torch.nn.Module, one: pd.DataFrame, again: torch.nn.Module, other: pd.DataFrame
+) -> None:
+    """Check that two runs, of models and their histories, are the same bit for bit."""
+    assert _same_weights(model, again)
     pd.testing.assert_frame_equal(
         one.drop(columns="seconds"), other.drop(columns="seconds"), check_exact=True
     )
@@ -195,21 +164,14 @@ def test_the_rate_warms_up_stays_and_decays() -> None:
     assert config.rate(100) == pytest.approx(0.2)
 
 
-# When training ends.
-
-
-def test_patience_ends_training(build_tiny: Build, echo_rows: Rows) -> None:
-    """At a rate that moves nothing, nothing improves after the first evaluation."""
-    history = _pretrain(
-        build_tiny(),
-        ShuffledStream(echo_rows(), 8),
-        echo_rows(seed=1),
-        steps=50,
-        learning_rate=1e-30,
-        evaluate_every=2,
-        patience=3,
+def test_a_linear_schedule_falls_along_a_line() -> None:
+    config = TrainingConfig(
+        steps=10, learning_rate=2.0, warmup=0, decay=1.0, final_rate=0.1, schedule="linear"
     )
-    assert history["step"].iloc[-1] == 6
+    assert [config.rate(step) for step in (0, 5, 9)] == pytest.approx([2.0, 1.1, 0.38])
+
+
+# When training ends.
 
 
 def test_good_enough_ends_training(build_tiny: Build, echo_rows: Rows, build_echo: Build) -> None:
@@ -234,7 +196,7 @@ def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) ->
     )
     assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
     assert all(p.grad is None for p in sparse.parameters())
-    stream = Watched(ShuffledStream(echo_rows(), 8), 1, _kill)
+    stream = CallingAt(ShuffledStream(echo_rows(), 8), 1)
     with pytest.raises(Killed):
         _post_train(sparse, stream, echo_rows(seed=1), learning_rate={"gates": 1e-2}, steps=2)
     assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
@@ -253,14 +215,13 @@ def test_a_killed_pretraining_resumes_exactly(
     whole, killed, resumed = build_tiny(), build_tiny(), build_tiny()
     expected = _pretrain(whole, stream, validation)
     with pytest.raises(Killed):
-        _pretrain(killed, Watched(stream, killed_at, _kill), validation, checkpoint=tmp_path / "c")
+        _pretrain(killed, CallingAt(stream, killed_at), validation, checkpoint=tmp_path / "c")
     assert (tmp_path / "c").exists() == (killed_at >= 2)
-    started = Watched(stream, killed_at // 2 * 2, lambda: seen.append(1))
+    started = CallingAt(stream, killed_at // 2 * 2, lambda: seen.append(1))
     seen: list[int] = []
     history = _pretrain(resumed, started, validation, checkpoint=tmp_path / "c")
     assert seen
-    assert _same_weights(whole, resumed)
-    _same_history(expected, history)
+    _same(whole, expected, resumed, history)
 
 
 def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Rows) -> None:
@@ -294,11 +255,10 @@ def test_a_killed_post_training_resumes_exactly(
     expected = _post_train(whole, stream, validation, **target)
     settings = {"checkpoint": tmp_path / "c", **target}
     with pytest.raises(Killed):
-        _post_train(killed, Watched(stream, killed_at, _kill), validation, **settings)
+        _post_train(killed, CallingAt(stream, killed_at), validation, **settings)
     torch.manual_seed(killed_at)  # No number may come from the global generator.
     history = _post_train(resumed, stream, validation, **settings)
-    assert _same_weights(whole, resumed)
-    _same_history(expected, history)
+    _same(whole, expected, resumed, history)
 
 
 def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
@@ -317,14 +277,13 @@ def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
     }
     whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
     expected = _post_train(whole, stream, validation, **settings)
-    halted = Watched(stream, 5, _kill)
+    halted = CallingAt(stream, 5)
     with pytest.raises(Killed):
         _post_train(killed, halted, validation, checkpoint=tmp_path / "c", **settings)
-    noted = Noted(stream)
+    noted = CallingAt(stream)
     history = _post_train(resumed, noted, validation, checkpoint=tmp_path / "c", **settings)
     assert noted.steps == [0, 3, *range(4, 8)]
-    assert _same_weights(whole, resumed)
-    _same_history(expected, history)
+    _same(whole, expected, resumed, history)
 
 
 def test_a_finished_run_is_read_not_repeated(
@@ -334,11 +293,10 @@ def test_a_finished_run_is_read_not_repeated(
     first, again = build_tiny(), build_tiny()
     expected = _pretrain(first, stream, validation, checkpoint=tmp_path / "c")
 
-    noted = Noted(stream)
+    noted = CallingAt(stream)
     history = _pretrain(again, noted, validation, checkpoint=tmp_path / "c")
     assert noted.steps == [0, 7]  # is this the data that it was trained on?
-    assert _same_weights(first, again)
-    _same_history(expected, history)
+    _same(first, expected, again, history)
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -351,7 +309,7 @@ def test_a_signal_to_stop_saves_the_running_step(
     whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
     expected = _pretrain(whole, stream, validation, checkpoint_every=100)
     handler = signal.getsignal(number)
-    pressed = Watched(stream, 4, lambda: os.kill(os.getpid(), number))
+    pressed = CallingAt(stream, 4, lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", checkpoint_every=100)
     assert signal.getsignal(number) is handler
@@ -360,8 +318,7 @@ def test_a_signal_to_stop_saves_the_running_step(
     history = _pretrain(
         resumed, stream, validation, checkpoint=tmp_path / "c", checkpoint_every=100
     )
-    assert _same_weights(whole, resumed)
-    _same_history(expected, history)
+    _same(whole, expected, resumed, history)
 
 
 def test_a_second_signal_stops_at_once(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
@@ -370,15 +327,14 @@ def test_a_second_signal_stops_at_once(build_tiny: Build, echo_rows: Rows, tmp_p
     settings: dict[str, Any] = {"checkpoint_every": 3}
     expected = _pretrain(whole, stream, validation, **settings)
     handler = signal.getsignal(signal.SIGINT)
-    pressed = Watched(stream, 4, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+    pressed = CallingAt(stream, 4, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", **settings)
     assert signal.getsignal(signal.SIGINT) is handler
     assert all(p.requires_grad and p.grad is None for p in stopped.parameters())
     assert _saved_step(tmp_path / "c") == 3  # the running step is lost, and nothing else
     history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c", **settings)
-    assert _same_weights(whole, resumed)
-    _same_history(expected, history)
+    _same(whole, expected, resumed, history)
 
 
 def test_a_signal_that_is_ignored_stays_so(
@@ -386,7 +342,7 @@ def test_a_signal_that_is_ignored_stays_so(
 ) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by `nohup`
     try:
-        closed = Watched(
+        closed = CallingAt(
             ShuffledStream(echo_rows(), 16), 4, lambda: os.kill(os.getpid(), signal.SIGHUP)
         )
         _pretrain(build_tiny(), closed, echo_rows(seed=1), checkpoint=tmp_path / "c")
@@ -404,7 +360,7 @@ def test_kill_9_and_resume_gives_equal_weights(
     monkeypatch.setattr(loop, "SAVE_AFTER", 0.0)  # a checkpoint after each of them
     stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     killed, whole, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    noted = Noted(stream)
+    noted = CallingAt(stream)
 
     class Slow:
         def batch(self, step: int) -> TokenBatch:
@@ -434,8 +390,7 @@ def test_kill_9_and_resume_gives_equal_weights(
     asked = noted.steps
     assert asked[:2] == [0, asked[2] - 1], "the data that it was trained on so far"
     assert 0 < asked[2] < 20 and asked[2:] == list(range(asked[2], 20))
-    assert _same_weights(whole, resumed)
-    _same_history(expected, found)
+    _same(whole, expected, resumed, found)
 
 
 # Numbers that are none.
@@ -455,25 +410,10 @@ def test_a_loss_that_is_no_number_stops_training(
     validation, stream = echo_rows(seed=1), ShuffledStream(echo_rows(), 16)
     model, whole, resumed = build_tiny(), build_tiny(), build_tiny()
     with pytest.raises(NonFiniteLossError, match=r"at step 5 .*'loss': nan.*last checkpoint"):
-        _pretrain(model, Watched(stream, 5, _spoil(model)), validation, checkpoint=tmp_path / "c")
+        _pretrain(model, CallingAt(stream, 5, _spoil(model)), validation, checkpoint=tmp_path / "c")
     assert _saved_step(tmp_path / "c") == 4
     history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c")
-    _same_history(_pretrain(whole, stream, validation), history)
-    assert _same_weights(whole, resumed)
-
-
-def test_scores_that_are_no_number_are_a_loss_that_is_none(
-    build_echo: Build, echo_rows: Rows
-) -> None:
-    sparse = SparseTransformer(build_echo())
-
-    def spoil() -> None:
-        with torch.no_grad():
-            sparse.model.embed.W_E.fill_(float("nan"))
-
-    stream = Watched(ShuffledStream(echo_rows(), 16), 3, spoil)
-    with pytest.raises(NonFiniteLossError, match="at step 3 "):
-        _post_train(sparse, stream, echo_rows(seed=1))
+    _same(whole, _pretrain(whole, stream, validation), resumed, history)
 
 
 # Checkpoints that do not belong to the run.
@@ -536,7 +476,7 @@ def test_a_checkpoint_knows_its_data(
 ) -> None:
     stream = ShuffledStream(echo_rows(), 16)
     try:
-        first = stream if finished else Watched(stream, 5, _kill)
+        first = stream if finished else CallingAt(stream, 5)
         _pretrain(build_tiny(), first, echo_rows(seed=1), checkpoint=tmp_path / "c")
     except Killed:
         assert not finished
@@ -558,44 +498,3 @@ def test_a_folder_of_something_else_is_no_checkpoint(
     with pytest.raises(ValueError, match=r"holiday\.jpg.*no state.json"):
         _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path, steps=2)
     assert (tmp_path / "holiday.jpg").exists()
-
-
-def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    trained: list[int] = []
-    stream = Watched(ShuffledStream(echo_rows(), 16), 0, lambda: trained.append(0))
-    with pytest.raises(ValueError, match="cannot write to"):
-        _pretrain(
-            build_tiny(), stream, echo_rows(seed=1), checkpoint=tmp_path / "file" / "c", steps=2
-        )
-    assert not trained
-
-
-# Schedules, clipping, and what an objective carries
-
-
-def test_a_linear_schedule_falls_along_a_line() -> None:
-    config = TrainingConfig(
-        steps=10, learning_rate=2.0, warmup=0, decay=1.0, final_rate=0.1, schedule="linear"
-    )
-    assert [config.rate(step) for step in (0, 5, 9)] == pytest.approx([2.0, 1.1, 0.38])
-
-
-def test_no_clip_lets_every_gradient_pass(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    assert TrainingConfig(steps=1, learning_rate=1.0, clip=None).clip is None
-    weights = []
-    for clip in (None, 1e9):
-        model = build_tiny()
-        _pretrain(
-            model,
-            ShuffledStream(echo_rows(), 32),
-            echo_rows(seed=1),
-            clip=clip,
-            checkpoint=tmp_path / str(clip),
-        )
-        weights.append(model.embed.W_E)
-    assert torch.equal(*weights)

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import CallingAt, Killed, short_run
 
 from sparse_tl import (
     AdditionTask,
     ShuffledStream,
     SparseTransformer,
     TokenBatch,
-    post_train,
 )
 from sparse_tl.backend import Model, adapt, load_model, read_parameters, save_model
 from sparse_tl.training import pretrain
+from sparse_tl.training.loop import PlainLoss
 from sparse_tl.training.memory import training_memory
-from sparse_tl.training.pretrain import PlainLoss
-from sparse_tl.zoo.addition import build_addition_model
+from sparse_tl.zoo import build_addition_model
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,
@@ -95,20 +95,11 @@ def test_a_resumed_run_is_that_of_an_uninterrupted_one(
     other = adapt(half).copy()
     _pretrain(half, rows, checkpoint_every=2)
 
-    class Stopped(Exception):
-        pass
-
-    class Stops(ShuffledStream):
-        def batch(self, step: int) -> TokenBatch:
-            if step == 3 and not (tmp_path / "again").exists():
-                raise Stopped
-            return super().batch(step)
-
     settings = {**SETTINGS, "checkpoint_every": 2, "checkpoint": tmp_path / "run"}
-    stream, again = Stops(rows, 16), adapt(other).copy()
-    with pytest.raises(Stopped):
-        pretrain(other, stream, validation=rows, progress=False, **settings)
-    (tmp_path / "again").touch()
+    stream, again = ShuffledStream(rows, 16), adapt(other).copy()
+    with pytest.raises(Killed):
+        halted = CallingAt(stream, 3)
+        pretrain(other, halted, validation=rows, progress=False, **settings)
     pretrain(again, stream, validation=rows, progress=False, **settings)
     theirs = read_parameters(half)
     assert all(torch.equal(p, theirs[name]) for name, p in read_parameters(again).items())
@@ -137,13 +128,6 @@ def test_they_are_in_the_estimate_of_memory(half: Model, rows: TokenBatch) -> No
     assert (memory.weights, memory.masters) == (weights, 2 * weights)
     assert memory.trained == 2 * weights + gates
     assert "float32 masters" in str(memory)
-    outcome = post_train(
-        sparse,
-        ShuffledStream(rows, 16),
-        validation=rows,
-        target_loss="+1",
-        steps=2,
-        progress=False,
-    )
+    outcome = short_run(sparse, lambda seed=0: rows, target_loss="+1", steps=2)
     assert outcome.history["step"].iloc[-1] == 2
     assert {p.dtype for p in read_parameters(half).values()} == {torch.bfloat16}

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from short_runs import Build, Rows
 from torch import Tensor
 
-from sparse_tl.backend import Model, read_parameters
+from sparse_tl.backend import read_parameters
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import LossConstraint, TargetLoss
-from sparse_tl.training.constraint import START
-from sparse_tl.training.objectives import MARGIN, NO_NOISE, NOISE, SparsityObjective
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.constraint import MARGIN, NO_NOISE, START, remaining
+from sparse_tl.training.post_train import SparsityObjective
 
 SILENT = 0.95
 """A part of the run in which gates have no noise."""
 
 
-def _objective(sparse: SparseTransformer, target: str = "+0.05", **settings: Any) -> Any:
-    n_groups, parsed = settings.pop("n_groups", 1), TargetLoss.parse(target)
+def _constraint(n_groups: int = 1, nats: float = 0.05, **settings: Any) -> LossConstraint:
+    return LossConstraint(torch.full((n_groups,), nats, dtype=torch.float64), **settings)
+
+
+def _objective(
+    sparse: SparseTransformer,
+    target: str = "+0.05",
+    n_groups: int = 1,
+    steered: dict[str, Any] | None = None,
+    **costs: Any,
+) -> Any:
+    parsed = TargetLoss.parse(target)
     dense = sparse.dense_copy() if parsed.of != "loss" else None
-    loss_budget = torch.full((n_groups,), parsed.nats, dtype=torch.float64)
-    return SparsityObjective(sparse, dense, loss_budget, LossConstraint(n_groups), **settings)
+    constraint = _constraint(n_groups, parsed.nats, **(steered or {}))
+    return SparsityObjective(sparse, dense, constraint, **costs)
 
 
 def _measured(
@@ -61,20 +68,20 @@ def test_lambda_follows_the_held_out_losses(build_echo: Build, echo_rows: Rows, 
 
     With a lead, they are those of a later evaluation, if they go on as between the last two.
     """
-    objective = _objective(SparseTransformer(build_echo()), "0.5", n_groups=2, lead=lead)
-    by_hand, batch = LossConstraint(2), echo_rows(4)
+    objective = _objective(SparseTransformer(build_echo()), "0.5", 2, {"lead": lead})
+    by_hand, batch = _constraint(2), echo_rows(4)
     _, measured = _measured(objective, batch)  # nothing was held out yet
-    by_hand.update(torch.zeros(2, dtype=torch.float64))
+    by_hand.move(torch.zeros(2, dtype=torch.float64))
     assert measured["over_limit"] == 0.0
     before = [0.3, 0.45]
     for losses in (before, [0.32, 0.44], [0.4, 0.45]):
         foretold = [loss + lead * (loss - last) for loss, last in zip(losses, before, strict=True)]
         before = losses
-        objective.record(torch.tensor(losses, dtype=torch.float64), 1.0)
+        objective.constraint.record(torch.tensor(losses, dtype=torch.float64), 1.0)
         for done in (0.0, NO_NOISE / 2, SILENT):
             _, measured = _measured(objective, batch, done)
-            allowed = 0.5 + MARGIN * objective.noise(done) / NOISE
-            by_hand.update(torch.tensor([(loss - allowed) / allowed for loss in foretold]))
+            allowed = 0.5 + MARGIN * remaining(done)
+            by_hand.move(torch.tensor([(loss - allowed) / allowed for loss in foretold]))
             assert measured["over_limit"] == pytest.approx(max(losses) - allowed)
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
     assert objective.constraint.lambda_[0].item() != pytest.approx(START)
@@ -82,8 +89,10 @@ def test_lambda_follows_the_held_out_losses(build_echo: Build, echo_rows: Rows, 
 
 def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows) -> None:
     """A geometric line from 40 edges to 10; both are compared four evaluations ahead."""
-    objective = _objective(SparseTransformer(build_echo()), target_edges=10 / 0.98, n_groups=2)
-    by_hand, batch = LossConstraint(2), echo_rows(4)
+    objective = _objective(
+        SparseTransformer(build_echo()), n_groups=2, steered={"target_edges": 10 / 0.98}
+    )
+    by_hand, batch = _constraint(2), echo_rows(4)
     gap = torch.tensor([0.3, 0.9], dtype=torch.float64)
     before, gain = 40.0, 1 + 3 * math.log(4 * 0.98)
     for edges, done, line, ahead in (
@@ -94,25 +103,23 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
         (11.0, 0.6, 10.0, 10.0),
         (0.0, 1.0, 10.0, 10.0),
     ):
-        objective.record(gap, edges)
+        objective.constraint.record(gap, edges)
         _, measured = _measured(objective, batch, done)
         assert measured["over_limit"] == pytest.approx(edges - line, abs=1e-5)
         excess = gain * math.log(ahead / (edges * (edges / before) ** 4)) if edges else 1.0
         before = edges
-        by_hand.update(torch.full((2,), excess, dtype=torch.float64))
+        by_hand.move(torch.full((2,), excess, dtype=torch.float64))
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
 
 
-def test_noise_and_what_it_may_cost_end_together(build_echo: Build) -> None:
-    objective = _objective(SparseTransformer(build_echo()), "0.5")
-    assert objective.noise(0.0) == NOISE
-    assert objective.noise(NO_NOISE / 2) == pytest.approx(NOISE / 2)
-    assert [objective.noise(done) for done in (NO_NOISE, 1.0)] == [0.0, 0.0]
-    falling = [objective.noise(NO_NOISE * i / 10) for i in range(11)]
+def test_noise_and_what_it_may_cost_end_together() -> None:
+    assert remaining(0.0) == 1.0
+    assert remaining(NO_NOISE / 2) == pytest.approx(0.5)
+    assert [remaining(done) for done in (NO_NOISE, 1.0)] == [0.0, 0.0]
+    falling = [remaining(NO_NOISE * i / 10) for i in range(11)]
     assert falling == sorted(falling, reverse=True) and len(set(falling)) == 11
-    assert [objective.limit(noise).item() for noise in (NOISE, NOISE / 2, 0.0)] == pytest.approx(
-        [0.5 + MARGIN, 0.5 + MARGIN / 2, 0.5]
-    )
+    limits = [_constraint(nats=0.5).limit(done).item() for done in (0.0, NO_NOISE / 2, NO_NOISE)]
+    assert limits == pytest.approx([0.5 + MARGIN, 0.5 + MARGIN / 2, 0.5])
 
 
 def test_gates_are_deterministic_in_the_end(build_echo: Build, echo_rows: Rows) -> None:
@@ -160,16 +167,6 @@ def test_the_objective_is_its_formula(
     assert found.item() == pytest.approx(expected, rel=1e-5)
     assert measured["lambda"] == pytest.approx(START)
     assert measured["expected_per_token"] == pytest.approx(open_.sum().item() / (16 * 8), rel=1e-5)
-
-
-def test_a_cost_of_one_is_no_cost(build_echo: Build, echo_rows: Rows) -> None:
-    gradients = []
-    for cost in (None, torch.ones(1)):
-        sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-        loss, _ = _measured(_objective(sparse, edge_cost=cost), echo_rows(16, seed=3))
-        loss.backward()
-        gradients.append(sparse.gates.bias.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
 def test_a_head_that_is_shut_costs_nothing(build_echo: Build, echo_rows: Rows) -> None:

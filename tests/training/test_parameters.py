@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from short_runs import Build, Rows, moved, short_run, weights
 from tiny import keep_last_weights
 
-from sparse_tl.backend import Model, adapt, read_parameters
+from sparse_tl.backend import adapt, read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
@@ -22,11 +22,7 @@ from sparse_tl.training import (
     post_train,
 )
 from sparse_tl.training.loop import choose_trained
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.post_train import GATE_LEARNING_RATE
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.post_train import GATE_LEARNING_RATE, SparsityObjective
 
 LOOSE = 50.0
 """A target that is always met, so that the sparsest weights are kept."""
@@ -47,15 +43,8 @@ class Echo:
         self, sparse: SparseTransformer | None = None, **settings: Any
     ) -> tuple[PostTraining, SparseTransformer]:
         sparse = self.sparse() if sparse is None else sparse
-        defaults: dict[str, Any] = {
-            "stream": ShuffledStream(self.rows(), 32),
-            "target_loss": LOOSE,
-            "validation": self.rows(seed=1),
-            "steps": 6,
-            "learning_rate": 5e-2,
-            "progress": False,
-        }
-        return post_train(sparse, **{**defaults, **settings}), sparse
+        defaults = {"target_loss": LOOSE, "learning_rate": 5e-2}
+        return short_run(sparse, self.rows, **{**defaults, **settings}), sparse
 
 
 @pytest.fixture
@@ -68,26 +57,17 @@ def echo(build_echo: Build, echo_rows: Rows) -> Echo:
     return Echo(build_echo, echo_rows)
 
 
-def _weights(sparse: SparseTransformer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in read_parameters(sparse).items()}
-
-
-def _moved(before: dict[str, torch.Tensor], sparse: SparseTransformer) -> set[str]:
-    now = _weights(sparse)
-    return {name for name, old in before.items() if not torch.equal(old, now[name])}
-
-
 def _losses(outcome: PostTraining) -> list[float]:
     return outcome.history["loss"].dropna().tolist()
 
 
 def test_the_wrapped_model_itself_is_trained(echo: Echo) -> None:
     sparse = echo.sparse()
-    before, inner = _weights(sparse), sparse.model
+    before, inner = weights(sparse), sparse.model
     outcome, _ = echo(sparse)
     assert outcome.best_step > 0
     assert sparse.model is inner
-    assert {"gates.bias"} < _moved(before, sparse)
+    assert {"gates.bias"} < moved(before, sparse)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
@@ -157,7 +137,7 @@ def test_rates_are_those_of_the_first_name_that_fits(
     """Adam's first step is as large as the rate, whatever the gradient."""
     sparse = echo.sparse()
     queries = {id(p) for p in adapt(sparse).parameters("qk")}
-    before = _weights(sparse)
+    before = weights(sparse)
     echo(sparse, learning_rate=rates, steps=1)
     largest: dict[str, float] = {}
     for name, now in read_parameters(sparse).items():
@@ -178,9 +158,9 @@ def test_weights_without_a_rate_stay_as_they_are(
 ) -> None:
     sparse = echo.sparse()
     chosen = set(choose_trained(sparse, dict.fromkeys([*names, "gates"], 1.0)))
-    before = _weights(sparse)
+    before = weights(sparse)
     echo(sparse, learning_rate=dict.fromkeys(names, 0.1))
-    assert set() < _moved(before, sparse) <= chosen
+    assert set() < moved(before, sparse) <= chosen
 
 
 @pytest.mark.long
@@ -235,7 +215,7 @@ def test_the_same_seed_gives_the_same_result(echo: Echo) -> None:
     for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):
         torch.manual_seed(disturbance)
         outcome, sparse = echo(seed=seed)
-        runs[name] = (_losses(outcome), _weights(sparse))
+        runs[name] = (_losses(outcome), weights(sparse))
     for (name, one), again in zip(runs["one"][1].items(), runs["again"][1].values(), strict=True):
         assert torch.equal(one, again), name
     assert runs["one"][0] == runs["again"][0]
@@ -255,7 +235,7 @@ def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
         sparse.model.add_hook("blocks.0.attn.hook_q", noted)
         outcome, _ = echo(sparse, precision=precision, steps=2)
         losses[precision] = _losses(outcome)
-        assert {weight.dtype for weight in _weights(sparse).values()} == {torch.float32}
+        assert {weight.dtype for weight in weights(sparse).values()} == {torch.float32}
     assert inside == [torch.float32] * 2 + [torch.bfloat16] * 2
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"][0] == pytest.approx(losses["float32"][0], abs=0.05)

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from short_runs import Build, Rows, short_run
 
-from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import BernoulliGate, SparseTransformer
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
-from sparse_tl.training.objectives import NO_NOISE
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.constraint import NO_NOISE
 
 # The package has a function of the module's name.
 module = sys.modules[post_train.__module__]
-
-
-def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
-    defaults: dict[str, Any] = {
-        "target_loss": "+0.2",
-        "steps": 6,
-        "learning_rate": 1e-2,
-        "progress": False,
-        "stream": ShuffledStream(rows(), 32),
-        "validation": rows(seed=1),
-    }
-    settings = {**defaults, **settings}
-    return post_train(sparse, settings.pop("stream"), **settings)
 
 
 @dataclass
@@ -54,7 +37,7 @@ def test_the_edges_that_are_asked_for(build_echo: Build, echo_rows: Rows) -> Non
     """Reached and held; of the weights with at most so many, those nearest to the dense model."""
     sparse, dense = SparseTransformer(build_echo(), gates="share"), build_echo()
     settings = {"target_loss": None, "target_edges": "4x", "steps": 120, "gate_learning_rate": 0.05}
-    outcome = _post_train(sparse, echo_rows, learning_rate=3e-3, **settings)
+    outcome = short_run(sparse, echo_rows, learning_rate=3e-3, **settings)
     target = outcome.dense.active_attention_edges_per_token / 4
     assert target == 2 * 2 * 8 * 9 / 2 / 8 / 4
     history = outcome.history.dropna(subset="validation_loss")
@@ -82,7 +65,7 @@ def test_edges_are_a_mean_over_groups(build_echo: Build, echo_rows: Rows) -> Non
     streams = {name: ShuffledStream(rows, 8) for name, rows in validation.items()}
     settings = {"target_loss": None, "target_edges": 9, "steps": 2, "stream": streams}
     sparse = SparseTransformer(build_echo(), gates="share")
-    outcome = _post_train(sparse, echo_rows, validation=validation, **settings)
+    outcome = short_run(sparse, echo_rows, validation=validation, **settings)
     assert outcome.dense.edges_per_token == (2 * 2 * 4.5 + 2 * 2 * 2.5) / 2
     counts = [sparse.count_attention_edges(rows.tokens) for rows in validation.values()]
     mean = sum(count.active_per_token for count in counts) / 2
@@ -99,7 +82,7 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
     with pytest.raises(
         ValueError, match=r'validation loss is 0\.0.*the target of 0\.0001.*"\+0\.01"'
     ):
-        _post_train(sparse, echo_rows, target_loss=1e-4, stream=Untouchable())
+        short_run(sparse, echo_rows, target_loss=1e-4, stream=Untouchable())
     assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
 
 
@@ -113,7 +96,7 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
     target = dense.loss + 0.1
     assert dense.group_losses[0] < target < dense.group_losses[1]
     with pytest.raises(ValueError, match=rf"validation loss is {dense.group_losses[1]:.5f}"):
-        _post_train(
+        short_run(
             SparseTransformer(build_echo()),
             echo_rows,
             target_loss=target,
@@ -129,7 +112,7 @@ def test_costs_of_other_prompts_are_refused_before_a_weight_moves(
     sparse = SparseTransformer(build_echo())
     before = {name: p.clone() for name, p in sparse.named_parameters()}
     with pytest.raises(ValueError, match=r"shape \[7, 7\].*here \[2, 2, 8, 8\]"):
-        _post_train(sparse, echo_rows, edge_cost=torch.ones(7, 7))
+        short_run(sparse, echo_rows, edge_cost=torch.ones(7, 7))
     assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
 
 
@@ -137,7 +120,7 @@ def test_a_group_without_validation_rows(build_echo: Build, echo_rows: Rows) -> 
     rows = echo_rows(seed=1)
     validation = replace(rows, groups=torch.arange(len(rows)) % 2 * 2)
     with pytest.raises(ValueError, match=r"no label .* groups \[1\]"):
-        _post_train(
+        short_run(
             SparseTransformer(build_echo()),
             echo_rows,
             validation=validation,
@@ -153,7 +136,7 @@ def run(build_echo: Build, echo_rows: Rows) -> tuple[PostTraining, SparseTransfo
     sparse = SparseTransformer(build_echo(), initial_bias=2.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EVALUATIONS", 10)
-        return _post_train(sparse, echo_rows, target_loss="+0.1", steps=50), sparse
+        return short_run(sparse, echo_rows, target_loss="+0.1", steps=50), sparse
 
 
 def test_the_best_feasible_weights_are_returned(
@@ -193,7 +176,7 @@ def test_the_history_has_the_columns_it_promises(
 def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> None:
     """Gates that start shut cannot win back the loss in a few steps."""
     sparse = SparseTransformer(build_echo(), initial_bias=-30.0)
-    outcome = _post_train(sparse, echo_rows, target_loss="+0.001", steps=9)
+    outcome = short_run(sparse, echo_rows, target_loss="+0.001", steps=9)
     assert not outcome.feasible
     assert "NOT met by any validation evaluation" in outcome.verdict
     evaluated = outcome.history.dropna(subset=["validation_loss"])
@@ -217,7 +200,7 @@ def test_every_group_has_to_meet_the_target(build_echo: Build, echo_rows: Rows) 
     assert lost.mean() < 0.8 * lost.max()
     outcomes = {}
     for name, groups in (("one", None), ("two", (lost == lost.max()).long())):
-        outcomes[name] = _post_train(
+        outcomes[name] = short_run(
             SparseTransformer(build_echo(), initial_bias=0.5),
             echo_rows,
             target_loss=target,
@@ -238,7 +221,7 @@ def test_every_group_has_to_meet_the_target(build_echo: Build, echo_rows: Rows) 
 def test_a_target_that_only_the_start_met(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo(), initial_bias=50.0)
     # So large a step ruins the model at once.
-    outcome = _post_train(sparse, echo_rows, target_loss="+0.001", steps=9, learning_rate=0.5)
+    outcome = short_run(sparse, echo_rows, target_loss="+0.001", steps=9, learning_rate=0.5)
     tried = outcome.history.dropna(subset="validation_violation").query("step > 0")
     closest = tried.loc[tried["validation_violation"].idxmin()]
     assert not outcome.feasible and outcome.history["validation_violation"].iloc[0] <= 0
@@ -255,7 +238,7 @@ def test_the_constraint_is_on_held_out_rows(build_echo: Build, echo_rows: Rows) 
     validation = replace(validation, labels=labels)
     sparse = SparseTransformer(build_echo())
     target = evaluate_held_out(sparse, validation).loss + 0.5
-    outcome = _post_train(
+    outcome = short_run(
         sparse, echo_rows, target_loss=target, validation=validation, steps=80, learning_rate=1e-3
     )
     history, every = outcome.history, 80 // module.EVALUATIONS
@@ -307,7 +290,7 @@ def test_grouped_keys_are_trained_too(build_tiny: Build, echo_rows: Rows) -> Non
     """With grouped-query attention, W_K stands for the shared keys that the model repeats."""
     sparse = SparseTransformer(build_tiny("grouped"))
     before = _weights(sparse)
-    _post_train(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1, "qk": 0.1})
+    short_run(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1, "qk": 0.1})
     moved = _moved(before, sparse)
     assert any("W_Q" in name for name in moved)
     assert any("W_K" in name for name in moved)
@@ -321,7 +304,7 @@ def test_other_distributions_are_another_run(
     for temperature, context in ((1.0, None), (0.5, pytest.raises(ValueError))):
         sparse = SparseTransformer(build_echo(), distribution=BernoulliGate(temperature))
         if context is None:
-            _post_train(sparse, echo_rows, checkpoint=tmp_path / "c")
+            short_run(sparse, echo_rows, checkpoint=tmp_path / "c")
         else:
             with context:
-                _post_train(sparse, echo_rows, checkpoint=tmp_path / "c")
+                short_run(sparse, echo_rows, checkpoint=tmp_path / "c")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
+from short_runs import CallingAt, Killed, moved, short_run, weights
 from tiny import keep_last_weights
-from torch import Tensor
 
-from sparse_tl.backend import adapt, add_lora, boot, lora_parameters, read_parameters
+from sparse_tl.backend import adapt, add_lora, boot, lora_parameters
 from sparse_tl.data import ShuffledStream, TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.storage.files import read_tensors
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train
-from sparse_tl.training.reference import as_dense, reference_of
+from sparse_tl.training.distillation import as_dense, reference_of
 
 # The package has a function of the module's name.
 module = sys.modules[post_train.__module__]
@@ -34,21 +34,10 @@ def adapted(name: str = "llama", **settings: Any) -> SparseTransformer:
     return SparseTransformer(model, initial_bias=2.0, **settings)
 
 
-def weights(model: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in read_parameters(model).items()}
-
-
 def trained(sparse: SparseTransformer, **settings: Any) -> PostTraining:
-    defaults: dict[str, Any] = {
-        "target_loss": "+0.5",
-        "steps": 6,
-        "learning_rate": LORA,
-        "progress": False,
-        "stream": ShuffledStream(rows(), 16),
-        "validation": rows(seed=1),
-    }
-    settings = {**defaults, **settings}
-    return post_train(sparse, settings.pop("stream"), **settings)
+    stream = ShuffledStream(rows(), 16)
+    defaults = {"target_loss": "+0.5", "learning_rate": LORA, "stream": stream}
+    return short_run(sparse, rows, **{**defaults, **settings})
 
 
 @pytest.fixture
@@ -64,8 +53,7 @@ def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None)
     before = weights(sparse)
     flags = [p.requires_grad for p in sparse.parameters()]
     trained(sparse, learning_rate=rates)
-    moved = {key for key, now in weights(sparse).items() if not torch.equal(now, before[key])}
-    assert moved == {key for key in before if "lora_" in key} | {"gates.bias"}
+    assert moved(before, sparse) == {key for key in before if "lora_" in key} | {"gates.bias"}
     assert [p.requires_grad for p in sparse.parameters()] == flags
 
 
@@ -74,10 +62,10 @@ def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
     sparse = adapted()
     before = weights(sparse)
     trained(sparse, learning_rate={"qk": 1e-2})
-    moved = {key for key, now in weights(sparse).items() if not torch.equal(now, before[key])}
-    assert "gates.bias" in moved and len(moved) == 1 + 3 * 2 * 2
-    moved.remove("gates.bias")
-    assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in moved)
+    changed = moved(before, sparse)
+    assert "gates.bias" in changed and len(changed) == 1 + 3 * 2 * 2
+    changed.remove("gates.bias")
+    assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in changed)
 
 
 @pytest.mark.long
@@ -150,19 +138,6 @@ def test_what_is_saved_has_them_in_its_weights(
     assert torch.equal(sparse(tokens), found)
 
 
-class Stopped(Exception):
-    """In place of a crash."""
-
-
-class Stops(ShuffledStream):
-    """A stream that fails at a step."""
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == 4:
-            raise Stopped
-        return super().batch(step)
-
-
 def test_a_stopped_run_goes_on_exactly(
     last_is_kept: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -170,8 +145,8 @@ def test_a_stopped_run_goes_on_exactly(
     monkeypatch.setattr(module, "TrainingConfig", lambda **kw: config(checkpoint_every=2, **kw))
     whole, stopped, resumed = adapted(), adapted(), adapted()
     trained(whole)
-    with pytest.raises(Stopped):
-        trained(stopped, stream=Stops(rows(), 16), checkpoint=tmp_path / "c")
+    with pytest.raises(Killed):
+        trained(stopped, stream=CallingAt(ShuffledStream(rows(), 16), 4), checkpoint=tmp_path / "c")
     held = read_tensors(tmp_path / "c" / "tensors.safetensors")
     names = {key.partition("/")[2] for key in held if key.startswith(("weights/", "best/"))}
     assert names == {key for key in weights(whole) if "lora_" in key} | {"gates.bias"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +11,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from short_runs import Build, CallingAt, Rows, moved, short_run, weights
 from tiny import small_model
 
 from sparse_tl.backend import Model
-from sparse_tl.data import ShuffledStream, TokenStream
+from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import (
     LossConstraint,
-    PostTraining,
     evaluate_held_out,
-    post_train,
 )
 from sparse_tl.training.loop import choose_trained
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
 N_TOKENS = 6
-
-
-class Watched:
-    """A stream that calls something before it gives the batch of one step."""
-
-    def __init__(self, stream: TokenStream, step: int, call: Callable[[], Any]) -> None:
-        self.stream, self.step, self.call = stream, step, call
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == self.step:
-            self.call()
-        return self.stream.batch(step)
-
-
-def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
-    defaults: dict[str, Any] = {
-        "stream": ShuffledStream(rows(), 32),
-        "validation": rows(seed=1),
-        "target_loss": "+0.2",
-        "steps": 6,
-        "learning_rate": 1e-2,
-        "progress": False,
-    }
-    settings = {**defaults, **settings}
-    return post_train(sparse, settings.pop("stream"), **settings)
 
 
 def _mlp_gates(sparse: SparseTransformer) -> Any:
@@ -110,7 +81,7 @@ def _answers(n: int = 96, length: int = 8, seed: int = 0) -> TokenBatch:
 @pytest.mark.long
 def test_an_mlp_stays_open_just_where_it_is_of_use() -> None:
     sparse = SparseTransformer(_half_useless_mlp(), mlps=True, initial_bias=2.0)
-    outcome = _post_train(
+    outcome = short_run(
         sparse, _answers, target_loss="+0.02", steps=250, learning_rate={"gates": 0.05}
     )
     assert outcome.feasible and outcome.sparse.accuracy == 1.0
@@ -134,9 +105,7 @@ def test_an_open_mlp_output_counts_one(build_echo: Build, echo_rows: Rows, costl
     with torch.no_grad():
         gates.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     edge_cost = torch.tensor(0.25) if costly else None
-    objective = SparsityObjective(
-        sparse, None, torch.tensor([0.1]), LossConstraint(), edge_cost, head_cost=0.0
-    )
+    objective = SparsityObjective(sparse, None, LossConstraint(torch.tensor([0.1])), edge_cost)
     _, counts = sparse.run_with_counts(batch.tokens, edge_cost=edge_cost)
     _, cache = sparse.run_with_cache(batch.tokens)
     by_hand = counts.expected.sum().item() * (0.25 if costly else 1.0)
@@ -197,7 +166,7 @@ def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
     build_echo: Build, echo_rows: Rows, edge_cost: float | None
 ) -> None:
     sparse = SparseTransformer(build_echo(), mlps=True, initial_bias=2.0)
-    outcome = _post_train(
+    outcome = short_run(
         sparse,
         echo_rows,
         steps=40,
@@ -224,11 +193,10 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     assert set(choose_trained(sparse, {"gates": 1.0})) == gates
     assert gates < set(choose_trained(sparse, {"all": 1.0}))
     assert not gates & set(choose_trained(sparse, {"qk": 1.0}))
-    before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
-    outcome = _post_train(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1})
+    before = weights(sparse)
+    outcome = short_run(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1})
     assert outcome.best_step > 0
-    moved = {name for name, p in sparse.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == gates
+    assert moved(before, sparse) == gates
 
 
 @pytest.mark.parametrize("stopped_at", [1, 4])
@@ -238,13 +206,13 @@ def test_a_run_that_is_stopped_resumes_exactly(
     whole, stopped, resumed = (
         SparseTransformer(build_echo(), mlps=True, initial_bias=2.0) for _ in range(3)
     )
-    expected = _post_train(whole, echo_rows, steps=8).history
+    expected = short_run(whole, echo_rows, steps=8).history
     stream = ShuffledStream(echo_rows(), 32)
-    pressed = Watched(stream, stopped_at, lambda: os.kill(os.getpid(), signal.SIGINT))
+    pressed = CallingAt(stream, stopped_at, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        _post_train(stopped, echo_rows, steps=8, stream=pressed, checkpoint=tmp_path / "c")
+        short_run(stopped, echo_rows, steps=8, stream=pressed, checkpoint=tmp_path / "c")
     torch.manual_seed(stopped_at)  # no number may come from the global generator
-    found = _post_train(resumed, echo_rows, steps=8, checkpoint=tmp_path / "c").history
+    found = short_run(resumed, echo_rows, steps=8, checkpoint=tmp_path / "c").history
     pd.testing.assert_frame_equal(
         found.drop(columns="seconds"), expected.drop(columns="seconds"), check_exact=True
     )

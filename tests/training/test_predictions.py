@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
+from short_runs import Build
 from torch import Tensor, nn
 
 from sparse_tl.backend import Model, adapt, add_lora, boot, lora_parameters
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training.reference import KEPT, DensePredictions
-
-Build = Callable[..., Model]
+from sparse_tl.training.distillation import KEPT, DensePredictions
 
 
 def _rows(n: int = 6, seed: int = 0) -> TokenBatch:

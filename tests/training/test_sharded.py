@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
-from several_ranks import CallingAt, Trained, assert_same, on_ranks, stop
+from several_ranks import Trained, assert_same, on_ranks, stop
+from short_runs import CallingAt, late_step, short_run
 from tiny import keep_last_weights
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
@@ -27,14 +28,11 @@ from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.metrics import logit_difference
 from sparse_tl.training import (
     LossConstraint,
-    Selection,
     TrainingConfig,
     evaluate_held_out,
     post_train,
 )
-from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.loop import MasterWeights, Run
-from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import SparsityObjective
 
 pytestmark = pytest.mark.long
 
@@ -60,22 +58,14 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     model = _model(name).double()
     wrapped = shard_model(model) if shard else model
     sparse = SparseTransformer(wrapped, initial_threshold=0.1, mlps=True)
-    loss_budget = torch.tensor([0.05], dtype=torch.float64)
-    objective = SparsityObjective(
-        sparse, sparse.dense_copy(), loss_budget, LossConstraint(), None, 2.0
-    )
+    constraint = LossConstraint(torch.tensor([0.05], dtype=torch.float64))
+    objective = SparsityObjective(sparse, sparse.dense_copy(), constraint, head_cost=2.0)
     rows = _rows(17)
     for row in range(17):
         rows.loss_mask[row, 1 : 1 + row % 6] = False
     stream = ShuffledStream(rows, 17, accumulate=accumulate)
-    trained = read_parameters(sparse)
-    config = TrainingConfig(100, 1e-3, clip=0.01, accumulate=accumulate)
-    selection = Selection(dict, lambda new, old: True)
-    optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
-    masters = MasterWeights(trained)
-    run = Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
-    run.step()
-    return _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
+    run = late_step(sparse, objective, stream, clip=0.01, accumulate=accumulate)
+    return _whole({name: p.grad for name, p in run.trained.items() if p.grad is not None})
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("gpt2", 2), ("llama", 1)])
@@ -122,14 +112,10 @@ def _run(
     if shard:
         shard_model(model, precision=precision)
     sparse = SparseTransformer(model, initial_bias=2.0)
-    outcome = post_train(
-        sparse,
-        stream or ShuffledStream(_rows(), 16),
-        validation=_rows(17, seed=1),
-        precision=precision,
-        **{"target_loss": "+0.5", "learning_rate": 1e-3, "progress": False, **settings},
-        steps=6,
-    )
+    defaults = {"target_loss": "+0.5", "learning_rate": 1e-3, "validation": _rows(17, seed=1)}
+    stream = stream or ShuffledStream(_rows(), 16)
+    settings = {**defaults, **settings, "stream": stream, "precision": precision}
+    outcome = short_run(sparse, _rows, **settings)
     if folder is not None:
         sparse.save_pretrained(folder)
     return outcome.history.drop(columns="seconds"), _whole(read_parameters(sparse))

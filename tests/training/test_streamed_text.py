@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import Killed
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.backend import Model, save_model
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
 from sparse_tl.jobs import post_training, run_post_training
-from sparse_tl.training.pretrain import pretrain
+from sparse_tl.training.loop import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]
-
-
-class Killed(Exception):
-    """The process is gone."""
 
 
 class Stopping(TextStream):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from several_ranks import CallingAt, assert_same, on_ranks, stop
+from several_ranks import assert_same, on_ranks, stop
+from short_runs import Build, CallingAt, Rows, late_step, short_run
 from torch import Tensor
 
-from sparse_tl.backend import Model, read_parameters
+from sparse_tl.backend import read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
@@ -29,13 +30,8 @@ from sparse_tl.training import (
     evaluate_held_out,
     post_train,
 )
-from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.loop import MasterWeights, Objective, Run
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.pretrain import PlainLoss
-
-Build = Callable[..., Model]
-Rows = Callable[..., TokenBatch]
+from sparse_tl.training.loop import Objective, PlainLoss, Run
+from sparse_tl.training.post_train import SparsityObjective
 
 post_train_module = sys.modules[post_train.__module__]
 
@@ -57,25 +53,18 @@ def _objective(build: Build, kind: str) -> tuple[torch.nn.Module, Objective]:
         return model, PlainLoss(model)
     gates: Any = {"initial_threshold": 0.1} if kind == "share" else {"initial_bias": 0.5}
     sparse = SparseTransformer(model, **gates, mlps=kind == "mlps").double()
-    loss_budget = torch.tensor([0.05, 0.02], dtype=torch.float64)
+    constraint = LossConstraint(torch.tensor([0.05, 0.02], dtype=torch.float64))
     cost = torch.rand(2, 1, 8, 1, generator=torch.Generator().manual_seed(0)).double()
     costs = {"edge_cost": cost, "head_cost": 2.0} if kind == "mlps" else {}
-    dense = sparse.dense_copy()
-    return sparse, SparsityObjective(sparse, dense, loss_budget, LossConstraint(2), **costs)
+    return sparse, SparsityObjective(sparse, sparse.dense_copy(), constraint, **costs)
 
 
 def _step(
     model: torch.nn.Module, objective: Objective, stream: ShuffledStream, rank: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Gradients and measurements of a step late in a run, where gates have no noise."""
-    trained = read_parameters(model)  # type: ignore[arg-type]
-    config = TrainingConfig(100, 1e-3, clip=None, accumulate=stream.accumulate)
-    selection = Selection(dict, lambda new, old: True)
-    optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
-    masters = MasterWeights(trained)
-    run = Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
-    run.step()
-    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    run = late_step(model, objective, stream, clip=None, accumulate=stream.accumulate)
+    gradients = {name: p.grad for name, p in run.trained.items() if p.grad is not None}
     measured = {k: v for k, v in run.state.history[-1].items() if k != "seconds"}
     return gradients, measured
 
@@ -97,20 +86,6 @@ def test_a_step_on_two_ranks_is_one_process_on_all_rows(
         assert measured == pytest.approx(numbers, rel=1e-9)
 
 
-def test_single_precision_is_as_good_as_it_gets(build_echo: Build, echo_rows: Rows) -> None:
-    stream = ShuffledStream(_uneven(echo_rows(17)), 17)
-
-    def step(rank: int = 0) -> Tensor:
-        model, objective = _objective(build_echo, "share")
-        assert isinstance(objective, SparsityObjective) and objective.dense is not None
-        model.float(), objective.dense.float()
-        return torch.cat([g.flatten() for g in _step(model, objective, stream)[0].values()])
-
-    expected = step()
-    for found in on_ranks(2, step):
-        assert (found - expected).norm() / expected.norm() < 1e-6
-
-
 class _Drawn(Objective):
     """Notes what the generator of a step draws."""
 
@@ -126,14 +101,11 @@ class _Drawn(Objective):
 
 def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Rows) -> None:
     def job(rank: int = 0) -> list[list[float]]:
-        weight = torch.nn.Parameter(torch.zeros(1))
-        objective = _Drawn(weight)
+        model = torch.nn.ParameterDict({"w": torch.zeros(1)})
+        objective = _Drawn(model["w"])
         selection = Selection(dict, lambda new, old: True)
-        stream = ShuffledStream(echo_rows(8), 8)
-        optimizer = torch.optim.AdamW([{"params": [weight], "scale": 1.0}])
-        config, state = TrainingConfig(10, 1e-3, seed=3), TrainingState()
-        masters = MasterWeights({"w": weight})
-        run = Run(objective, stream, selection, config, masters, optimizer, state)
+        stream, config = ShuffledStream(echo_rows(8), 8), TrainingConfig(10, 1e-3, seed=3)
+        run = Run(model, objective, stream, selection, config, {"w": 1.0})
         for _ in range(3):
             run.step()
         return objective.drawn
@@ -173,13 +145,9 @@ def _run(
     **settings: Any,
 ) -> Found:
     sparse = model or SparseTransformer(build(), initial_bias=2.0)
-    outcome = post_train(
-        sparse,
-        stream or ShuffledStream(rows(), 16),
-        validation=rows(seed=1),
-        **{"target_loss": "+0.05", "learning_rate": 1e-2, "progress": False, **settings},
-        steps=steps,
-    )
+    stream = stream or ShuffledStream(rows(), 16)
+    settings = {"target_loss": "+0.05", **settings, "stream": stream, "steps": steps}
+    outcome = short_run(sparse, rows, **settings)
     history = outcome.history.drop(columns="seconds")
     return history, dict(sparse.state_dict()), outcome.sparse
 
@@ -294,8 +262,7 @@ def test_ranks_that_differ_are_refused(build_echo: Build, echo_rows: Rows, what:
 
     for error in on_ranks(2, job):
         assert isinstance(error, ValueError), error
-        place = "config" if what == "seed" else what
-        assert "rank 1 differs from rank 0" in str(error) and place in str(error)
+        assert "rank 1 differs from rank 0" in str(error) and what in str(error)
 
 
 def test_a_batch_smaller_than_the_ranks(build_echo: Build, echo_rows: Rows) -> None:

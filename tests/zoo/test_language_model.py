@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparse_tl import SparseTransformer, load_language_model, load_language_models
 from sparse_tl.backend import adapt, add_lora, boot
-from sparse_tl.backend.core.lora import has_adapters, lora_parameters
+from sparse_tl.backend.lora import has_adapters, lora_parameters
 from sparse_tl.storage.files import read_json, read_tensors
 from sparse_tl.zoo import language, shipping
 

@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from sparse_tl.storage.files import read_json
-from sparse_tl.zoo import (
-    Recipe,
-    load_addition_models,
-    load_task_models,
-    pairs,
-    tasks,
-)
+from sparse_tl.zoo import Recipe, built_in, load_addition_models, load_task_models, recipes
 from sparse_tl.zoo.language import SMOLLM2
-from sparse_tl.zoo.pairs import SHIPPED, read_pair
+from sparse_tl.zoo.recipes import SHIPPED, read_pair
 from sparse_tl.zoo.shipping import RECIPES
 
 FEWER = {"addition-placeholder": 0.012, "tasks": 0.001}
@@ -31,7 +25,7 @@ def test_a_shipped_pair_does_what_it_claims(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for draw in ("task_pairs", "task_rows"):  # of both models the same
-        monkeypatch.setattr(tasks, draw, cache(getattr(tasks, draw)))
+        monkeypatch.setattr(built_in, draw, cache(getattr(built_in, draw)))
     load = load_task_models if recipe.name == "tasks" else load_addition_models
     models = load(cache=tmp_path, device="cpu", progress=False)
     claimed = read_json(SHIPPED / recipe.name / "claims.json")
@@ -84,7 +78,7 @@ def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_pa
         asked.append((recipe.name, seed))
         return tmp_path
 
-    monkeypatch.setattr(pairs, "build_cached", built)
+    monkeypatch.setattr(recipes, "build_cached", built)
     with pytest.raises(ValueError, match="Remove the folder"):
         load_task_models(1)
     with pytest.raises(ValueError, match="Remove the folder"):

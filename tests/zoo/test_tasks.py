@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sparse_tl.tasks import GreaterThanTask
-from sparse_tl.tasks.words import WordTask
 from sparse_tl.zoo import (
     TASKS,
     load_task_models,
@@ -18,10 +17,7 @@ from sparse_tl.zoo import (
     task_rows,
     task_tokenizer,
 )
-from sparse_tl.zoo.tasks import UNKNOWN, WIDTH, part_of, task_vocabulary
-
-by_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-
+from sparse_tl.zoo.built_in import UNKNOWN, WIDTH, part_of, task_vocabulary
 
 # Words
 
@@ -48,15 +44,6 @@ def test_years_are_two_tokens_and_the_frame_of_a_definition_is_few() -> None:
     ]
 
 
-@by_task
-def test_prompts_of_every_task_are_read_without_unknown_words(task: WordTask) -> None:
-    pairs = task_pairs(task, 20)
-    unknown = task_vocabulary().index(UNKNOWN)
-    assert not (pairs.clean == unknown).any()
-    assert not (pairs.corrupted == unknown).any()
-    assert pairs.clean.shape[1] <= WIDTH
-
-
 # Rows
 
 
@@ -79,13 +66,6 @@ def test_one_prompt_in_eight_is_held_out_and_one_validates() -> None:
     parts = [part_of(f"prompt {number}") for number in range(4000)]
     for part, share in (("training", 0.75), ("validation", 0.125), ("held_out", 0.125)):
         assert parts.count(part) / 4000 == pytest.approx(share, abs=0.03)
-
-
-def test_rows_are_a_function_of_the_seed() -> None:
-    one, again, other = (task_rows(4, part="training", text=0.25, seed=s) for s in (3, 3, 4))
-    for name in ("tokens", "labels", "loss_mask"):
-        assert torch.equal(getattr(one, name), getattr(again, name))
-    assert not torch.equal(one.tokens, other.tokens)
 
 
 def test_a_row_has_its_loss_at_the_answer_or_at_every_token() -> None:

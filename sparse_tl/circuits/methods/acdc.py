@@ -34,8 +34,7 @@ from sparse_tl.circuits.evaluation import FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
+from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
 
@@ -48,10 +47,6 @@ class Acdc(SearchResult):
     """Result of ACDC.
 
     Args:
-        circuit: parts that are kept, without edges that have no effect (that are on no path).
-        n_kept: number of parts that the search kept, including edges without effect.
-        searched: faithfulness of the circuit on the pairs of the search.
-        held_out: faithfulness of the circuit on held-out pairs, if there are any.
         history: one row per test: the part, the change of the metric, whether the part was kept.
         threshold: threshold of the last pass.
         value: metric under the circuit, or divergence in nats.
@@ -108,25 +103,43 @@ def acdc(
             to another model.
         NoEffectError: patching everything changes the metric of no pair.
     """
+    import pandas as pd
+
     graph = adapt(model).graph
-    initial = _initial_circuit(graph, start)
+    if isinstance(start, str):
+        grid = graph.heads if start == "heads" else graph
+        start = Circuit(grid, grid.exists)
+    check_grid(graph, start.grid, CircuitGraph, HeadGrid)
     if threshold is None and size is None:
         raise ValueError("give a threshold above 0, or a size")
-    if size is not None and size > len(initial):
+    if size is not None and size > len(start):
         raise ValueError(
-            f"the size must be in 0..{len(initial)}, the size of the initial circuit; it is {size}"
+            f"the size must be in 0..{len(start)}, the size of the initial circuit; it is {size}"
         )
-    site = CircuitEdges() if initial.grid == graph else Heads()
+    site = CircuitEdges() if start.grid == graph else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     runs.check_effect(metric)
     report = FaithfulnessRuns(runs, metric, held_out)
-    search = _Search(initial, runs, metric, threshold or 1e-4)
+    search = _Search(start, runs, metric, threshold or 1e-4)
     with torch.no_grad():
         search.run_pass(size, progress)
         while size is not None and len(search.circuit) > size:
             search.threshold *= 2
             search.run_pass(size, progress)
-    return search.outcome(report)
+    circuit = search.circuit
+    searched, on_held_out = report.of(circuit.mask)
+    return Acdc(
+        circuit=circuit,
+        n_kept=int(search.mask.sum()),
+        searched=searched,
+        held_out=on_held_out,
+        history=pd.DataFrame(search.history, columns=["part", "moved", "kept"]),
+        threshold=search.threshold,
+        value=search.value,
+        tested=len(search.history),
+        forward_equivalents=search.layers_run / search.n_layers,
+        prompt_start=pairs.start,
+    )
 
 
 class _Search:
@@ -223,31 +236,3 @@ class _Search:
                 "metric that stays finite, such as a difference of logits"
             )
         return means
-
-    def outcome(self, report: FaithfulnessRuns) -> Acdc:
-        import pandas as pd
-
-        circuit = self.circuit
-        searched, held_out = report.of(circuit.mask)
-        return Acdc(
-            circuit=circuit,
-            n_kept=int(self.mask.sum()),
-            searched=searched,
-            held_out=held_out,
-            history=pd.DataFrame(self.history, columns=["part", "moved", "kept"]),
-            threshold=self.threshold,
-            value=self.value,
-            tested=len(self.history),
-            forward_equivalents=self.layers_run / self.n_layers,
-            prompt_start=self.runs.batches[0].start,
-        )
-
-
-def _initial_circuit(
-    graph: CircuitGraph, start: Circuit | Literal["circuit_edges", "heads"]
-) -> Circuit:
-    if isinstance(start, str):
-        grid = graph.heads if start == "heads" else graph
-        return Circuit(grid, grid.exists)
-    check_grid(graph, start.grid, CircuitGraph, HeadGrid)
-    return start

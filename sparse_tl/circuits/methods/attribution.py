@@ -6,11 +6,22 @@ For a circuit edge from source u to destination v,
 
 A negative score means that patching lowers the metric m: the edge helps. In phases, batch by batch:
 
-1. run the corrupted prompts and record what every source writes, run the clean prompts and record
-   the same, and differentiate the metric with respect to what every destination reads: one backward
-   pass. EAP-IG does so at several points between corrupted and clean (`AttributionPasses`);
-2. add up the gradients, and pull them back to the residual stream (`ReadGradients`);
-3. contract the changes of all sources with the gradients of all destinations (`contract`).
+1. `AttributionPasses` runs corrupted, clean and for "eap-ig" interpolated prompts, records what
+   every source writes, and differentiates the metric. For small batches a pass runs several
+   interpolation steps at once, as copies of the prompts: larger products are faster per row.
+2. `ReadGradients` sums over passes what determines the gradient of every destination. The gradient
+   g at a head's q, k or v is pulled back through its projection W and the normalisation with weight
+   w, scale s and standardised input x (an RMS norm does not centre):
+
+       back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
+
+   Where the scale counts as a constant (``relp``), the term with x is absent. V depends only on
+   weights, so only ``g / s`` and the coefficients of x are summed over passes; the large product
+   with V is computed once, in `ReadGradients.layer`. ``x . V g`` needs no extra product: ``x V`` is
+   q, k or v without its biases.
+3. `contract` multiplies the changes of all sources with the gradients of all destinations, over
+   positions and d_model. One matrix product takes the destinations of a few layers: going layer by
+   layer would spend most of the time reading the sources' writes from memory.
 
 This costs at least two forward passes and one backward pass of the plain model. For heads and
 attention edges, change and gradient are multiplied at their own hook points (`_effects`).
@@ -21,41 +32,62 @@ RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from einops import einsum
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.linalg import vecdot
 
 from sparse_tl.backend import (
     EMBEDDED,
+    Adapter,
     AttentionMask,
     HookedModel,
     adapt,
     attached,
     check_sums_under_hooks,
     frozen,
+    gate_hooks,
+    hooks_besides,
     in_evaluation_mode,
     mask_hooks,
+    record,
+    relevance_rules,
+    repeated,
+    source_outputs,
 )
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits.methods.gradients import (
-    AttributionPasses,
-    Method,
-    ReadGradients,
-    contract,
-)
-from sparse_tl.circuits.pair_runs import PatchedPairs
-from sparse_tl.circuits.scores import Scores
+from sparse_tl.calls.autograd import autograd
+from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.circuits.circuit import Scores
+from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
-from sparse_tl.graph.grids import AttentionGrid
-from sparse_tl.graph.positioned_graph import PositionedGraph
-from sparse_tl.metrics import Metric
+from sparse_tl.graph import AttentionGrid, Node, PositionedGraph
+from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.progress import tracked
 
+Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
+Places = Int[Tensor, " place"]
+"""Positions of a batch of prompts, as flat indices."""
+
+TOKENS_AT_ONCE = SizeByDevice(cpu=768, elsewhere=2**13)
+"""Maximum number of tokens in a pass of several steps; a CPU keeps their activations in caches."""
+READS_AT_ONCE = 2**25
+"""Maximum number of values that all destinations of a layer read, held at one time."""
+WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
+"""Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
+CPU this is 32 MB in float32: C libraries return larger blocks to the system, and allocating these
+again takes longer than computing their contents."""
+DESTINATIONS_AT_ONCE = 128
+"""Maximum number of destinations in one matrix product, if they belong to several layers."""
 MOST_BYTES = 2e9
 """Maximum size of scores by position."""
 
@@ -102,9 +134,9 @@ def attribute_circuit_edges(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
-            number per pair, parts do not write directly to the residual stream, the pairs lack the
-            positions, or scores by position would take more than 2 GB.
+        ValueError: the metric is not one finite number per pair, parts do not write directly to the
+            residual stream, the pairs lack the positions, or scores by position would take more
+            than 2 GB.
         NoEffectError: patching everything changes the metric of no pair.
     """
     spans = None if positions is None else pairs.spans_of(positions)
@@ -233,3 +265,357 @@ def _effects(
         for name, gradient in one.gradients.items():
             gradients[name] = gradients.get(name, 0) + one.over_copies(gradient)
     return torch.stack([change[name] * gradients[name] for name in plan.wanted])
+
+
+@dataclass(frozen=True)
+class GradientPass:
+    """Activations of a pass, the metric of each pair, and the gradients of the metric's sum.
+
+    `only` is the one hook point whose sources the gradients score; None for all. With several
+    `copies`, rows are those of one interpolation step after the other.
+    """
+
+    only: str | None
+    copies: int
+    by_relevance: bool
+    kept: dict[str, Tensor]
+    values: Float[Tensor, " rows"]
+    gradients: dict[str, Tensor]
+
+    def over_copies(self, value: Float[Tensor, "rows ..."]) -> Float[Tensor, "pair ..."]:
+        return value if self.copies == 1 else value.unflatten(0, (self.copies, -1)).sum(dim=0)
+
+
+class AttributionPasses:
+    """The passes that an attribution method takes, batch by batch.
+
+    `wanted` are the hook points of the gradients, where "final" is the final residual stream,
+    `alone` those that "eap-ig-activations" interpolates, one at a time, `first` those recorded
+    where gates act, before other hooks, and `also` further ones to record.
+    """
+
+    def __init__(
+        self,
+        patched: PatchedPairs,
+        metric: Metric,
+        method: Method,
+        steps: int,
+        wanted: Sequence[str],
+        *,
+        alone: Sequence[str] = (),
+        first: Sequence[str] = (),
+        also: Sequence[str] = (),
+    ) -> None:
+        self.patched, self.adapter = patched, patched.adapter
+        self.metric, self.method, self.steps = metric, method, steps
+        self.wanted, self._first = wanted, first
+        recorded = dict.fromkeys([*patched.points, *wanted, *first, *also])
+        self._names = [name for name in recorded if name != "final"]
+        interpolated = {"eap-ig": [EMBEDDED], "eap-ig-activations": alone}
+        self._interpolated = interpolated.get(method, ())
+        self._share = 1 / steps if self._interpolated else 1.0
+        self._changed = False
+
+    @classmethod
+    def of_edges(
+        cls, patched: PatchedPairs, metric: Metric, method: Method, steps: int
+    ) -> AttributionPasses:
+        """Passes with all that `ReadGradients` needs."""
+        adapter = patched.adapter
+        layers = range(adapter.n_layers)
+        heads = [name for layer in layers for name in adapter.destination_points(layer)[:3]]
+        residuals = [adapter.residual_points(layer) for layer in layers]
+        wanted = [*heads, *(name for names in residuals for name in names[1:]), "final"]
+        also = [name for names in residuals for name in names]
+        sources = patched.points
+        return cls(patched, metric, method, steps, wanted, alone=sources, first=heads, also=also)
+
+    @property
+    def count(self) -> int:
+        """Number of interpolation steps over all batches."""
+        return len(self.patched) * (self.steps * len(self._interpolated) or 1)
+
+    def batch(
+        self, index: int, step: Callable[[], object], patches: PatchValues | None = None
+    ) -> tuple[dict[str, Tensor], Iterator[GradientPass]]:
+        """The change of a batch by hook point, patch minus clean activation, and its passes.
+
+        `step` is called after each interpolation step. With `patches` of the `wanted` hook points,
+        their changes are given as well.
+        """
+        batch, patch = self.patched.batches[index], self.patched.record_patch(index)
+        single = self.method == "eap-ig-activations"
+        one = self._pass(batch, [] if single else self.wanted)
+        points = self.patched.points
+        clean = {name: one.kept[name] for name in (*points, *(self.wanted if patches else ()))}
+        change = {name: patch.change(name, clean[name]) for name in points}
+        if patch.final is not None:
+            with torch.no_grad():
+                self._changed |= is_changed(one.values, self._measured(patch.final, batch))
+        else:  # whether any write changes: the metric would take another pass
+            self._changed |= any(
+                is_changed(clean[name], clean[name] + change[name]) for name in points
+            )
+        if patches is not None:
+            change |= {name: patches.change(name, clean[name]) for name in self.wanted}
+        return change, self._passes(batch, clean, change, None if single else one, step)
+
+    def check_effect(self) -> None:
+        """Raise a NoEffectError if patching everything changed the metric of no pair."""
+        check_changed(self._changed)
+
+    def _passes(
+        self,
+        batch: PromptPairs,
+        clean: Mapping[str, Tensor],
+        change: Mapping[str, Tensor],
+        one: GradientPass | None,
+        step: Callable[[], object],
+    ) -> Iterator[GradientPass]:
+        """The pass of the clean prompts, unless it is None, and those of interpolated ones."""
+        single = one is None
+        # Hooks may fit one copy of the prompts only.
+        most = TOKENS_AT_ONCE.on(self.adapter.device)
+        hooked = hooks_besides(self.adapter, gate_hooks(self.adapter))
+        n = 1 if hooked else max(1, most // batch.clean.numel())
+        if one is not None:
+            yield from _lent(one, step)
+        for name in self._interpolated:
+            for last in range(self.steps if single else self.steps - 1, 0, -n):
+                some = range(last, max(last - n, 0), -1)
+                values = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
+                only = name if single else None
+                wanted = [name] if only in self.wanted else self.wanted
+                replaced = {name: torch.cat(values)}
+                yield from _lent(self._pass(batch, wanted, replaced, len(some), only), step)
+
+    def _pass(
+        self,
+        batch: PromptPairs,
+        wanted: Sequence[str],
+        replaced: Mapping[str, Tensor] | None = None,
+        copies: int = 1,
+        only: str | None = None,
+    ) -> GradientPass:
+        """Run copies of the prompts with replaced activations, and differentiate the metric."""
+        replaced, by_relevance = dict(replaced or {}), self.method == "relp"
+        run = partial(record, self.adapter, batch.clean, first=self._first, copies=copies)
+        # Attached before all other hooks: what is recorded after a norm gets the rules' gradient.
+        with relevance_rules(self.adapter) if by_relevance else nullcontext():
+            kept, final = run(self._names, replaced=replaced, differentiable=True)
+            kept["final"] = final
+            with autograd(True):
+                values = self._measured(final, batch)
+                value = self._share * values.sum()
+        if not value.requires_grad:
+            raise ValueError(
+                "the metric has no gradient: what it returns does not depend on the logits "
+                "differentiably. Use one that does, such as a difference of logits"
+            )
+        traced = [name for name in wanted if kept[name].requires_grad]
+        inputs = [kept[name] for name in traced]
+        computed = torch.autograd.grad(value, inputs, allow_unused=True) if traced else ()
+        found = dict(zip(traced, computed, strict=True))
+        kept = {name: activation.detach() for name, activation in kept.items()}
+        values = values.detach()
+        gradients = dict[str, Tensor]()
+        for name in wanted:
+            gradient = found.get(name)
+            if gradient is None:
+                gradient = torch.zeros_like(kept[name])
+                # The metric must not depend on an activation whose gradient is missing.
+                noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0))
+                final = noisy = kept[name] + noise.to(gradient)
+                with torch.no_grad():
+                    if name != "final":
+                        _, final = run((), replaced={**replaced, name: noisy})
+                    self._check_equal(name, values.sum(), self._measured(final, batch).sum())
+            gradients[name] = gradient
+        return GradientPass(only, copies, by_relevance, kept, values, gradients)
+
+    def _measured(
+        self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
+    ) -> Float[Tensor, " rows"]:
+        """The metric of each pair, given the final residual stream of copies of the prompts."""
+        copies = len(final) // len(batch)
+        logits = self.adapter.logits_at(final, repeated(read_mask(batch), copies))
+        return torch.cat([measure(self.metric, one, batch) for one in logits.chunk(copies)])
+
+    def _check_equal(self, name: str, value: Tensor, noisy: Tensor) -> None:
+        """Check that the sum of the metric does not move with an activation."""
+        shift = self._share * (noisy - value)
+        if bool(shift.abs() > 1e-4 * (1 + (self._share * value).abs())):  # two passes round apart
+            raise ValueError(
+                f"the metric has no gradient at {name}, although it moves by {shift.item():.3g} "
+                "with the value there. A hook on the model replaces it by a tensor without "
+                "gradients: remove the hook, or let it compute with what it is given"
+            )
+
+
+def _lent(one: GradientPass, step: Callable[[], object]) -> Iterator[GradientPass]:
+    """Yield a pass, and free its tensors when the next one is requested."""
+    yield one
+    one.kept.clear()
+    one.gradients.clear()
+    for _ in range(one.copies):
+        step()
+
+
+def at_places(value: Float[Tensor, "batch pos ..."], places: Places) -> Float[Tensor, "place ..."]:
+    """The values at some positions of the prompts."""
+    return value.flatten(0, 1).index_select(0, places)
+
+
+class ReadGradients:
+    """Gradients of all destinations, summed over the passes of `AttributionPasses.of_edges`."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self._sums: dict[str, Tensor] = {}
+        self._constants: dict[tuple[int, str], Tensor] = {}
+        self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(adapter.n_layers)]
+
+    @property
+    def final(self) -> Float[Tensor, "batch pos d_model"]:
+        """The gradient with respect to the final residual stream, which the logits read."""
+        return self._sums["final"]
+
+    @torch.no_grad()
+    def add(self, one: GradientPass) -> None:
+        """Add a pass's gradients at every destination."""
+        gradients = dict(one.gradients)
+        for layer in range(self.adapter.n_layers):
+            norm, names = self.adapter.norm(layer, "attn"), self.adapter.destination_points(layer)
+            if norm.kind is None:
+                continue
+            x, scale = norm.standardised(one.kept[self.adapter.residual_points(layer)[0]])
+            along = []
+            for slot, name in zip("qkv", names[:3], strict=True):
+                gradients[name] = gradients[name] / scale[..., None]
+                if not one.by_relevance:
+                    value = one.kept[name] - self._constant(layer, slot)
+                    along.append(vecdot(value, gradients[name]))
+            if along:
+                coefficients = torch.cat(along, dim=-1) / x.shape[-1]
+                steps = zip(coefficients.chunk(one.copies), x.chunk(one.copies), strict=True)
+                self._along[layer] += steps
+        for name, gradient in gradients.items():
+            more = one.over_copies(gradient)
+            self._sums[name] = self._sums[name] + more if name in self._sums else more
+
+    @torch.no_grad()
+    def layer(
+        self, layer: int, places: Places, out: Float[Tensor, "destination place d_model"]
+    ) -> Float[Tensor, "some place d_model"]:
+        """Gradients of one layer's destinations at some places, written into `out` in the graph's
+        order: q of every head, k and v of every key-value head, then the MLP."""
+        done, norm = 0, self.adapter.norm(layer, "attn")
+        for slot, name in zip("qkv", self.adapter.destination_points(layer)[:3], strict=True):
+            read = at_places(self._sums[name], places).transpose(0, 1)
+            weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            torch.bmm(read, weight.to(read.dtype).mT, out=out[done : done + len(read)])
+            done += len(read)
+        if norm.weight is not None:
+            out[:done] *= norm.weight
+        if norm.kind == "layer":
+            out[:done] -= out[:done].mean(dim=-1, keepdim=True)
+        for along, x in self._along[layer]:
+            heads = at_places(along, places).T[..., None]
+            out[:done].addcmul_(heads, at_places(x, places), value=-1)
+        for name in self.adapter.residual_points(layer)[1:]:
+            out[done] = at_places(self._sums[name], places)
+            done += 1
+        return out[:done]
+
+    @torch.no_grad()
+    def summed(
+        self, readers: Bool[Tensor, "batch pos destination"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The sum of the gradients of chosen destinations, at each place."""
+        graph, d_model = self.adapter.graph, self.adapter.d_model
+        total = (readers[..., -1:] * self.final).flatten(0, 1)
+        size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+        chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
+        at_once = max(1, READS_AT_ONCE // (size * d_model))
+        for layer in range(graph.n_layers):
+            weights = chosen[:, :, layer].flatten(0, 1)
+            for places in weights.any(dim=-1).nonzero()[:, 0].split(at_once):
+                read = self.layer(layer, places, total.new_empty(size, len(places), d_model))
+                weight = weights[places].to(read.dtype)
+                total[places] += einsum(weight, read, "place to, to place d -> place d")
+        return total.view_as(self.final)
+
+    def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
+        """The value of q, k or v for a normalised input of 0; computed in the first pass."""
+        if (layer, slot) not in self._constants:
+            weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            shift = self.adapter.norm(layer, "attn").bias
+            if shift is not None:
+                bias = bias + einsum(weight, shift, "head d e, d -> head e")
+            self._constants[layer, slot] = bias
+        return self._constants[layer, slot]
+
+
+def contract(
+    scores: Float[Tensor, "group source destination"],
+    back: ReadGradients,
+    change: Mapping[str, Tensor],
+    groups: Int[Tensor, "batch pos"],
+    only: str | None,
+) -> None:
+    """Add the contraction of sources with all destinations to the scores, on the CPU in float64.
+
+    `groups` is the group that each prompt position is summed into; positions without any change,
+    such as those before the first token that differs, are skipped. `only` is the hook point whose
+    sources are scored, None for all. Entries without an edge are filled as well; the caller clears
+    them. A few places are contracted at a time, since what every source writes in d_model
+    dimensions is by far the largest tensor.
+    """
+    adapter = back.adapter
+    points, n_sources = adapter.source_points(), len(adapter.graph.sources)
+    changed = [(change[name] != 0).flatten(2).any(dim=2).flatten() for name in points]
+    groups = groups.flatten().where(torch.stack(changed).any(dim=0), -1)
+    in_order = groups.argsort(stable=True)[int((groups < 0).sum()) :]
+    at_once = max(1, WRITES_AT_ONCE.on(groups.device) // (n_sources * adapter.d_model))
+    sources = slice(0, n_sources)
+    if only is not None:
+        heads = {adapter.heads_point(layer) for layer in range(adapter.n_layers)}
+        written = [name for name in points for _ in range(adapter.n_heads if name in heads else 1)]
+        sources = slice(written.index(only), written.index(only) + written.count(only))
+    for places in in_order.split(at_once) if len(in_order) else ():
+        own = {name: at_places(change[name], places)[None] for name in points}
+        difference = source_outputs(adapter, own)[:, 0]
+        _contract_few(scores, back, difference, places, groups[places], sources)
+
+
+def _contract_few(
+    scores: Float[Tensor, "group source destination"],
+    back: ReadGradients,
+    difference: Float[Tensor, "source place d_model"],
+    places: Places,
+    groups: Int[Tensor, " place"],
+    sources: slice,
+) -> None:
+    """Add the contributions of a few places, sorted by group, to the scores."""
+    graph, n_layers = back.adapter.graph, back.adapter.n_layers
+    found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
+    written = [part.flatten(1) for part in difference.split(counts, dim=1)]
+    most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+    together = max(1, DESTINATIONS_AT_ONCE // most)
+    buffer = difference.new_empty(together * most, *difference.shape[1:])
+    for layer in range(0, n_layers, together):
+        layers = range(layer, min(layer + together, n_layers))
+        end = min(sources.stop, graph.n_sources_before(Node("mlp", layers[-1])))
+        if sources.start >= end:  # sources of later layers
+            continue
+        before = slice(sources.start, end)
+        for index, one in enumerate(layers):
+            back.layer(one, places, buffer[index * most : (index + 1) * most])
+        reading, start = buffer[: len(layers) * most], layer * most
+        for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
+            product = flat[before] @ read.flatten(1).T
+            scores[group, before, start : start + len(reading)] += product.cpu().double()
+    for group, flat, read in zip(
+        found, written, at_places(back.final, places).split(counts), strict=True
+    ):
+        scores[group, sources, -1] += (flat[sources] @ read.flatten()).cpu().double()

@@ -3,7 +3,7 @@
     effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
 
 The output of a neuron is its activation times its output direction
-(`sparse_tl.backend.models.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
+(`sparse_tl.backend.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
 
 1. Score all neurons to first order, with one backward pass per batch:
    ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores
@@ -36,14 +36,12 @@ from sparse_tl.backend import (
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.methods.gradients import AttributionPasses, ReadGradients
+from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
 from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
 from sparse_tl.circuits.prompt.tokens import output_text, text_around
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.nodes import Node
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -59,14 +57,9 @@ _SHOWN = 24
 
 @dataclass(frozen=True)
 class DrivingToken:
-    """A token of a clean prompt at which a neuron acts.
+    """A token of a clean prompt at which a neuron acts: its pair, column, and text in its context.
 
     Args:
-        pair: index of the prompt pair.
-        position: column of the token.
-        before: text of the prompt before the token.
-        token: text of the token.
-        after: text of the prompt after the token.
         clean: activation of the neuron at the token.
         corrupted: activation at that position of the corrupted prompt.
         score: first-order effect of patching it there, on this pair, in units of the metric.
@@ -131,8 +124,8 @@ class NeuronEffects(Result):
         order = by_score[by_effect.argsort(descending=True, stable=True)]
         names = [f"{self.mlp}.n{neuron}" for neuron in order.tolist()]
         columns = ("effect", "score", "clean", "corrupted")
-        table = pd.DataFrame({"neuron": names})
-        table = table.assign(**{name: getattr(self, name)[order].tolist() for name in columns})
+        values = {name: getattr(self, name)[order].tolist() for name in columns}
+        table = pd.DataFrame({"neuron": names, **values})
         tokens = {name: [*map(str, listed)] for name, listed in self.tokens.items()}
         lists = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
         for column, by_name in lists.items():
@@ -181,8 +174,7 @@ def neuron_effects(
 
     Raises:
         ValueError: the model has no such MLP, or the MLP is not the sum of its neurons; a reader
-            does not exist or does not read the MLP, the pairs lack the positions of the circuit, or
-            the metric is not one finite number per pair.
+            does not exist or does not read the MLP, or the pairs lack the positions of the circuit.
         NoEffectError: patching everything changes the metric of no pair.
     """
     adapter = adapt(model)
@@ -194,7 +186,12 @@ def neuron_effects(
     effect = torch.full_like(score, torch.nan)
     effect[chosen] = _patch(source, patched, metric, chosen, rows, progress)
     clean, corrupted = (each.double().mean(dim=0) for each in (peaks.clean, peaks.corrupted))
-    added = _added_logits(source, chosen) * clean[chosen, None].sign()
+    # What the directions of neurons add to the logits, up to the scale of the final norm.
+    weight, _ = adapter.unembedding()
+    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    directions = norm.centred(source.directions[chosen.to(weight.device)])
+    directions = directions if norm.weight is None else directions * norm.weight
+    added = (directions @ weight).detach().cpu().double() * clean[chosen, None].sign()
     names = {neuron: f"{source.mlp}.n{neuron}" for neuron in chosen.tolist()}
     return NeuronEffects(
         mlp=str(source.mlp),
@@ -347,18 +344,6 @@ def _patch(
                     step()
             effects += torch.stack(changes).double()
     return effects / sum(map(len, pairs.batches))
-
-
-@torch.no_grad()
-def _added_logits(
-    source: _Source, neurons: Int[Tensor, " chosen"]
-) -> Float[Tensor, "chosen vocab"]:
-    """What the directions of neurons add to the logits, up to the scale of the final norm."""
-    weight, _ = source.adapter.unembedding()
-    norm = source.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
-    directions = norm.centred(source.directions[neurons.to(weight.device)])
-    directions = directions if norm.weight is None else directions * norm.weight
-    return (directions @ weight).cpu().double()
 
 
 def _largest(model: HookedModel, values: Float[Tensor, "chosen vocab"]) -> list[tuple[str, ...]]:

@@ -31,14 +31,13 @@ from torch import Tensor
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Logit, Positive, Seed, checked
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.circuits.circuit import check_grid
+from sparse_tl.circuits.circuit import Scores, check_grid
 from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
-from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 
@@ -51,14 +50,9 @@ ON_PATHS = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Pruning(SearchResult):
-    """Result of learned edge pruning.
+    """Result of learned edge pruning: the edges whose gates are most likely open.
 
     Args:
-        circuit: edges that are most likely open, without edges that have no effect (that are on no
-            path).
-        n_kept: number of edges that the search kept, including edges without effect.
-        searched: faithfulness of the circuit on the pairs of the search.
-        held_out: faithfulness of the circuit on held-out pairs, if there are any.
         history: one row per step: divergence in nats under sampled gates, expected number of open
             gates, noise.
         ranked: faithfulness, on the pairs of the search, of the `n_kept` best edges by the initial
@@ -68,27 +62,6 @@ class Pruning(SearchResult):
 
     ranked: Faithfulness
     scores: Scores
-
-    def notes(self) -> list[str]:
-        """Caveats about the circuit, as sentences; empty if there are none.
-
-        There is one if less than `ON_PATHS` of the kept edges have an effect, and another if the
-        best edges by attribution preserve more of the predictions.
-        """
-        notes = []
-        if len(self.circuit) < ON_PATHS * self.n_kept:
-            notes.append(
-                f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an "
-                "effect; the others are on no path and were dropped. Try more steps or another "
-                "size."
-            )
-        if self.ranked.divergence < self.searched.divergence - 1e-6:
-            notes.append(
-                f"The circuit diverges by {self.searched.divergence:.3g} nats; the {self.n_kept:,} "
-                f"best edges by attribution diverge by {round(self.ranked.divergence, 6) + 0:.3g}. "
-                "Use those edges, start=scores, more steps, or find_circuit."
-            )
-        return notes
 
     def __repr__(self) -> str:
         return f"Pruning({self._description()}; {len(self.history):,} steps)"
@@ -116,7 +89,7 @@ def prune_circuit_edges(
 
     The faithfulness in the result is that of the returned circuit, measured by running it. Warns if
     less than nine tenths of the kept edges have an effect, or if the best edges by attribution
-    preserve more; see `Pruning`. Other arguments are those of `attribute_circuit_edges`.
+    preserve more of the predictions. Other arguments are those of `attribute_circuit_edges`.
 
     Args:
         pairs: prompt pairs, on whose clean prompts the circuit preserves the predictions.
@@ -131,7 +104,7 @@ def prune_circuit_edges(
         seed: random seed for gate noise and batch order.
 
     Raises:
-        ValueError: `size` or another setting is out of range, or the scores are of another model.
+        ValueError: `size` is out of range, or the scores are of another model.
         NoEffectError: patching everything changes the predictions of no pair.
     """
     import pandas as pd
@@ -147,14 +120,14 @@ def prune_circuit_edges(
     best = (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch)
     ranked, _ = report.of(best.mask)
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
-    logits = torch.full(exists.shape, initial_logit, dtype=torch.float64)
+    logits = torch.full((graph.n_edges,), initial_logit, dtype=torch.float64)
     if start is not None:
-        logits = _initial_logits(start, size, initial_logit)
-    logits = logits.to(device, runs.adapter.gate_dtype)[exists]
+        logits = _initial_logits(start.mean()[graph.exists].abs(), size, initial_logit)
+    logits = logits.to(device, runs.adapter.gate_dtype)
     optimizer = torch.optim.Adam([logits], lr=learning_rate)
     generator = torch.Generator(device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
-    first_share = expected_size(GATE, logits).item() / graph.n_edges
+    first_share = GATE.open_probability(logits).sum().item() / graph.n_edges
     rows = []
     with autograd(True), tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
@@ -184,7 +157,20 @@ def prune_circuit_edges(
     learned[graph.exists] = -GATE.open_probability(_shifted(logits, size, 1.0)).cpu().double()
     circuit = kept.connected(patch=patch)
     searched, on_held_out = report.of(circuit.mask)
-    pruning = Pruning(
+    if len(circuit) < ON_PATHS * len(kept):
+        warnings.warn(
+            f"{len(circuit):,} of the {len(kept):,} edges that were kept have an effect; the "
+            "others are on no path and were dropped. Try more steps or another size.",
+            stacklevel=2,
+        )
+    if ranked.divergence < searched.divergence - 1e-6:
+        warnings.warn(
+            f"The circuit diverges by {searched.divergence:.3g} nats; the {len(kept):,} best edges "
+            f"by attribution diverge by {round(ranked.divergence, 6) + 0:.3g}. Use those edges, "
+            "start=scores, more steps, or find_circuit.",
+            stacklevel=2,
+        )
+    return Pruning(
         circuit=circuit,
         n_kept=len(kept),
         searched=searched,
@@ -193,9 +179,6 @@ def prune_circuit_edges(
         history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
         scores=Scores(graph, learned, "pruning", pairs.start),
     )
-    for note in pruning.notes():
-        warnings.warn(note, stacklevel=2)
-    return pruning
 
 
 def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
@@ -229,7 +212,7 @@ def _shifted(
     low, high = -reach, reach
     for _ in range(60):
         shift = (low + high) / 2
-        too_many = expected_size(GATE, values + shift) > expected
+        too_many = GATE.open_probability(values + shift).sum() > expected
         low, high = torch.where(too_many, low, shift), torch.where(too_many, shift, high)
     return ((values + shift) * noise).to(logits)
 
@@ -248,17 +231,13 @@ def _at_constant_size(
 
 
 def _initial_logits(
-    scores: Scores, size: int, initial_logit: float
-) -> Float[Tensor, "source destination"]:
+    values: Float[Tensor, " gate"], size: int, initial_logit: float
+) -> Float[Tensor, " gate"]:
     """Logits that fall with the logarithm of the rank; 0 halfway between `size` and the last."""
-    exists = scores.grid.exists
-    values = scores.mean()[exists].abs()
     ranks = torch.empty_like(values)
     ranks[values.argsort(descending=True)] = torch.arange(1, len(values) + 1).to(values)
     half = max(math.log(len(values) / size) / 2, 0.5)  # the logarithm is 0 if all edges are kept
-    logits = torch.zeros(exists.shape, dtype=torch.float64)
-    logits[exists] = initial_logit * (1 + (math.log(size) - ranks.log()) / half)
-    return logits
+    return initial_logit * (1 + (math.log(size) - ranks.log()) / half).double()
 
 
 def _order(n_batches: int, steps: int, seed: int) -> list[int]:

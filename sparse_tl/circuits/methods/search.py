@@ -13,16 +13,43 @@ Such a circuit contains the edges that each of many prompts needs. `circuit_size
 how many edges a single pair needs: those that score best on that pair, evaluated on that pair. The
 edges are scored in the same passes as for a mean over pairs, and the circuits of all sizes run as
 one stack of gates.
+
+*Backward elimination* drops a circuit's parts in groups, and runs every circuit that is considered:
+
+1. Start from the n best of all N parts by score, with n from a grid of sizes, such that
+   ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
+   Parts that score exactly 0, such as those behind closed gates, are left out of the grid.
+2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
+   the heads or the MLP of a layer, those into them, those out of each head, and those into each of
+   its inputs. Of heads: every head.
+3. Drop a group, or its weaker half, whichever gains more,
+
+       gain = price * (number of parts dropped) - (increase of the mean deviation)
+
+   if it gains anything and loses at most `STEP` of the explained effect. The mean deviation is
+   ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|``, with means over pairs: what parts do to
+   single pairs may cancel in the explained effect, but hardly on other pairs as well. Parts that
+   are left without effect count as dropped. An effect above 1 counts as one equally far below 1.
+4. Go through all groups again at a higher price: at least twice the last one, and that at which the
+   groups that this pass kept would lose together what may still be lost. The first price is what
+   may be lost, divided among the parts of the start. A pass loses at most half of what may still be
+   lost, or `STEP` if that is more; `STEP` doubles if every group loses more.
+
+What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts.
+
+Under a time limit, finer groups that would take more than a share `FINE` of the time left are left
+out of a pass, unless none of the coarser groups can be dropped at any price.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,18 +58,25 @@ from torch import Tensor
 
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
-from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.effect import EffectCurve, Evaluation
-from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, evaluate, log_sizes
-from sparse_tl.circuits.methods.attribution import attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods.elimination import Elimination
-from sparse_tl.circuits.methods.exact import patch_exactly
-from sparse_tl.circuits.methods.gradients import Method
+from sparse_tl.circuits.circuit import Circuit, Grid, Scores
+from sparse_tl.circuits.evaluation import (
+    EffectCurve,
+    Evaluation,
+    Faithfulness,
+    FaithfulnessRuns,
+    evaluate,
+    log_sizes,
+)
+from sparse_tl.circuits.methods.attribution import (
+    Method,
+    attribute_circuit_edges,
+    attribute_heads,
+)
+from sparse_tl.circuits.methods.patching import patch_exactly
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch
-from sparse_tl.graph.circuit_graph import CircuitGraph
+from sparse_tl.gates import CircuitEdges, Heads, Patch
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -56,6 +90,18 @@ CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
 RATIOS = 4
 """Number of equal ratios into which each round divides the gap between two sizes."""
+MARGIN = 0.05
+"""How far below the level the search goes on, in explained effect."""
+STEP = 0.02
+"""Largest loss of explained effect in one step; doubled whenever no group loses less."""
+RATIO = 1.3
+"""Ratio between adjacent sizes of the grid that the start is chosen from."""
+FINE = 1 / 4
+"""Maximum share of the time left that finer groups may take: the price has yet to rise."""
+SHARES = (0, 1 / 2)
+"""Shares of a group that are kept."""
+ROWS = 256
+"""Maximum number of circuits times prompts in one forward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +147,11 @@ class FoundCircuit(Result):
 
         rows = []
         for method, evaluation in self.evaluations.items():
-            found = evaluation.to_pandas().iloc[reached(evaluation, self.at)]
-            columns = {name: found[name] for name in ("explained_effect", "low", "high")}
-            size = {"method": method, "size": int(found["size"])}
-            rows.append({**size, **columns, "seconds": self.seconds[method]})
-        return pd.DataFrame(rows).sort_values("size", kind="stable", ignore_index=True)
+            first = reached(evaluation, self.at)
+            row = evaluation.to_pandas().drop(columns="metric").iloc[first : first + 1]
+            rows.append(row.assign(method=method, seconds=self.seconds[method]))
+        table = pd.concat(rows).sort_values("size", kind="stable", ignore_index=True)
+        return table[["method", "size", "explained_effect", "low", "high", "seconds"]]
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
@@ -163,11 +209,10 @@ class CircuitSizes(Result):
         """One row per pair: its index, its size, and the outcome."""
         import pandas as pd
 
-        outcome = pd.Series("reached", index=range(len(self.sizes)))
-        outcome[self.sizes.isinf().tolist()] = "not reached"
-        outcome[self.sizes.isnan().tolist()] = "no effect"
-        rows = {"pair": outcome.index, "size": self.sizes.tolist(), "outcome": outcome}
-        return pd.DataFrame(rows)
+        table = pd.DataFrame({"size": self.sizes, "outcome": "reached"}).rename_axis("pair")
+        table.loc[self.sizes.isinf().numpy(), "outcome"] = "not reached"
+        table.loc[self.sizes.isnan().numpy(), "outcome"] = "no effect"
+        return table.reset_index()
 
     def __repr__(self) -> str:
         median = "none" if self.median is None else f"{self.median:,.1f}"
@@ -197,7 +242,7 @@ def find_circuit(
     """Find a small circuit with a given explained effect on pairs that no search has seen.
 
     Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`sparse_tl.circuits.methods.elimination`), all on the same held-out pairs. Since the
+    (`Elimination`), all on the same held-out pairs. Since the
     circuit is chosen on these pairs, its effect on others can be slightly smaller. Other arguments
     are those of `attribute_circuit_edges`.
 
@@ -212,11 +257,18 @@ def find_circuit(
         seed: random seed of the division into halves.
 
     Raises:
-        ValueError: there are fewer than two pairs to divide, or an argument is out of range.
+        ValueError: there are fewer than two pairs to divide.
         NoEffectError: patching everything changes the metric of no pair.
     """
     if held_out is None:
-        pairs, held_out = _halves(pairs, seed)
+        if len(pairs) < 2:
+            raise ValueError(
+                f"there are {len(pairs)} prompt pairs; at least two are needed, to search on some "
+                "and evaluate on others. Give more, or others as held_out="
+            )
+        shuffled = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
+        half = len(pairs) // 2
+        pairs, held_out = pairs.select(shuffled[half:]), pairs.select(shuffled[:half])
     site = CircuitEdges() if parts == "circuit_edges" else Heads()
     began = time.monotonic()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
@@ -242,18 +294,6 @@ def find_circuit(
     assert others is not None
     seconds_of = {name: ranking.seconds for name, ranking in found.items()}
     return FoundCircuit(circuit, method, at, searched, others, evaluations, seconds_of, scores)
-
-
-def _halves(pairs: PromptPairs, seed: int) -> tuple[PromptPairs, PromptPairs]:
-    """Pairs to search on and pairs to hold out, drawn at random."""
-    if len(pairs) < 2:
-        raise ValueError(
-            f"there are {len(pairs)} prompt pairs; at least two are needed, to search on some and "
-            "evaluate on others. Give more, or others as held_out="
-        )
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
-    half = len(pairs) // 2
-    return pairs.select(order[half:]), pairs.select(order[:half])
 
 
 @dataclass(frozen=True)
@@ -379,10 +419,6 @@ def circuit_sizes_per_prompt(
         level: explained effect, above 0 and at most 1.
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
         batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
-
-    Raises:
-        ValueError: the level or a size is out of range, `sizes` is empty, or as in
-            `attribute_circuit_edges`.
     """
     options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
     scores = attribute_circuit_edges(
@@ -390,8 +426,6 @@ def circuit_sizes_per_prompt(
     )
     graph = scores.grid
     top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
-    if not top_sizes:
-        raise ValueError("give at least one size")
     needed = []
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
     with torch.no_grad(), tracked("circuits of single prompts", len(pairs), progress) as step:
@@ -399,28 +433,202 @@ def circuit_sizes_per_prompt(
             of_pair = Scores(graph, values, scores.method)
             connected = (of_pair.top(size).connected(patch=patch) for size in top_sizes)
             circuits = {len(circuit): circuit.mask for circuit in connected}
-            needed.append(_size(circuits, pair, run, metric, level, batch_size))
+            masks = torch.stack([graph.exists & False, *circuits.values()])
+            logits = torch.cat([run.logits(stack) for stack in masks.split(batch_size)])
+            none, *found = [measure(metric, row, pair).cpu().double() for row in logits]
+            clean = measure(metric, run.clean_logits, pair).cpu().double()
+            try:
+                effect = explained_effect(torch.stack(found), clean, none).tolist()
+            except NoEffectError:
+                needed.append(math.nan)
+            else:
+                curve = EffectCurve("one pair", tuple(circuits), effect, effect, effect)
+                size = curve.size_at(level)
+                needed.append(math.inf if size is None else size)
             step()
     needed_sizes = torch.tensor(needed, dtype=torch.float64)
     return CircuitSizes(needed_sizes, level, graph.n_parts, pairs.start)
 
 
-def _size(
-    circuits: Mapping[int, Bool[Tensor, "source destination"]],
-    pair: PromptPairs,
-    run: GatedRun,
-    metric: Metric,
-    level: float,
-    rows: int,
-) -> float:
-    """The size from which circuits, keyed by size, reach the level; `rows` circuits per pass."""
-    clean = measure(metric, run.clean_logits, pair).cpu().double()
-    masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
-    logits = torch.cat([run.logits(stack) for stack in masks.split(rows)])
-    none, *values = [measure(metric, row, pair).cpu().double() for row in logits]
-    try:
-        effect = explained_effect(torch.stack(values), clean, none).tolist()
-    except NoEffectError:
-        return math.nan
-    size = EffectCurve("one pair", tuple(circuits), effect, effect, effect).size_at(level)
-    return math.inf if size is None else size
+Group = tuple[int | slice, ...]
+"""Index of a group of parts."""
+
+
+class Elimination:
+    """A backward elimination, from the best parts by `scores`, of circuits that reach `level`.
+
+    `mask` has the parts that are left, `dropped` the step at which each part was dropped, or 0,
+    `effects` the explained effect after each step on the pairs of the search, at most 1, and
+    `deviation` the mean deviation after the last step.
+    """
+
+    def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
+        self.runs, self.metric, self.scores, self.grid = runs, metric, scores, scores.grid
+        self._strength = scores.mean().abs()
+        self._lowest = level - MARGIN
+        sweeps = _sweeps(scores.grid)
+        self._groups = [group for sweep in sweeps for group in sweep]
+        self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
+        clean, none = list[Tensor](), list[Tensor]()
+        for batch, run in runs:
+            clean.append(measure(metric, run.clean_logits, batch))
+            none.append(measure(metric, runs.everything_patched(run), batch))
+        self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
+        self.mask, effect, self.deviation = self._start()
+        self.dropped, self.effects = (self.grid.exists & ~self.mask).long(), [effect]
+        self.seconds, self._price, self._floor, self._step = 0.0, 0.0, 0.0, STEP
+        self._losses: list[tuple[float, int]] = []
+        """For each group that this pass could drop: what it would lose, or 0 if it was dropped, and
+        its number of parts."""
+
+    def run(self, seconds: float = math.inf, progress: bool = True) -> None:
+        """Search until circuits are below the level by `MARGIN`, or the time is over."""
+        began = now = time.monotonic()
+        end, total, tried, position, done = began + seconds, len(self._groups), 0, 0, False
+        while not done and now < end:
+            stop = min(start for start in (*self._sweeps, total) if start > position)
+            needed = (stop - position) * (now - began) / max(1, tried)
+            if position and self._losses and needed >= FINE * (end - now):
+                done, position = self._end_pass(), 0
+                continue
+            if position == 0:
+                self._begin_pass()
+            self.mask = self._connected(self.mask)
+            for _, run in self.runs:
+                run.start_from(self.mask)
+            with tracked("eliminating", total, progress, done=position) as step:
+                while position < stop and now < end:
+                    self._try(self._groups[position])
+                    position, tried, now = position + 1, tried + 1, time.monotonic()
+                    self.seconds = now - began
+                    size = int(self.mask.count_nonzero())
+                    step(f"{size:,} {self.grid.noun}: {self.effects[-1]:.2f}")
+            if position == total:
+                done, position = self._end_pass(), 0
+
+    def ranking(self) -> Scores:
+        """Minus the step at which each part was dropped, as scores of the parts.
+
+        Of parts dropped in one step, those with larger scores count as dropped later.
+        """
+        last = len(self.effects) + 1
+        steps = torch.where(self.dropped == 0, last, self.dropped).double()
+        order = self.scores.order()
+        steps[tuple(order.T)] += torch.linspace(0.5, 0, len(order), dtype=steps.dtype)
+        values = -steps.where(self.grid.exists, 0)
+        return Scores(self.grid, values, "elimination", self.scores.prompt_start)
+
+    def sizes(self) -> list[int]:
+        """Number of parts after each step: where to cut the ranking."""
+        steps = self.dropped[self.grid.exists]
+        n_dropped = steps.bincount(minlength=len(self.effects) + 1)[1:].cumsum(0)
+        return (self.grid.n_parts - n_dropped).tolist()
+
+    # ---- one step --------------------------------------------------------------------------------
+
+    def _start(self) -> tuple[Bool[Tensor, "*axes"], float, float]:
+        """The best parts by score, as many as gain most, their effect, and their deviation."""
+        order, left = self.scores.order(), 1 - self._lowest
+        start, most = (self._connected(self.grid.exists), 1.0, 0.0), 0.0
+        n, found = float(self._strength.count_nonzero()), 1.0
+        while n >= 1 and found > 1 - 2 * left:
+            mask = torch.zeros_like(start[0])
+            mask[tuple(order[: int(n)].T)] = True
+            mask = self._connected(mask)
+            ((found, deviation),) = self._outcomes(mask[None])
+            size = max(1, int(mask.count_nonzero()))
+            gain = left * math.log(len(order) / size) - max(0.0, 1 - found)
+            if gain > most and found >= 1 - left / 2:
+                start, most = (mask, found, deviation), gain
+            n /= RATIO
+        return start
+
+    def _begin_pass(self) -> None:
+        """Set the price of a part and the explained effect that the pass does not go below."""
+        left = max(0.0, self.effects[-1] - self._lowest)
+        total, affordable = 0.0, 0.0  # the price at which the groups kept last lose what is left
+        for price, lost in sorted((lost / n, lost) for lost, n in self._losses):
+            total, affordable = total + lost, price
+            if total > left:
+                break
+        share = left / max(1, int(self._connected(self.mask).count_nonzero()))
+        self._price = max(2 * self._price, affordable, share)
+        self._floor = self.effects[-1] - max(left / 2, self._step)
+        self._losses = []
+
+    def _end_pass(self) -> bool:
+        """Whether this was the last pass; the next has larger steps if this could drop no group."""
+        left = self.effects[-1] - self._lowest
+        stuck = not self._losses
+        done = left < 0 or (stuck and self._step > left)
+        if stuck:
+            self._step *= 2
+        return done
+
+    def _try(self, group: Group) -> None:
+        """Drop as much of a group as gains most."""
+        live = self._connected(self.mask)
+        inside = torch.zeros_like(live)
+        inside[group] = live[group]
+        places = inside.nonzero()
+        if not len(places):
+            return
+        order = places[self._strength[tuple(places.T)].argsort(descending=True, stable=True)]
+        kept = sorted({int(share * len(order)) for share in SHARES})
+        masks = self.mask.repeat(len(kept), *[1] * live.ndim)
+        for mask, n in zip(masks, kept, strict=True):
+            mask[tuple(order[n:].T)] = False
+        outcomes, possible = self._outcomes(masks), list[tuple[float, int, int]]()
+        for row, (effect, deviation) in enumerate(outcomes):
+            if effect >= max(self._floor, self.effects[-1] - self._step):
+                n = int((live & ~self._connected(masks[row])).count_nonzero())
+                possible.append((max(0.0, deviation - self.deviation), n, row))
+        if not possible:
+            return
+        gain, row = max((self._price * n - loss, row) for loss, n, row in possible)
+        if gain <= 0:
+            self._losses.append(min(possible, key=lambda one: one[0] / one[1])[:2])
+            return
+        self._losses.append((0.0, 1))
+        self.mask = masks[row].clone()
+        effect, self.deviation = outcomes[row]
+        self.effects.append(effect)
+        self.dropped[live & ~self._connected(self.mask)] = len(self.effects)
+
+    def _outcomes(self, masks: Bool[Tensor, "circuit ..."]) -> list[tuple[float, float]]:
+        """Explained effects and mean deviations of circuits on the pairs of the search.
+
+        An effect above 1 counts as equally far below.
+        """
+        found = list[Float[Tensor, "circuit pair"]]()
+        with torch.no_grad():
+            for batch, run in self.runs:
+                at_once = max(1, ROWS // len(batch))
+                logits = [row for some in masks.split(at_once) for row in run.logits(some)]
+                values = [measure(self.metric, row, batch) for row in logits]
+                found.append(torch.stack(values).cpu().double())
+        values = torch.cat(found, dim=1)
+        effects = explained_effect(values, self._clean, self._none)
+        deviations = (values - self._clean).abs().mean(dim=1)
+        deviations /= (self._clean - self._none).mean().abs()
+        return [*zip((1 - (effects - 1).abs()).tolist(), deviations.tolist(), strict=True)]
+
+    def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
+        if not isinstance(self.grid, CircuitGraph):
+            return mask
+        return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
+
+
+def _sweeps(grid: Grid) -> list[list[Group]]:
+    """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
+    if not isinstance(grid, CircuitGraph):
+        return [[tuple(place) for place in grid.places.flip(0).tolist()]]
+    every, last = slice(None), len(grid.destinations) - 1
+    heads = [group for group in grid.groups if group.n_kv_heads]
+    sweeps: list[list[Group]] = [
+        [(slice(0, 1), every), *((group.rows, every) for group in grid.groups)],
+        [*((every, group.columns) for group in grid.groups), (every, slice(last, None))],
+        [(at, every) for group in heads for at in range(group.rows.start, group.rows.stop)],
+        [(every, at) for group in heads for at in range(group.columns.start, group.columns.stop)],
+    ]
+    return [sweep[::-1] for sweep in sweeps]

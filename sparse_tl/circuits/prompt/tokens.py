@@ -90,6 +90,8 @@ def output_number(model: HookedModel, answer: Token) -> int:
 class Quantity:
     """A metric, whose changes are the effects of parts, with the answers that it is computed for.
 
+    By default, the log-probability of the model's prediction.
+
     Args:
         metric: metric function.
         answer: the right answers; by default, the model's predictions.
@@ -131,7 +133,3 @@ def _numbers(
     if len(tokens) != len(default):
         raise ValueError(f"{len(tokens)} answers for {len(default)} positions: give one for each")
     return torch.tensor([output_number(model, token) for token in tokens])
-
-
-LOG_PROBABILITY = Quantity()
-"""The log-probability of the model's prediction."""

@@ -31,11 +31,6 @@ from sparse_tl.gates.sparse.straight_through import EDGES_AT_ONCE
 QUERIES_AT_ONCE = 128
 """Queries per block; fewer would leave out more masked keys, in more and smaller products."""
 
-GateBlock = Callable[
-    [Block, "Tensor | None", Tensor, Tensor, "torch.Generator | None"], tuple[Tensor, Counted]
-]
-"""Function of block, scores, pattern, query terms and generator: the gated pattern, and counts."""
-
 
 @dataclass(frozen=True, eq=False)
 class GatedAttention:
@@ -46,7 +41,8 @@ class GatedAttention:
         scores: attention scores, if the gates read them.
         mask: the layer's mask; keys that it hides from every query of a block are left out.
         row: each query's term in the logits of its gates.
-        gate: computes the gates of a block.
+        gate: function of block, scores, pattern, query terms and generator that returns the block's
+            gated pattern, and counts.
         seed: seed of the noise, from which each block seeds its generator; None without noise.
     """
 
@@ -54,7 +50,7 @@ class GatedAttention:
     scores: Expression | None
     mask: AttentionMask
     row: Float[Tensor, "#prompt head #query 1"]
-    gate: GateBlock
+    gate: Callable[..., tuple[Tensor, Counted]]
     seed: int | None
 
     @cached_property
@@ -91,11 +87,7 @@ class GatedAttention:
                     yield Block(prompts, heads, queries, keys), generator
 
     def on(
-        self,
-        block: Block,
-        generator: torch.Generator | None,
-        product: Tensor,
-        leaves: Sequence[Tensor],
+        self, block: Block, generator: Any, product: Tensor, leaves: Sequence[Tensor]
     ) -> tuple[Tensor, Counted]:
         """The gated pattern of a block and its counts, from that block of each input."""
         by_id = {id(leaf): part for leaf, part in zip(self.leaves, leaves, strict=True)}
@@ -120,14 +112,11 @@ class GatedPattern(Deferred):
     def explicit(self) -> Tensor:
         """The values: the product with the identity matrix."""
         if self.computed is None:
-            n_prompts, n_heads, _, n_keys = self.shape
-            one = torch.eye(n_keys, dtype=self.dtype, device=self.device)
-            self.computed = self.times(one.expand(n_prompts, n_heads, -1, -1))
+            one = torch.eye(self.shape[3], dtype=self.dtype, device=self.device)
+            self.computed = self.times(one.expand(*self.shape[:2], -1, -1))
         return self.computed
 
-    def times(
-        self, v: Float[Tensor, "prompt head key d_head"]
-    ) -> Float[Tensor, "prompt head query d_head"]:
+    def times(self, v: Tensor) -> Tensor:
         """The product with values of all keys."""
         output, counted = self.attention(v)
         if self.counts is not None:
@@ -169,16 +158,9 @@ class _Attend(torch.autograd.Function):
                 total = found.setdefault(name, values.new_zeros(len(q), q.shape[axis]))
                 total[block.prompts, place] += values
         device = q.device.type
-        ctx.attention, ctx.autocast = (
-            attention,
-            partial(
-                torch.autocast,
-                device,
-                dtype=torch.get_autocast_dtype(device),
-                enabled=torch.is_autocast_enabled(device),
-                cache_enabled=False,
-            ),
-        )
+        kind, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        ctx.autocast = partial(torch.autocast, device, kind, enabled, cache_enabled=False)
+        ctx.attention = attention
         ctx.save_for_backward(*tensors)
         return output, found.pop("expected", None), found.pop("cost", None), found
 

@@ -1,88 +1,117 @@
-"""Gates that every forward pass computes from the model's own activations, and those on MLPs.
+"""Gates that every forward pass computes from the model's own activations.
 
-How a pass sets and counts its gates, and how a layer recomputed by activation checkpointing gets
-the same gates again, is the same for gates on attention edges and on MLPs.
+On attention edges, with the pattern ``p = softmax(s)``,
+
+    A_ij ~ Bernoulli(sigmoid(e_ij + r_i)),    z = (A * p) V        (no renormalisation)
+
+in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's
+terms ``e`` (edge) and ``r`` (query): see `ScoreGates` and `ShareGates`. Masked pairs (future
+tokens, padding) have an attention of 0 whatever their gate, and are not counted. Gates on MLP
+outputs are `MLPGates`.
+
+`AttentionGates._gate` gates a part of a pattern. A pattern with values is one part; a deferred one,
+of a long prompt, is gated by blocks, which `blockwise` computes, uses and discards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.backend import Adapter, Hook, Order, check_mlps
+from sparse_tl.backend import (
+    EVERYTHING,
+    Adapter,
+    AttentionMask,
+    Block,
+    Deferred,
+    Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    check_gates,
+    check_mlps,
+    check_scores,
+    defer_scores,
+    explicit,
+    mask_hooks,
+    without_user_hooks,
+)
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
-    GateMode,
-    gate_values,
+    GateSettings,
     with_pressure,
 )
 from sparse_tl.gates.patches import gate
-from sparse_tl.gates.sparse.counting import Counted
+from sparse_tl.gates.sparse.blockwise import GatedAttention, GatedPattern
+from sparse_tl.gates.sparse.counting import (
+    Counted,
+    EdgeCost,
+    Pairs,
+    Pattern,
+    QueryTerm,
+    counted_edges,
+)
+from sparse_tl.gates.sparse.straight_through import edge_term, gated_pattern
+
+GateKind = Literal["score", "share"]
+"""What a gate reads: its edge's score, or its edge's share of the query's attention."""
+Rule = GateDistribution | None
+"""How gates are sampled and evaluated; None for `BernoulliGate`."""
 
 
-@dataclass
-class GateSettings:
-    """Settings of a forward pass: how gates are set, and what is counted.
-
-    Args:
-        mode: sampled, deterministic or open.
-        generator: random generator of sampled gates.
-        noise: scale of the noise of sampled gates.
-        counts: list to which the pass appends its counts; None to count nothing.
-        keep_gates: whether to keep every gate in `counts`, not only the totals.
-        pressure: extra gradient of the expected count for confidently open gates, by
-            `with_pressure`.
-        edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
-        real: attention mask, 0 at padding; padding is not counted.
-        by_blocks: whether long patterns are computed by blocks even if no gate has an effect; this
-            changes results by rounding.
-        again: whether a layer runs again in the backward pass, under the settings it had.
-    """
-
-    mode: GateMode = GateMode.DETERMINISTIC
-    generator: torch.Generator | None = None
-    noise: float = 1.0
-    counts: list[Counted] | None = None
-    keep_gates: bool = False
-    pressure: float = 0.0
-    edge_cost: Tensor | None = None
-    real: Tensor | None = None
-    by_blocks: bool = False
-    again: bool = False
-
-    @property
-    def does_nothing(self) -> bool:
-        """Whether a pass neither closes nor counts any gate."""
-        return self.mode is GateMode.OPEN and self.counts is None
-
-
-class ComputedGates(nn.Module):
+class ComputedGates(nn.Module, ABC):
     """Learnable gates of all layers, which every pass computes from the model's activations."""
 
-    def __init__(self, distribution: GateDistribution) -> None:
+    bias: nn.Parameter
+    label: str
+    """What has gates, for `extra_repr`."""
+
+    def __init__(self, bias: Tensor, distribution: GateDistribution | None) -> None:
         super().__init__()
-        self.distribution = distribution
+        self.bias = nn.Parameter(bias)
+        self.distribution = distribution or BernoulliGate()
         self.settings = GateSettings()
 
+    @classmethod
+    @abstractmethod
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.0) -> ComputedGates:
+        """New gates for a model, on its device and in the precision that it needs.
+
+        `start` is the initial bias, or threshold; see `SparseTransformer` and `MLPGates`.
+        """
+
+    @abstractmethod
+    def hooks(self, adapter: Adapter) -> list[Hook]:
+        """Hooks that attach these gates: they read inputs last, and set values first."""
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise a ValueError if these gates do not fit a model."""
+        new = self.of(adapter)
+        found, needed = ([tuple(p.shape) for p in some.parameters()] for some in (self, new))
+        if found != needed:
+            raise ValueError(
+                f"these gates have parameters of the shapes {found}; the model needs {needed}"
+            )
+
     def extra_repr(self) -> str:
-        """Distribution and biases."""
-        bias: Any = self.bias
-        return f"{self.distribution}, bias {bias.min().item():.2f} to {bias.max().item():.2f}"
+        """Size, kind, distribution and biases."""
+        size = " x ".join(map(str, self.bias.shape))
+        least, most = self.bias.aminmax()
+        return f"{size} {self.label}, {self.distribution}, bias {least:.2f} to {most:.2f}"
 
     def _now(self) -> GateSettings:
-        """The settings of this pass.
-
-        Raises:
-            RuntimeError: a backward pass repeats the layer, with other settings and other noise.
-        """
+        """The settings of this pass; in a backward pass, others would give other noise."""
         if torch._C._current_graph_task_id() != -1 and not self.settings.again:
             raise RuntimeError(
                 "a backward pass runs a layer again without knowing its gates: checkpoint "
@@ -90,11 +119,16 @@ class ComputedGates(nn.Module):
             )
         return self.settings
 
+    def _gates(self, now: GateSettings, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        if now.mode == "sampled":
+            return self.distribution.sample(logits, now.generator, now.noise)
+        return self.distribution.mode(logits)
+
     def _opened(
         self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*#gate"]
     ) -> tuple[Bool[Tensor, "*gate"], Float[Tensor, "*gate"]]:
         """Which possible gates are open if deterministic, and their probabilities of being open."""
-        if now.mode is GateMode.OPEN:
+        if now.mode == "open":
             possible = possible.expand_as(logits)
             return possible, possible.to(logits.dtype)
         probability = self.distribution.open_probability(logits)
@@ -117,31 +151,28 @@ def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
 
 
 def as_now(gates: Sequence[ComputedGates]) -> Callable[[], AbstractContextManager[None]]:
-    """Keep the settings of these gates for the repetition of a layer in the backward pass.
+    """Keep the settings of a model's gates for the repetition of a layer in the backward pass.
 
-    Returns:
-        Opens a block in which gates are set as they are now, with the same noise. Nothing is
-        counted: what counts already holds the graph, which holds this function.
+    What is returned opens a block in which gates are set as they are now, with the same noise.
+    Nothing is counted: what counts already holds the graph, which holds this function.
     """
-    kept = [(some, replace(some.settings, counts=None, again=True)) for some in gates]
-    counting, generator = gates[0].settings.counts is not None, gates[0].settings.generator
-    state = None if generator is None else generator.get_state()
+    now = replace(gates[0].settings, counts=None, again=True)  # all gates have the same settings
+    counting = gates[0].settings.counts is not None
+    state = None if now.generator is None else now.generator.get_state()
 
     @contextmanager
     def opened() -> Iterator[None]:
         again = None
-        if generator is not None and state is not None:
-            again = torch.Generator(generator.device).set_state(state)
-        with ExitStack() as blocks:
-            for some, settings in kept:
-                fields = vars(settings) | {"generator": again, "counts": [] if counting else None}
-                blocks.enter_context(using([some], **fields))
+        if now.generator is not None and state is not None:
+            again = torch.Generator(now.generator.device).set_state(state)
+        fields = vars(now) | {"generator": again, "counts": [] if counting else None}
+        with using(gates, **fields):
             yield
 
     return opened
 
 
-def layer_hooks(
+def _layer_hooks(
     read: Sequence[str],
     gated: Sequence[str],
     act: Callable[[int, Tensor, Tensor], Tensor | None],
@@ -160,6 +191,266 @@ def layer_hooks(
         hooks.append((before, Order.LAST, partial(inputs.__setitem__, layer)))
         hooks.append((after, Order.FIRST, partial(set_gated, layer)))
     return hooks
+
+
+class AttentionGates(ComputedGates):
+    """Learnable gates on all attention edges of a model.
+
+    Args:
+        bias: learnable term of each head in the logits of its gates, ``[layer, head]``; a larger
+            bias opens more.
+        distribution: how gates are sampled and evaluated.
+    """
+
+    kind: GateKind
+    reads: str
+    """The hook point, in every layer, that the gates read besides the pattern."""
+
+    @abstractmethod
+    def _terms(self, layer: int, read: Tensor) -> tuple[Pattern | None, QueryTerm]:
+        """The edges' term of the logits (scores, or None for log p), and each query's term."""
+
+    def hooks(self, adapter: Adapter) -> list[Hook]:
+        reads, patterns = map(adapter.layer_points, (self.reads, "attn.hook_pattern"))
+        masks: dict[int, AttentionMask] = {}
+        gated = _layer_hooks(reads, patterns, partial(self._gate_pattern, masks))
+        return mask_hooks(adapter, masks) + gated
+
+    def _gate_pattern(
+        self, masks: dict[int, AttentionMask], layer: int, read: Tensor, pattern: Pattern
+    ) -> Pattern | None:
+        mask, now = masks.pop(layer), self._now()
+        deferred = isinstance(pattern, Deferred)
+        if now.does_nothing and not (now.by_blocks and deferred):
+            return None
+        scores, row = self._terms(layer, read)
+        size, device = pattern.shape[2:], pattern.device
+        real, counting, cost = now.real, now.counts is not None, None
+        if real is not None:  # models mask padding as a key, but not as a query
+            real = real.to(device).bool()[:, None, -size[0] :, None]
+        if now.edge_cost is not None:  # by layer, which may be the same for all
+            check_edge_cost(now.edge_cost, (len(self.bias), *pattern.shape[1:]))
+            costs = now.edge_cost[(None,) * (4 - now.edge_cost.ndim)]
+            cost = costs[layer if len(costs) > 1 else 0].to(self.bias)
+
+        def part(
+            now: GateSettings, block: Block, s: Tensor | None, p: Tensor, row: Tensor
+        ) -> tuple[Tensor | None, Counted]:
+            valid = None
+            if counting:
+                valid = mask.allowed(block, size, device)
+                valid = valid if real is None else valid & block.of(real)
+            return self._gate(now, s, p, row, None if cost is None else block.of(cost), valid)
+
+        if now.keep_gates or not deferred or not isinstance(scores, Deferred | None):
+            gated, counted = part(now, EVERYTHING, explicit(scores), explicit(pattern), row)
+            if now.counts is not None:
+                now.counts.append(counted)
+            return gated
+
+        # Drop the counts: they hold the graph whose backward pass holds this function, and Python's
+        # garbage collector does not see cycles that go through an autograd graph.
+        without = replace(now, counts=None)
+
+        def gate_block(block: Block, s: Tensor | None, p: Tensor, row: Tensor, g: Any) -> Any:
+            gated, counted = part(replace(without, generator=g), block, s, p, row)
+            return p if gated is None else gated, counted
+
+        seed = None
+        if now.mode == "sampled" and now.noise:
+            on = None if now.generator is None else now.generator.device
+            seed = int(torch.randint(2**62, (), generator=now.generator, device=on))
+        scored = scores.expression if isinstance(scores, Deferred) else None
+        attention = GatedAttention(pattern.expression, scored, mask, row, gate_block, seed)
+        return GatedPattern.under(attention, now.counts)
+
+    def _gate(
+        self,
+        now: GateSettings,
+        scores: Pattern | None,
+        pattern: Pattern,
+        row: QueryTerm,
+        cost: EdgeCost | None,
+        valid: Pairs | None,
+    ) -> tuple[Pattern | None, Counted]:
+        """The pattern of some heads under gates, None if it is unchanged, and counts if `valid`."""
+        if now.mode == "open" and valid is None:
+            return None, {}
+        rule = self.distribution
+        if now.mode == "sampled" and type(rule) is BernoulliGate and not now.keep_gates:
+            return gated_pattern(scores, pattern, row, rule.temperature, now, cost, valid)
+        logits = edge_term(scores, pattern, row.dtype) + row
+        counted: Counted = {}
+        if valid is not None:
+            is_open, probability = self._opened(now, logits, valid)
+            counted = counted_edges(valid, is_open, probability, cost)
+            counted |= {"gates": is_open} if now.keep_gates else {}
+        if now.mode == "open":
+            return None, counted
+        return gate(self._gates(now, logits).to(pattern.dtype), pattern, None), counted
+
+
+class ScoreGates(AttentionGates):
+    """Learnable gates on all attention edges that read the edge's score, as in the paper.
+
+    With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
+    ``[layer, head]``,
+
+        P(A_ij = 1) = sigmoid(s_ij + b)
+
+    A constant that is added to all scores of a query changes these gates, although softmax ignores
+    it.
+
+    Reference: arXiv 2512.05865, section 3.
+    """
+
+    kind: Literal["score"] = "score"
+    label = "heads, by score"
+    reads = "attn.hook_attn_scores"
+
+    @classmethod
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 4.0) -> ScoreGates:
+        return cls(_initial(adapter, start), rule)
+
+    def check(self, adapter: Adapter) -> None:
+        """Raise a ValueError if these gates do not fit a model, or scores see later tokens."""
+        check_scores(adapter)
+        super().check(adapter)
+
+    def _terms(self, layer: int, read: Pattern) -> tuple[Pattern, Float[Tensor, "1 head 1 1"]]:
+        return read, self.bias[layer][None, :, None, None]
+
+
+class ShareGates(AttentionGates):
+    """Learnable gates on all attention edges that read the edge's share of its query's attention.
+
+    With the pattern ``p = softmax(s)``, the query vector ``q`` at ``hook_q`` (before rotary
+    embeddings), and learnable ``c`` and ``w`` per head, the parameters `bias`, ``[layer, head]``,
+    and `weight`, ``[layer, head, d_head]``,
+
+        P(A_ij = 1) = p_ij / (p_ij + t_i),    log t_i = -(c + w . q_i)
+
+    so the logit is ``log p_ij + c + w . q_i``. Without sampling, an edge is open if its share
+    exceeds its head's threshold t at that query. Nothing is renormalised, so closing edges removes
+    no more attention than they had. Adding a constant to all scores of a query changes neither p
+    nor these gates. If the threshold exceeds 1 at a query, the head closes there altogether, its
+    attention sink included.
+
+    Training starts at ``w = 0``, where all queries of a head share a threshold. `ScoreGates` are
+    the special case ``log t_i = -(b + log sum_j exp(s_ij))``.
+    """
+
+    kind: Literal["share"] = "share"
+    label = "heads, by share"
+    reads = "attn.hook_q"
+
+    def __init__(
+        self,
+        bias: Float[Tensor, "layer head"],
+        weight: Float[Tensor, "layer head d_head"],
+        distribution: GateDistribution | None,
+    ) -> None:
+        super().__init__(bias, distribution)
+        self.weight = nn.Parameter(weight)
+
+    @classmethod
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.005) -> ShareGates:
+        bias = _initial(adapter, -math.log(start))
+        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), rule)
+
+    def _terms(
+        self, layer: int, read: Float[Tensor, "prompt query head d_head"]
+    ) -> tuple[None, Float[Tensor, "prompt head query 1"]]:
+        return None, _along(read, self.weight[layer], self.bias[layer]).transpose(1, 2)[..., None]
+
+
+KINDS: dict[str, type[ScoreGates | ShareGates]] = {"score": ScoreGates, "share": ShareGates}
+"""The kinds of gate on attention edges, by name."""
+
+
+def attention_gates(
+    adapter: Adapter,
+    gates: GateKind | AttentionGates | None,
+    starts: Mapping[str, float | None],
+    distribution: Rule,
+) -> AttentionGates:
+    """Gates that fit a model: new ones of a kind, or the given ones; see `SparseTransformer`."""
+    check_gates(adapter)
+    given = {name: value for name, value in starts.items() if value is not None}
+    kind = gates or ("score" if given.keys() == {"initial_bias"} else "share")
+    if isinstance(kind, AttentionGates):
+        if given:
+            raise ValueError(f"{' and '.join(given)}: these are for new gates")
+        made = kind
+    else:
+        start = given.pop("initial_bias" if kind == "score" else "initial_threshold", None)
+        if given:
+            raise ValueError(f"{kind} gates take no {', '.join(given)}")
+        made = KINDS[kind].of(adapter, distribution, *([] if start is None else [start]))
+    made.check(adapter)
+    return made
+
+
+def _initial(adapter: Adapter, value: float) -> Float[Tensor, "layer head"]:
+    shape = adapter.n_layers, adapter.n_heads
+    return torch.full(shape, value, device=adapter.device, dtype=adapter.gate_dtype)
+
+
+def _along(read: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``w . x + b``."""
+    # No matrix product: autocast would round it, unlike in evaluation, and gates would differ.
+    return (read.to(weight.dtype) * weight).sum(dim=-1) + bias
+
+
+@torch.no_grad()
+def _query_size(adapter: Adapter) -> int:
+    """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
+    queries: list[Tensor] = []
+    # Run the whole model: passes of a sharded model cannot stop after one layer.
+    hook = "blocks.0.attn.hook_q", Order.LAST, queries.append
+    with without_user_hooks(adapter.model), attached(adapter, [hook]):
+        adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
+    return queries[0].shape[-1]
+
+
+@contextmanager
+def attention_by_blocks(model: HookedModel) -> Iterator[None]:
+    """Inside the scope, a model without gates computes attention of long prompts by blocks."""
+    adapter = adapt(model)
+    gates = ScoreGates(_initial(adapter, 0.0), None).requires_grad_(False)
+    with (
+        using([gates], mode="open", by_blocks=True),
+        attached(adapter, gates.hooks(adapter)) as own,
+        defer_scores(adapter, own),
+    ):
+        yield
+
+
+def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:
+    """Check that edge costs broadcast to ``[layer, head, query, key]``.
+
+    `edges` has the numbers of these, None where the prompts determine it.
+    """
+    given = (1,) * (4 - cost.ndim) + tuple(cost.shape)
+    if len(given) > 4 or any(
+        there is not None and size not in (1, there)
+        for size, there in zip(given, edges, strict=True)
+    ):
+        names = zip(("layer", "head", "query", "key"), edges, strict=True)
+        here = ", ".join(name if there is None else str(there) for name, there in names)
+        raise ValueError(
+            f"edge_cost has the shape {list(cost.shape)}, which does not broadcast to "
+            f"[layer, head, query, key], here [{here}]"
+        )
+
+
+def costs_of_first(
+    cost: Float[Tensor, "*edge"] | None, width: int
+) -> Float[Tensor, "*first"] | None:
+    """Costs, broadcastable to ``[layer, head, query, key]``, of the edges in the first columns."""
+    if cost is None or cost.ndim == 0:
+        return cost
+    return cost[..., :width] if cost.ndim == 1 else cost[..., :width, :width]
 
 
 class MLPGates(ComputedGates):
@@ -185,6 +476,8 @@ class MLPGates(ComputedGates):
         dtype: precision of w, b and the gate arithmetic: float32 or float64.
     """
 
+    label = "MLPs"
+
     def __init__(
         self,
         n_layers: int,
@@ -195,58 +488,30 @@ class MLPGates(ComputedGates):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(distribution or BernoulliGate())
-        kind = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **kind))
-        self.bias = nn.Parameter(torch.full((n_layers,), initial_bias, **kind))
+        like = {"device": device, "dtype": dtype}
+        super().__init__(torch.full((n_layers,), initial_bias, **like), distribution)
+        self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **like))
 
     @classmethod
-    def of(cls, adapter: Adapter, distribution: GateDistribution) -> MLPGates:
-        """New gates for a model, on its device and in the precision that it needs."""
-        return cls(
-            adapter.n_layers,
-            adapter.d_model,
-            distribution=distribution,
-            device=adapter.device,
-            dtype=adapter.gate_dtype,
-        )
+    def of(cls, adapter: Adapter, rule: Rule = None, start: float = 2.0) -> MLPGates:
+        like = {"device": adapter.device, "dtype": adapter.gate_dtype}
+        size = adapter.n_layers, adapter.d_model
+        return cls(*size, initial_bias=start, distribution=rule, **like)
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
-        """Hooks that attach these gates: they read inputs last, and set outputs first."""
         reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]
-        return layer_hooks(reads, adapter.layer_points("hook_mlp_out"), self._gate_output)
+        return _layer_hooks(reads, adapter.layer_points("hook_mlp_out"), self._gate_output)
 
-    def check(self, adapter: Adapter, distribution: GateDistribution) -> None:
-        """Check that these gates fit a model, alongside gates on its attention edges.
-
-        Raises:
-            ValueError: the shapes do not match, the distribution is not that of the attention
-                gates, the model has no MLPs, or gates would have no effect on them.
-        """
+    def check(self, adapter: Adapter) -> None:
+        """Raise a ValueError if these gates do not fit a model, or it has no MLPs to gate."""
         check_mlps(adapter)
-        shape, found = (adapter.n_layers, adapter.d_model), tuple(self.weight.shape)
-        if found != shape or tuple(self.bias.shape) != shape[:1]:
-            raise ValueError(
-                f"these MLP gates have weights of shape {found} and biases of shape "
-                f"{tuple(self.bias.shape)}; the model needs {shape} and {shape[:1]}"
-            )
-        if self.distribution != distribution:
-            raise ValueError(
-                f"gates on MLPs need the distribution of those on attention edges, {distribution}, "
-                f"not {self.distribution}"
-            )
-
-    def extra_repr(self) -> str:
-        """Size, distribution and biases."""
-        return f"{len(self.bias)} layers, {super().extra_repr()}"
+        super().check(adapter)
 
     def logits(
         self, layer: int, read: Float[Tensor, "prompt pos d_model"]
     ) -> Float[Tensor, "prompt pos"]:
         """``w . u + b`` for the input u of a layer's MLP; differentiable in all three."""
-        # No matrix product: autocast would round it, and gates would differ from those in
-        # evaluation.
-        return (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
+        return _along(read, self.weight[layer], self.bias[layer])
 
     def _gate_output(
         self,
@@ -264,7 +529,6 @@ class MLPGates(ComputedGates):
             counted = {"active_mlps": is_open, "expected_mlps": probability}
             counted["possible_mlps"] = possible
             now.counts.append(counted | {"mlp_gates": is_open} if now.keep_gates else counted)
-        if now.mode is GateMode.OPEN:
+        if now.mode == "open":
             return None
-        gates = gate_values(self.distribution, logits, now.mode, now.generator, now.noise)
-        return gate(gates[..., None].to(output.dtype), output, None)
+        return gate(self._gates(now, logits)[..., None].to(output.dtype), output, None)

@@ -7,11 +7,16 @@ from dataclasses import dataclass, fields
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sparse_tl.results import Result
 
+Pattern = Float[Tensor, "prompt head query key"]
+QueryTerm = Float[Tensor, "#prompt head #query 1"]
+EdgeCost = Float[Tensor, "#head #query #key"]
+Pairs = Bool[Tensor, "#prompt #head query key"]
+"""Pairs of real tokens that a layer's mask allows."""
 Counted = dict[str, Tensor]
 """Counts of one layer in one pass, keyed by field of `AttentionEdgeCounts`."""
 
@@ -97,24 +102,11 @@ class AttentionEdgeCounts(Result):
     def to_pandas(self) -> pd.DataFrame:
         """One row per layer and head; mean number of edges per prompt."""
         n_layers, _, n_heads = self.active.shape
-        index = pd.MultiIndex.from_product(
-            [range(n_layers), range(n_heads)], names=["layer", "head"]
-        )
-        return pd.DataFrame(self._means("").to_dict("list"), index=index)
-
-    def mlps_to_pandas(self) -> pd.DataFrame:
-        """One row per layer: mean open MLP outputs per prompt. Empty without MLP gates."""
-        return self._means("_mlps").rename_axis(index="layer")
-
-    def _means(self, suffix: str) -> pd.DataFrame:
-        """Means over the prompts."""
-        names = ("active", "expected", "possible")
-        counts = {name: getattr(self, name + suffix) for name in names}
+        heads = range(n_layers), range(n_heads)
+        counts = {name: getattr(self, name) for name in ("active", "expected", "possible")}
         return pd.DataFrame(
-            {
-                name: [] if values is None else values.detach().double().mean(dim=1).flatten()
-                for name, values in counts.items()
-            }
+            {name: x.detach().double().mean(dim=1).flatten() for name, x in counts.items()},
+            index=pd.MultiIndex.from_product(heads, names=["layer", "head"]),
         )
 
     def __repr__(self) -> str:
@@ -137,13 +129,7 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def of_pass(layers: Sequence[Mapping[str, Tensor]]) -> AttentionEdgeCounts:
-        """Combine what was counted in the layers of one pass.
-
-        Raises:
-            ValueError: no layer was counted.
-        """
-        if not layers:
-            raise ValueError("no gate was counted: the pass ran no layer")
+        """Combine what was counted in the layers of one pass."""
         names = {name: [layer[name] for layer in layers if name in layer] for name in _COUNTED}
         found = {name: torch.stack(parts) for name, parts in names.items() if parts}
         real = found.pop("real")[0]
@@ -171,62 +157,36 @@ _COUNTED = (
 """Names of a layer's counts: the mask of real tokens, and all fields stacked over layers."""
 
 
-def _per_prompt(
-    counts: Float[Tensor, "layer prompt *head"] | Int[Tensor, "layer prompt *head"],
-) -> float:
+def _per_prompt(counts: Tensor) -> float:
     """Sum over layers and heads; mean over prompts."""
     return counts.transpose(0, 1).flatten(1).sum(dim=1).double().mean().item()
 
 
-def attention_edges_of_layer(
-    valid: Bool[Tensor, "#prompt #head query key"],
-    is_open: Bool[Tensor, "prompt head query key"],
-    probability: Float[Tensor, "prompt head query key"],
-    cost: Float[Tensor, "*#prompt #head #query #key"] | None,
-    keep_gates: bool,
+def counted_edges(
+    valid: Pairs,
+    is_open: Real[Tensor, "prompt head query key"] | Bool[Tensor, "prompt head query key"],
+    probability: Pattern,
+    cost: EdgeCost | None,
 ) -> Counted:
     """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
 
-    Args:
-        valid: pairs of real tokens that the layer's mask allows.
-        is_open: valid pairs whose deterministic gate is open.
-        probability: probability that a gate is open; 0 at pairs that are not valid.
-        cost: cost per edge.
-        keep_gates: whether to keep `is_open`, and not only its sums.
+    `is_open` says which valid pairs have an open deterministic gate; `probability` is 0 at others.
+    ``real`` says which queries are real tokens: those with a valid pair, since a real token attends
+    at least to itself.
     """
     n_prompts, n_heads = is_open.shape[:2]
-    found = possible_edges(valid, n_prompts, n_heads) | open_edges(is_open, probability, cost)
-    return found | {"gates": is_open} if keep_gates else found
-
-
-def possible_edges(
-    valid: Bool[Tensor, "#prompt #head query key"], n_prompts: int, n_heads: int
-) -> Counted:
-    """The number of possible edges, and ``real``: which queries of each prompt are real tokens.
-
-    A real token attends at least to itself; a padding token has no valid pair.
-    """
-    return {
+    found = {
         "real": valid[:, 0].any(dim=-1).expand(n_prompts, -1),
         "possible": _number_of(valid).expand(n_prompts, n_heads),
+        "active": _number_of(is_open),
+        "expected": probability.sum(dim=(-2, -1)),
     }
-
-
-def open_edges(
-    is_open: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
-    probability: Float[Tensor, "*head query key"],
-    cost: Float[Tensor, "*#head #query #key"] | None,
-) -> Counted:
-    """The numbers and costs of active and expected edges."""
-    found = {"active": _number_of(is_open), "expected": probability.sum(dim=(-2, -1))}
     if cost is not None:
         found["cost"] = (cost * probability).sum(dim=(-2, -1))
         found["active_cost"] = (cost * is_open).sum(dim=(-2, -1))
     return found
 
 
-def _number_of(
-    edges: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
-) -> Int[Tensor, "*head"]:
+def _number_of(edges: Tensor) -> Int[Tensor, "*head"]:
     """The number of edges; summed over keys in float32, which is exact and faster than int64."""
     return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)

@@ -27,10 +27,9 @@ from sparse_tl.backend import (
     read_parameters,
     save_model,
 )
-from sparse_tl.backend.loading.load import GATES_FILE, MODEL_FILES, load_folder
-from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
-from sparse_tl.gates.sparse.attention import KINDS, AttentionGates, GateKind
-from sparse_tl.gates.sparse.computed_gates import MLPGates
+from sparse_tl.backend.load import GATES_FILE, MODEL_FILES, load_folder
+from sparse_tl.gates.distributions import DISTRIBUTIONS
+from sparse_tl.gates.sparse.computed_gates import KINDS, AttentionGates, GateKind, MLPGates
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,
@@ -81,10 +80,6 @@ def save_sparse(
     """Write the folder completely or not at all; of several processes, only the first writes.
 
     All have to call this if the weights are sharded.
-
-    Raises:
-        ValueError: the gate distribution is not defined by this package, the folder holds other
-            files, or there are no adapters to write alone.
     """
     distribution = gates.distribution
     name = type(distribution).__name__
@@ -123,32 +118,42 @@ def is_sparse_folder(folder: str | Path) -> bool:
 def load_sparse(
     folder: str | Path, device: str | None, base: str | Path | Model | None = None
 ) -> tuple[Model, AttentionGates, MLPGates | None]:
-    """Load model and gates from a folder written by `save_sparse`.
-
-    Raises:
-        ValueError: the folder is of another kind, a file is damaged, or gates or adapters do not
-            fit the model.
-    """
+    """Load model and gates from a folder written by `save_sparse`; see `from_pretrained`."""
     folder = Path(folder)
+    file = folder / GATES_FILE
     if not is_sparse_folder(folder):
         raise ValueError(
             f"{folder} is no folder written by SparseTransformer.save_pretrained: it has no "
             f"{GATES_FILE}"
         )
-    said, distribution = _read(folder / GATES_FILE)
-    model = _load_model(folder, said.adapters, device, base)
-    adapter, file = adapt(model), folder / _GATES_WEIGHTS
-    tensors = {name: tensor.to(adapter.device) for name, tensor in read_tensors(file).items()}
-    unknown = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
-    if unknown:
-        raise ValueError(f"{file} holds NaN or infinity, in {unknown}")
-    gates = KINDS[said.gates].of(adapter, distribution=distribution)
-    mlp_gates = MLPGates.of(adapter, distribution) if said.mlps else None
-    of_mlps = {name for name in tensors if said.mlps and name.startswith(_MLPS)}
     try:
-        gates.load_state_dict({n: t for n, t in tensors.items() if n not in of_mlps}, assign=True)
+        said = _Gates.model_validate(read_json(file))
+        distribution = DISTRIBUTIONS[said.distribution](**said.parameters)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} is damaged, or was written by another version of this package: {error}"
+        ) from error
+    if said.adapters is None:
+        if base is not None:
+            raise ValueError(f"{folder} holds a whole model: load it without `base`")
+        model = load_folder(folder, device=device)
+    else:
+        if base is None:
+            raise ValueError(
+                f"{folder} holds adapters alone; give the model that they were trained on, "
+                f"{said.adapters.base!r:.200}: SparseTransformer.from_pretrained(folder, base=...)"
+            )
+        model = load_model(base, device=device) if isinstance(base, (str, Path)) else base
+        _put_adapters(model, folder / ADAPTERS_WEIGHTS, said.adapters)
+    adapter, file = adapt(model), folder / _GATES_WEIGHTS
+    gates = KINDS[said.gates].of(adapter, distribution)
+    mlp_gates = MLPGates.of(adapter, distribution) if said.mlps else None
+    tensors = {name: tensor.to(adapter.device) for name, tensor in _finite(file).items()}
+    of_mlps = {name for name in tensors if said.mlps and name.startswith(_MLPS)}
+    named = {name.removeprefix(_MLPS): tensors.pop(name) for name in of_mlps}
+    try:
+        gates.load_state_dict(tensors, assign=True)
         if mlp_gates is not None:
-            named = {name.removeprefix(_MLPS): tensors[name] for name in of_mlps}
             mlp_gates.load_state_dict(named, assign=True)
     except RuntimeError as error:
         raise ValueError(
@@ -158,46 +163,21 @@ def load_sparse(
     return model, gates, mlp_gates
 
 
-def _read(file: Path) -> tuple[_Gates, GateDistribution]:
-    try:
-        said = _Gates.model_validate(read_json(file))
-        return said, DISTRIBUTIONS[said.distribution](**said.parameters)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{file} is damaged, or was written by another version of this package: {error}"
-        ) from error
-
-
-def _load_model(
-    folder: Path, adapters: _Adapters | None, device: str | None, base: str | Path | Model | None
-) -> Model:
-    """The model of a folder, or the base with the folder's adapters on it."""
-    if adapters is None:
-        if base is not None:
-            raise ValueError(f"{folder} holds a whole model: load it without `base`")
-        return load_folder(folder, device=device)
-    if base is None:
-        raise ValueError(
-            f"{folder} holds adapters alone; give the model that they were trained on, "
-            f"{adapters.base!r:.200}: SparseTransformer.from_pretrained(folder, base=...)"
-        )
-    if isinstance(base, (str, Path)):
-        base = load_model(base, device=device)
-    return _put_adapters(base, folder / ADAPTERS_WEIGHTS, adapters)
+def _finite(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file; a gate whose logit is NaN would count as closed."""
+    tensors = read_tensors(file)
+    if unknown := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{file} holds NaN or infinity, in {unknown}")
+    return tensors
 
 
 def _write_adapters(model: Model, folder: Path) -> _Adapters:
     """Write the adapters of a model, and return a description of them and their base."""
     adapters, base = _adapters_and_base(model)
-    if not adapters:
+    if not adapters or has_sharded_weights(model):
         raise ValueError(
-            "the model has no low-rank adapters (add_lora) that could be saved without it; "
-            "save_pretrained(folder) saves the whole model"
-        )
-    if has_sharded_weights(model):
-        raise ValueError(
-            "adapters of a sharded model cannot be saved alone; save_pretrained(folder) saves the "
-            "whole model"
+            "only low-rank adapters (add_lora) of a model that is not sharded can be saved without "
+            "it; save_pretrained(folder) saves the whole model"
         )
     write_tensors(folder / ADAPTERS_WEIGHTS, adapters)
     rank = next(len(tensor) for name, tensor in adapters.items() if ".lora_A." in name)
@@ -205,12 +185,8 @@ def _write_adapters(model: Model, folder: Path) -> _Adapters:
 
 
 @torch.no_grad()
-def _put_adapters(model: Model, file: Path, said: _Adapters) -> Model:
-    """Load adapters onto their base model, in place.
-
-    Raises:
-        ValueError: the model is not the adapters' base, or the file is damaged.
-    """
+def _put_adapters(model: Model, file: Path, said: _Adapters) -> None:
+    """Load adapters onto their base model, in place."""
     adapters, base = _adapters_and_base(model)
     if adapters:
         raise ValueError("`base` has adapters already; give a base model without adapters")
@@ -220,17 +196,12 @@ def _put_adapters(model: Model, file: Path, said: _Adapters) -> Model:
             f"weights of hash {said.base_weights:.80}, on which the adapters in {file} were "
             "trained. Weights have to be identical to the last bit, and of the same dtype"
         )
-    stored = read_tensors(file)
+    stored = _finite(file)
     own, _ = _adapters_and_base(add_lora(model, said.rank))
-    shapes, known = ({name: x.shape for name, x in some.items()} for some in (stored, own))
-    if shapes != known or not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
-        raise ValueError(
-            f"{file} does not hold finite adapters of rank {said.rank} on the model's "
-            f"{len(known) // 2} projections"
-        )
+    if stored.keys() != own.keys():
+        raise ValueError(f"{file} holds adapters of other projections than add_lora makes")
     for name, parameter in own.items():
         parameter.copy_(stored[name])
-    return model
 
 
 def _adapters_and_base(model: Model) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -28,9 +28,15 @@ from sparse_tl.backend import (
 from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
 from sparse_tl.calls.scopes import scope
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates.distributions import GateDistribution, GateMode
-from sparse_tl.gates.sparse.attention import AttentionGates, GateKind, attention_gates
-from sparse_tl.gates.sparse.computed_gates import MLPGates, as_now, using
+from sparse_tl.gates.distributions import GateDistribution
+from sparse_tl.gates.sparse.computed_gates import (
+    AttentionGates,
+    GateKind,
+    MLPGates,
+    as_now,
+    attention_gates,
+    using,
+)
 from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
 from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
 
@@ -91,8 +97,14 @@ class SparseTransformer(nn.Module):
         starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
         gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
-            mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
-            mlp_gates.check(adapter, gates.distribution)
+            rule = gates.distribution
+            mlp_gates = mlp_gates or MLPGates.of(adapter, rule)
+            mlp_gates.check(adapter)
+            if mlp_gates.distribution != rule:
+                raise ValueError(
+                    f"gates on MLPs need the distribution of those on attention edges, {rule}, "
+                    f"not {mlp_gates.distribution}"
+                )
         self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
         try:
@@ -161,11 +173,11 @@ class SparseTransformer(nn.Module):
         self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
     ) -> AbstractContextManager[None]:
         """Inside the block, gates are sampled, as in training; `noise` scales their noise."""
-        return self._set(mode=GateMode.SAMPLED, generator=generator, noise=noise)
+        return self._set(mode="sampled", generator=generator, noise=noise)
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
-        return self._set(mode=GateMode.OPEN)
+        return self._set(mode="open")
 
     @scope
     def _set(self, **settings: Any) -> Iterator[None]:
@@ -184,9 +196,6 @@ class SparseTransformer(nn.Module):
             tokens: prompts with ``attention_mask=`` if padded, or pairs, whose clean ones count.
             batch_size: prompts per forward pass.
             **kwargs: keyword arguments of the model; tensors are split along the prompts.
-
-        Raises:
-            ValueError: no prompt is given.
         """
         return AttentionEdgeCounts.concatenate([*self._counted(tokens, batch_size, kwargs)])
 
@@ -197,7 +206,7 @@ class SparseTransformer(nn.Module):
     ) -> pd.DataFrame:
         """The attention edges that are open in at least one prompt, most common first.
 
-        Arguments and errors are those of `count_attention_edges`, for prompts of one length.
+        Arguments are those of `count_attention_edges`, for prompts of one length.
 
         Returns:
             One row per edge: layer, head, query and key (columns of the prompt), and the share of
@@ -245,12 +254,7 @@ class SparseTransformer(nn.Module):
         return self.model
 
     def model_under_gates(self) -> Model:
-        """The wrapped model with its gates attached.
-
-        Raises:
-            RuntimeError: the gates were removed, by `unwrap` or from outside.
-            ValueError: another bridge has taken over the model's modules.
-        """
+        """The wrapped model, if its gates are attached."""
         if self._hooks_on is None:
             raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
         if not self._hooks_on.in_place:

@@ -22,7 +22,6 @@ from html import escape
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.plots.diagrams.frames import MARGIN, TITLE_HEIGHT, figure_start
 from sparse_tl.plots.page.palette import (
     ATTENTION,
     BACKGROUND,
@@ -36,7 +35,10 @@ from sparse_tl.plots.page.palette import (
     blend,
 )
 from sparse_tl.plots.page.rendering import (
+    MARGIN,
+    TITLE_HEIGHT,
     SelfContainedFigure,
+    figure_start,
     interactive_html,
     read_assets,
     script_json,
@@ -48,7 +50,7 @@ from sparse_tl.plots.page.token_text import (
     visible_text,
     wrap_text,
 )
-from sparse_tl.plots.panels.panels import MAX_WIDTH
+from sparse_tl.plots.panels.grid import MAX_WIDTH
 
 MAX_NUMBERS = 200_000
 """Maximum number of attention weights in one view."""
@@ -71,14 +73,9 @@ _HATCHING = (
 class AttentionView(SelfContainedFigure):
     """Attention patterns as a figure that displays in notebooks and can be saved to files."""
 
-    def __init__(self, html: str, svg: str, title: str, heads: Sequence[str]) -> None:
-        super().__init__(svg, title)
+    def __init__(self, svg: str, html: str, title: str, heads: Sequence[str]) -> None:
+        super().__init__(svg, html, title)
         self.heads = tuple(heads)
-        self._html = html
-
-    @property
-    def light_html(self) -> str:
-        return self._html
 
     def __repr__(self) -> str:
         shown = ", ".join(self.heads[:3])
@@ -124,7 +121,7 @@ def attention_view(
     texts = [visible_text(token) for token in tokens]
     svg = _draw(weights, texts, heads, title)
     html = _html(svg, weights, texts, heads)
-    return AttentionView(html, svg, visible_text(title or "Attention patterns"), heads)
+    return AttentionView(svg, html, visible_text(title or "Attention patterns"), heads)
 
 
 # ---- the static drawing ------------------------------------------------------------------------
@@ -134,30 +131,17 @@ def attention_view(
 class _Layout:
     """Sizes in pixels of maps in rows; `left` and `below` are the space for axis labels."""
 
-    n_heads: int
     per_row: int
+    n_rows: int
     cell: float
+    side: float
     texts: tuple[str, ...]
     left: float
     below: float
-    n: int
-
-    @property
-    def is_upright(self) -> bool:
-        """Whether key labels are vertical, since they are wider than a cell."""
-        return self.below > 2 * _LINE
-
-    @property
-    def side(self) -> float:
-        return self.n * self.cell
 
     @property
     def row_height(self) -> float:
         return _NAME_HEIGHT + self.side + _GAP
-
-    @property
-    def n_rows(self) -> int:
-        return math.ceil(self.n_heads / self.per_row)
 
     @property
     def height(self) -> float:
@@ -187,10 +171,9 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
         x = MARGIN + layout.left + column * (layout.side + _GAP)
         y = top + row * layout.row_height + _NAME_HEIGHT
         parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
-        if layout.texts and column == 0:
-            parts += _query_axis(layout, x, y)
-        if layout.texts and slot + layout.per_row >= len(drawn):  # nothing below it
-            parts += _key_axis(layout, x, y)
+        if layout.texts:
+            is_lowest = slot + layout.per_row >= len(drawn)
+            parts += _axes(layout, x, y, query=column == 0, key=is_lowest)
     parts += _legend(below, is_causal and n > 1 and bool(drawn))
     for line, note in enumerate(notes):
         y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
@@ -201,32 +184,32 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
 
 def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
     n, longest = len(texts), min(max(text_width(t, TICK_SIZE) for t in texts), _LONGEST_LABEL)
+
+    def in_rows(most: int, texts: Sequence[str], left: float, below: float) -> _Layout:
+        """As few rows of at most `most` maps as possible, of about equal length."""
+        n_rows = math.ceil(n_heads / most)
+        per_row = math.ceil(n_heads / n_rows)
+        room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
+        cell = min(room / per_row / n, _LARGEST_CELL)
+        n_rows = math.ceil(n_heads / per_row)
+        return _Layout(per_row, n_rows, cell, n * cell, tuple(texts), left, below)
+
     if n_heads > _MOST_LABELLED:
-        return _in_rows(8 if n_heads <= 64 else 12, n_heads, n, (), 0, 0)
+        return in_rows(8 if n_heads <= 64 else 12, (), 0, 0)
     left = longest + 6 + _LINE
     for per_row in (4, 3, 2, 1):
-        horizontal = _in_rows(per_row, n_heads, n, tuple(texts), left, 2 * _LINE)
-        upright = replace(horizontal, below=longest + 6 + _LINE)
-        layout = upright if longest > horizontal.cell else horizontal
+        layout = in_rows(per_row, texts, left, 2 * _LINE)
+        if longest > layout.cell:
+            layout = replace(layout, below=left)
         fits = layout.n_rows <= 2 or layout.height <= _HIGHEST
         if layout.cell >= _LABELLED_CELL and fits:
             return layout
     # Label positions instead, as many as there is room for.
     longest = text_width(str(n - 1), TICK_SIZE)
-    sizes = (1, 2, 3, 4)
-    layouts = [_in_rows(size, n_heads, n, (), longest + 6 + _LINE, 2 * _LINE) for size in sizes]
+    layouts = [in_rows(size, (), longest + 6 + _LINE, 2 * _LINE) for size in (1, 2, 3, 4)]
     layout = next((each for each in layouts if each.height <= _HIGHEST), layouts[-1])
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * layout.cell >= longest + 6)
     return replace(layout, texts=tuple(str(i) if i % step == 0 else "" for i in range(n)))
-
-
-def _in_rows(
-    most: int, n_heads: int, n: int, texts: tuple[str, ...], left: float, below: float
-) -> _Layout:
-    """As few rows of at most `most` maps as possible, of about equal length."""
-    per_row = math.ceil(n_heads / math.ceil(n_heads / most))
-    room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
-    return _Layout(n_heads, per_row, min(room / per_row / n, _LARGEST_CELL), texts, left, below, n)
 
 
 def _heat_map(
@@ -266,41 +249,31 @@ def _colour(grade: int) -> str:
     return blend(*ATTENTION, ((grade - 0.5) / _GRADES) ** 0.6)
 
 
-def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
-    """The labels of an axis, each with the middle of its cell, relative to the axis start."""
-    for i, text in enumerate(layout.texts):
-        if text:
-            clipped = clip_text(text, TICK_SIZE, _LONGEST_LABEL)
-            yield (i + 0.5) * layout.cell, escape(clipped)
-
-
-def _query_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
-    """Query labels at the left of a map, and the axis title."""
-    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}" text-anchor="end">'
-    for middle, text in _labels(layout):
-        yield f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}">{text}</text>'
-    aside = x - layout.left + 13
-    yield (
-        f'</g><text transform="translate({aside:.2f} {y + layout.side / 2:.2f}) rotate(-90)" '
-        f'font-size="{LABEL_SIZE:g}" text-anchor="middle">Query</text>'
-    )
-
-
-def _key_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
-    """Key labels below a map, and the axis title."""
-    bottom = y + layout.side
+def _axes(layout: _Layout, x: float, y: float, query: bool, key: bool) -> Iterator[str]:
+    """Labels of queries left of a map and of keys below it, vertical if wider than a cell."""
+    bottom, is_upright = y + layout.side, layout.below > 2 * _LINE
+    titles = list[tuple[str, str]]()
     yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
-    for middle, text in _labels(layout):
-        key = f'x="{x + middle:.2f}" y="{bottom + TICK_SIZE + 3:.2f}" text-anchor="middle"'
-        if layout.is_upright:
-            start = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
-            key = f'transform="translate({start}) rotate(-90)" text-anchor="end"'
-        yield f"<text {key}>{text}</text>"
-    across, down = x + layout.side / 2, bottom + layout.below - _LINE + 13
-    yield (
-        f'</g><text x="{across:.2f}" y="{down:.2f}" font-size="{LABEL_SIZE:g}" '
-        f'text-anchor="middle">Key</text>'
-    )
+    for i, text in enumerate(layout.texts):
+        middle, clipped = (i + 0.5) * layout.cell, clip_text(text, TICK_SIZE, _LONGEST_LABEL)
+        if text and query:
+            place = f'x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}" text-anchor="end"'
+            yield f"<text {place}>{escape(clipped)}</text>"
+        if text and key:
+            place = f'x="{x + middle:.2f}" y="{bottom + TICK_SIZE + 3:.2f}" text-anchor="middle"'
+            if is_upright:
+                start = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
+                place = f'transform="translate({start}) rotate(-90)" text-anchor="end"'
+            yield f"<text {place}>{escape(clipped)}</text>"
+    yield "</g>"
+    if query:
+        aside = f"{x - layout.left + 13:.2f} {y + layout.side / 2:.2f}"
+        titles.append((f'transform="translate({aside}) rotate(-90)"', "Query"))
+    if key:
+        down = bottom + layout.below - _LINE + 13
+        titles.append((f'x="{x + layout.side / 2:.2f}" y="{down:.2f}"', "Key"))
+    for place, title in titles:
+        yield f'<text {place} font-size="{LABEL_SIZE:g}" text-anchor="middle">{title}</text>'
 
 
 def _legend(y: float, has_masked: bool) -> Iterator[str]:

@@ -25,8 +25,13 @@ from sparse_tl.plots.diagrams.component_diagram import (
     View,
     read_view,
 )
-from sparse_tl.plots.diagrams.frames import Surround, svg_start
-from sparse_tl.plots.page.rendering import FIRST_VIEW, run_script, script_json
+from sparse_tl.plots.page.rendering import (
+    FIRST_VIEW,
+    Surround,
+    run_script,
+    script_json,
+    svg_start,
+)
 from sparse_tl.plots.page.token_text import running_text, visible_text
 
 if TYPE_CHECKING:
@@ -78,7 +83,8 @@ def attribution_diagram(
     first = next(iter(panels.values()))
     rows, index = _nodes(panels)
     view = View(max_links, "influence", False, False, "sign", False, labels=_labels(panels))
-    view = read_view(state, view)
+    if state is not None:
+        view = read_view(state, view)
     title = title or visible_text(f"{first.target} after {''.join(first.tokens)[-80:]}")
     data = {
         "format": STATE_FORMAT,

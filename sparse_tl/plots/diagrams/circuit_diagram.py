@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.calls.arguments import Count, checked
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagrams.circuit_svg import (
     Layout,
     PanelLayout,
@@ -31,10 +31,15 @@ from sparse_tl.plots.diagrams.circuit_svg import (
     line_styles,
     prediction_arrow,
 )
-from sparse_tl.plots.diagrams.frames import PanelFigure, Surround
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import LABEL_SIZE
-from sparse_tl.plots.page.rendering import FIRST_VIEW, run_script, script_json
+from sparse_tl.plots.page.rendering import (
+    FIRST_VIEW,
+    PanelFigure,
+    Surround,
+    run_script,
+    script_json,
+)
 from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -117,15 +122,10 @@ def circuit_diagram(
         )
     target %= n_targets
     rounded = _round_graphs(panels)
-    for panel in rounded:
+    for graph in panels.values():
         # First-order estimates replace missing effects.
-        if weight in ("effect", "first-order") and not {weight, "first-order"} & {*panel.scores}:
-            raise ValueError(
-                f"panel {panel.name!r} has no {weight} scores; trace the model with "
-                "attribution=True or max_effects=..., or draw weight='attention'"
-            )
-        if weight == "carried":
-            panel.graph.edge_weights(weight)  # raises if it was not traced
+        is_estimate = weight == "effect" and graph.attribution is not None
+        graph.edge_weights("first-order" if is_estimate else weight)  # raises if not traced
     surround = Surround(tuple(panels), title, transition)
     limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
@@ -170,14 +170,10 @@ class _RoundedGraph:
     """An attention graph with weights in thousandths.
 
     Args:
-        name: name of its panel.
-        graph: the traced graph.
-        attention: gate times attention, 0..1000.
-        carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if unknown.
-        most_carried: the largest share carried by an edge of any panel.
-        scores: available scores, "effect" and "first-order", of removing an edge; positive: the
-            edge helps; -1000..1000 for each target, relative to `scales`, and not rounded.
-            Estimates replace effects that were not computed.
+        carried: what edges carry, relative to `most_carried`, the most that any edge carries.
+        scores: "effect" and "first-order" scores of removing an edge, for each target: positive if
+            the edge helps, relative to `scales`, not rounded. Estimates replace effects that were
+            not computed.
         scales: largest absolute effect of each target in any panel, in the metric's unit.
         exact: which edges have computed effects.
     """
@@ -198,8 +194,6 @@ def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
         name: None if graph.carried is None else _finite(graph.carried, name)
         for name, graph in panels.items()
     }
-    if any(shares is not None and bool((shares < 0).any()) for shares in carried.values()):
-        raise ValueError("what edges carry is a share of the residual stream, at least 0")
     most = max(
         (float(shares.max()) for shares in carried.values() if shares is not None), default=0
     )
@@ -252,8 +246,6 @@ def _scores(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor
     for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
         if given is None:
             continue
-        if given.shape != (len(graph.targets), *graph.attention.shape):
-            raise ValueError(f"{kind} scores of panel {name!r} are not one per target and edge")
         values = given.detach().double().cpu()
         if kind == "effect":
             exact = ~values.isnan().any(dim=0)

@@ -16,8 +16,7 @@ from typing import Any, Literal, get_args
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.circuits.prompt.attention_graph import AttentionGraph, EdgeWeight
-from sparse_tl.plots.diagrams.frames import MARGIN, Surround, figure_start
+from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import (
     ACCENT,
@@ -32,6 +31,7 @@ from sparse_tl.plots.page.palette import (
     RULE_WEIGHT,
     TICK_SIZE,
 )
+from sparse_tl.plots.page.rendering import MARGIN, Surround, figure_start
 from sparse_tl.plots.page.token_text import (
     SMALLEST_SIZE,
     clip_text,
@@ -126,6 +126,7 @@ class Layout:
     line_scale: float  # thickness relative to a figure with wide columns
     hook: float | None
     panels: tuple[PanelLayout, ...]
+    legend: tuple[tuple[str, str, str, float, int], ...]  # role, symbol, text, x, y of each entry
 
 
 def lay_out(
@@ -168,7 +169,8 @@ def lay_out(
     longest = min(token_width, max(text_width(token, token_size) for token in tokens))
     label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
     right = width - MARGIN
-    below = _legend_height(graphs, left, right)
+    legend = tuple(_placed(graphs, left, right))
+    below = _ABOVE + legend[-1][-1] + _BELOW
 
     def stacked(rows: Sequence[int]) -> Iterator[PanelLayout]:
         y = top
@@ -202,6 +204,7 @@ def lay_out(
         line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH, max(rows) / _ROOMY_ROW)),
         hook=None if rotated or spacing < longest + 28 else longest / 2 + 5,
         panels=panels,
+        legend=legend,
     )
 
 
@@ -283,28 +286,15 @@ _SYMBOL, _GAP, _LINE = 26, 16, 20
 _ABOVE, _BELOW = 22, 12
 
 
-def _legend_height(graphs: Sequence[AttentionGraph], left: int, right: int) -> int:
-    """Height of the legend of these graphs between `left` and `right`, in pixels."""
-    return _ABOVE + max(y for *_, y in _placed(graphs, left, right)) + _BELOW
-
-
-def _legend(
-    graphs: Sequence[AttentionGraph],
-    left: int,
-    right: int,
-    top: int,
-    weight: EdgeWeight,
-    estimated: bool,
-) -> Iterator[str]:
+def _legend(layout: Layout, weight: EdgeWeight, estimated: bool) -> Iterator[str]:
     """The legend, in as many lines as it needs; the script shows and hides entries on effects."""
+    hides = {"negative": weight in ("attention", "carried"), "estimate": not estimated}
+    top = layout.panels[-1].bottom + _ABOVE
     yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
-    for role, symbol, words, x, y in _placed(graphs, left, right):
-        unseen = {"negative": weight in ("attention", "carried"), "estimate": not estimated}.get(
-            role, False
-        )
-        hidden = ' visibility="hidden"' if unseen else ""
+    for role, symbol, words, x, y in layout.legend:
+        hidden = ' visibility="hidden"' if hides.get(role) else ""
         yield (
-            f'<g data-legend="{role}"{hidden} transform="translate({x:g} {top + _ABOVE + y})">'
+            f'<g data-legend="{role}"{hidden} transform="translate({x:g} {top + y})">'
             f'{symbol}<text x="{_SYMBOL + 6}">{words}</text></g>'
         )
     yield "</g>"
@@ -401,9 +391,7 @@ def draw_svg(
     content: list[str] = []
     for index, (graph, view) in enumerate(panels):
         content += _panel(index, surround.names[index], graph, view, layout, target)
-    graphs, bottom = [graph for graph, _ in panels], layout.panels[-1].bottom
-    estimated = any(view["estimated"] for _, view in panels)
-    content += _legend(graphs, layout.left, layout.right, bottom, weight, estimated)
+    content += _legend(layout, weight, any(view["estimated"] for _, view in panels))
     start = [*figure_start(layout.width, layout.height, surround.names, surround.title)]
     if surround.transition is not None and len(panels) > 1:
         start += _transition_arrow(layout.left, layout.panels, surround.transition)

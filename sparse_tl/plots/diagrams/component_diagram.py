@@ -14,7 +14,7 @@ shows where a circuit is dense; to follow single links, use the interactive page
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +24,21 @@ import torch
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, DrivingToken, HeadBehaviour, NeuronEffects, Scores
 from sparse_tl.circuits.paths import CROSSING, PathGraph, in_order, path_graph
-from sparse_tl.graph.circuit_graph import CircuitGraph
-from sparse_tl.graph.grids import HeadGrid
-from sparse_tl.graph.nodes import Node
-from sparse_tl.graph.positioned_graph import PositionedGraph
+from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
-from sparse_tl.plots.diagrams.frames import PanelFigure, Surround, svg_start
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
-from sparse_tl.plots.page.rendering import FIRST_VIEW, STYLE, run_script, script_json
+from sparse_tl.plots.page.rendering import (
+    FIRST_VIEW,
+    STYLE,
+    PanelFigure,
+    Surround,
+    run_script,
+    script_json,
+    svg_start,
+)
 from sparse_tl.plots.page.token_text import running_text, visible_text
-from sparse_tl.plots.panels.head_map import marked_heads
+from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
 
 COMPONENT_DRAWING = (
@@ -144,9 +148,7 @@ def component_diagram(
         panels = {"Circuit": panels}
     if not panels:
         raise ValueError('there is no panel; pass {"Base Model": circuit}')
-    if isinstance(scores, Scores):
-        scores = dict.fromkeys(panels, scores)
-    scores = scores or {}
+    scores = _by_panel(scores, panels)
     columns = _columns(panels, tokens)
     for name, of_panel in scores.items():
         if name not in panels or of_panel.grid != panels[name].grid:
@@ -157,7 +159,8 @@ def component_diagram(
     if colour == "sign" and not scores:
         raise ValueError("colour='sign' needs scores={name: attribute_circuit_edges(...)}")
     view = View(max_circuit_edges, "influence", slots, off_path, colour, difference)
-    view = read_view(state, view)
+    if state is not None:
+        view = read_view(state, view)
     if view.difference and len(panels) != 2:
         raise ValueError(f"a difference is of two circuits; got {len(panels)}")
     graphs = {
@@ -170,7 +173,7 @@ def component_diagram(
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
         panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
-        panel["roles"] = _roles(name, circuit, roles)
+        panel["roles"] = _roles(circuit, _by_panel(roles, panels).get(name))
     data = {
         "format": STATE_FORMAT,
         "nodes": nodes,
@@ -188,7 +191,7 @@ def component_diagram(
         "colours": COLOURS,
         "words": _WORDS,
         "slots": True,
-        "neurons": _neurons(neurons, graphs),
+        "neurons": _neurons(_by_panel(neurons, panels), graphs),
     }
     json = script_json(data)
     width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
@@ -243,18 +246,20 @@ def _heads_of(circuit: Circuit) -> HeadGrid:
     return graph.heads
 
 
-def _roles(
-    name: str, circuit: Circuit, roles: Mapping[str, Roles] | Roles | None
-) -> dict[str, str]:
+def _by_panel(given: Mapping[str, Any] | Any, panels: Iterable[str]) -> Mapping[str, Any]:
+    """What is given by panel, or once for all panels."""
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    return dict.fromkeys(panels, given)
+
+
+def _roles(circuit: Circuit, roles: Roles | None) -> dict[str, str]:
     """The role of each head of a panel that has one."""
-    given = roles.get(name) if isinstance(roles, Mapping) else roles
-    if given is None:
+    if roles is None:
         return {}
-    if given.grid != _heads_of(circuit):
-        raise ValueError(
-            f"roles for {name!r} are not of {_heads_of(circuit)!r}; got {given.grid!r}"
-        )
-    return given.main
+    if roles.grid != _heads_of(circuit):
+        raise ValueError(f"roles are not of {_heads_of(circuit)!r}; got {roles.grid!r}")
+    return roles.main
 
 
 def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
@@ -270,19 +275,9 @@ def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[st
 @checked
 @dataclass(frozen=True)
 class View:
-    """The reader's choices of what to show.
-
-    Args:
-        edges: number of circuit edges; the path of the last one is completed.
-        by: ranking of edges.
-        slots: whether q, k and v of a head are drawn separately.
-        off_path: whether edges on no path from input to logits are drawn.
-        colour: what the colour of a link encodes.
-        difference: whether two circuits are drawn as one, coloured by which has a link.
-        groups: members of every supernode, by name.
-        pins: nodes that are always shown, with the most influential path through them.
-        labels: texts that replace names of nodes.
-        notes: notes on nodes.
+    """The reader's choices of what to show: arguments of `component_diagram`, and what only a page
+    offers: the ranking of edges, supernodes, nodes that are always shown (with the most influential
+    path through them), and names and notes of nodes.
     """
 
     edges: AtLeastOne = 100
@@ -297,10 +292,8 @@ class View:
     notes: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
+def read_view(state: str | Path | Mapping[str, Any], view: View) -> View:
     """The view in a state saved by a page, with the fields of `view` that it lacks."""
-    if state is None:
-        return view
     content = state if isinstance(state, Mapping) else read_json(Path(state))
     if not isinstance(content, Mapping) or content.get("format") != STATE_FORMAT:
         raise ValueError(
@@ -308,13 +301,10 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
             f"{str(content)[:80]}"
         )
     given = {key: value for key, value in content.items() if key != "format"}
-    try:
-        return replace(view, **given)
-    except (TypeError, ValueError) as error:
-        names = ", ".join(field.name for field in fields(View))
-        raise ValueError(
-            f"the state of a diagram has the fields {names}; {str(error)[:200]}"
-        ) from error
+    unknown = given.keys() - {field.name for field in fields(View)}
+    if unknown:
+        raise ValueError(f"the state of a diagram has no field {', '.join(map(repr, unknown))}")
+    return replace(view, **given)
 
 
 # ---- the script's data -------------------------------------------------------------------------
@@ -362,18 +352,18 @@ def _nodes_and_links(graphs: Mapping[str, PathGraph]) -> tuple[list[Any], list[d
 
 
 def _neurons(
-    neurons: Mapping[str, Neurons] | Neurons | None, panels: Mapping[str, PathGraph]
+    by_panel: Mapping[str, Neurons], panels: Mapping[str, PathGraph]
 ) -> list[dict[str, Any]]:
     """The neurons that the card of an MLP lists, by panel and the name of the MLP."""
-    by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
     drawn = {str(node.component) for graph in panels.values() for node in graph.nodes}
     found = {name: dict[str, Any]() for name in panels}
     for name, given in by_panel.items():
-        if name not in panels:
-            raise ValueError(f"there are neurons for {name!r}, which is no panel of {list(panels)}")
-        for result in [given] if isinstance(given, NeuronEffects) else given or []:
-            if result.mlp not in drawn:
-                raise ValueError(f"there are neurons of {result.mlp}, which has no edges")
+        for result in [given] if isinstance(given, NeuronEffects) else given:
+            if name not in found or result.mlp not in drawn:
+                raise ValueError(
+                    f"there are neurons of {result.mlp} for {name!r}: it has no edges, or is none "
+                    f"of the panels {list(panels)}"
+                )
             found[name][result.mlp] = _listed(result)
     return [*found.values()]
 

@@ -8,7 +8,7 @@
 // 4. Of the edges on the path, the main ones carry most to the prediction; others are lighter. An edge
 //    carries its share of the residual stream at its end, times the shares along the best route from
 //    there to the prediction (1 for each step up the residual stream). Its share is what it writes
-//    (circuits/prompt/trace.py), whatever its attention: an edge from a sink writes almost nothing. If that
+//    (AttentionGraph.carried), whatever its attention: an edge from a sink writes almost nothing. If that
 //    is unknown, the share is the attention. If effects on the prediction are shown, an edge carries
 //    its effect, which includes all routes. In a sparse model, usually every edge on the path is a
 //    main edge; in a dense model, the main edges stand out.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -16,7 +17,15 @@ from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.plots.page.palette import BACKGROUND, DARK_FILTER, dark_svg
+from sparse_tl.plots.page.palette import (
+    BACKGROUND,
+    DARK_FILTER,
+    FONT_FAMILY,
+    INK,
+    TITLE_SIZE,
+    dark_svg,
+)
+from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 from sparse_tl.storage.files import atomic_file
 
 Theme = Literal["auto", "light", "dark"]
@@ -64,14 +73,18 @@ class Figure:
         raise NotImplementedError
 
     @property
-    def light_svg(self) -> str:
-        """The light figure as a static SVG element."""
-        raise NotImplementedError
+    def has_images(self) -> bool:
+        """Whether the figure can be saved as SVG and PNG on this machine."""
+        return True
 
     @property
     def svg(self) -> str:
         """The figure as a static SVG element."""
-        return dark_svg(self.light_svg) if self.is_dark else self.light_svg
+        raise NotImplementedError
+
+    def png(self, scale: float) -> bytes:
+        """The figure as a PNG image, with so many pixels per pixel of the figure."""
+        return svg_to_png(self.svg, scale)
 
     def dark(self: Kind) -> Kind:
         """The same figure, dark whatever the notebook's theme."""
@@ -86,18 +99,12 @@ class Figure:
         themed.theme = theme
         return themed
 
-    def _with_theme(self, html: str) -> str:
-        """HTML of the figure, inverted in dark notebooks if its theme is auto."""
-        if self.theme != "auto":
-            return html
-        return f'<div class="{AUTO}">\n{notebook_style()}\n{html}\n</div>'
-
     @checked
     def save(self, path: str | Path, *, scale: Scale = 2.0, theme: Theme = "auto") -> Path:
         """Write the figure to a file, completely or not at all.
 
         Args:
-            path: path ending in ``.html`` (interactive), ``.svg`` or ``.png``; see `file_kinds`.
+            path: path ending in ``.html`` (interactive), ``.svg`` or ``.png``.
             scale: pixels of a PNG per pixel of the figure.
             theme: ``"light"``, ``"dark"`` or ``"auto"``: the figure's theme; if that is auto too,
                 HTML follows the reader's system, and images are light.
@@ -108,47 +115,48 @@ class Figure:
         Raises:
             ValueError: the suffix is unknown.
         """
-        drawn = self._themed(self.theme if theme == "auto" else theme)
-        kinds = drawn.file_kinds(scale, drawn.theme)
-        path = Path(path)
-        make = kinds.get(path.suffix.lower())
-        if make is None:
-            raise ValueError(f"a figure is saved as {', '.join(kinds)}, not as {path.name!r}")
-        content = make()
+        drawn, path = self._themed(self.theme if theme == "auto" else theme), Path(path)
+        suffix = path.suffix.lower()
+        if suffix == ".html":
+            content = html_page(
+                self.title, self.light_html, margin=self.page_margin, theme=drawn.theme
+            ).encode()
+        elif suffix == ".svg":
+            content = f'<?xml version="1.0" encoding="UTF-8"?>\n{drawn.svg}\n'.encode()
+        elif suffix == ".png":
+            content = drawn.png(scale)
+        else:
+            raise ValueError(f"a figure is saved as .html, .svg or .png, not as {path.name!r}")
         with atomic_file(path) as partial:
-            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.write_bytes(content)
         return path
-
-    def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
-        """Functions that produce a file's content, by suffix."""
-        return {
-            ".html": lambda: html_page(
-                self.title, self.light_html, margin=self.page_margin, theme=theme
-            ),
-            ".svg": lambda: f'<?xml version="1.0" encoding="UTF-8"?>\n{self.svg}\n',
-            ".png": lambda: svg_to_png(self.svg, scale),
-        }
 
 
 class SelfContainedFigure(Figure, RenderedHTML):
-    """A figure that consists of one piece of HTML.
+    """A figure that consists of one piece of HTML, with its static SVG inside.
 
     circuitsvis checks for an internet connection and chooses between two sources of HTML; here, a
     single one contains everything.
     """
 
-    def __init__(self, svg: str, title: str) -> None:
+    def __init__(self, svg: str, html: str, title: str) -> None:
         super().__init__(title)
-        self._svg = svg
+        self._svg, self._html = svg, html
 
     @property
-    def light_svg(self) -> str:
-        return self._svg
+    def light_html(self) -> str:
+        return self._html
+
+    @property
+    def svg(self) -> str:
+        return dark_svg(self._svg) if self.is_dark else self._svg
 
     def _repr_html_(self) -> str:
         if self.is_dark:
-            return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
-        return self._with_theme(self.light_html)
+            return f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
+        if self.theme == "light":
+            return self._html
+        return f'<div class="{AUTO}">\n{notebook_style()}\n{self._html}\n</div>'
 
     # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_
@@ -263,3 +271,94 @@ def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
         for name in names:
             engine.eval(f"{read_assets(name)}\n//# sourceURL={name}")
         return engine.call(function, *arguments)
+
+
+# ---- diagrams: what surrounds their panels ---------------------------------------------------
+
+MARGIN = 8
+TITLE_HEIGHT = 34
+TRANSITION_WIDTH = 76
+
+
+@dataclass(frozen=True)
+class Surround:
+    """The surroundings of a diagram's panels.
+
+    Args:
+        names: names of the panels, from top to bottom.
+        title: title above the panels.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+    """
+
+    names: tuple[str, ...]
+    title: str | None = None
+    transition: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Left edge of the frames."""
+        has_arrow = self.transition is not None and len(self.names) > 1
+        return MARGIN + (TRANSITION_WIDTH if has_arrow else 0)
+
+    @property
+    def top(self) -> int:
+        """Top edge of the first frame."""
+        return MARGIN + (TITLE_HEIGHT if self.title else 0)
+
+
+class PanelFigure(SelfContainedFigure):
+    """A figure of framed panels that displays in notebooks and can be saved to files.
+
+    Args:
+        svg: static figure.
+        json: data for its script, from `script_json`.
+        surround: title and arrows around the panels.
+    """
+
+    scripts: tuple[str, ...]
+    styles: tuple[str, ...] = (STYLE,)
+
+    def __init__(self, svg: str, json: str, surround: Surround) -> None:
+        content = (
+            f"<style>\n{read_assets(*self.styles)}</style>\n"
+            f'<div class="controls"></div>\n'
+            f'<div class="canvas">\n{svg}\n</div>\n'
+            f'<div class="tip" role="tooltip" hidden></div>'
+        )
+        script = read_assets("interactive_figure.js", *self.scripts)
+        html = interactive_html('class="sparse-tl-circuit"', content, script, json)
+        super().__init__(svg, html, shorten(visible_text(surround.title or "Circuit diagram")))
+        self.panel_names, self.json = surround.names, json
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data for the script."""
+        return json.loads(self.json)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
+
+
+def svg_start(width: int, height: int, panel_names: Sequence[str], title: str | None) -> str:
+    """The opening of the SVG element; close it with ``</svg>``."""
+    names = " and ".join(panel_names)
+    label = escape(shorten(visible_text(title or f"Circuit diagram of {names}")))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{label}" '
+        f'font-family="{FONT_FAMILY}" fill="{INK}">'
+    )
+
+
+def figure_start(
+    width: int, height: int, panel_names: Sequence[str], title: str | None
+) -> Iterator[str]:
+    """The opening of the SVG element, its background and title; close it with ``</svg>``."""
+    yield svg_start(width, height, panel_names, title)
+    yield f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>'
+    if title:
+        heading = clip_text(visible_text(title), TITLE_SIZE, width - 2 * 20)
+        yield (
+            f'<text x="{width / 2:g}" y="28" text-anchor="middle" font-size="{TITLE_SIZE:g}" '
+            f'font-weight="bold">{escape(heading)}</text>'
+        )

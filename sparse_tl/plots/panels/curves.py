@@ -1,46 +1,50 @@
-"""Figure of explained effect against the number of parts kept: one panel per task.
-
-1. Check the panels, and collect pairs of models, which share colours and a legend.
-2. Give all panels the same effect range, with room for the multiplier above all curves.
-3. Draw each curve with its interval, or the curves of all seeds and their median; and a dashed line
-   between two curves at the level, with the multiplier above it.
-4. Put legends inside panels if they hide no curve there, or else below all panels.
+"""Curves: explained effect against the number of parts kept, effects of ablating heads, and the
+trajectories of their gates.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from sparse_tl.calls.arguments import Share, checked
-from sparse_tl.circuits.effect import EffectCurve, SeedCurves, seed_multipliers
+from sparse_tl.circuits.evaluation import (
+    EffectCurve,
+    SeedCurves,
+    multiplier_words,
+    seed_multipliers,
+)
+from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
+from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import (
     INK,
     LABEL_SIZE,
     MODEL_PAIRS,
     PANEL_TITLE_SIZE,
     RULE_WEIGHT,
-    channels,
 )
 from sparse_tl.plots.page.token_text import text_width
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.panels import (
+from sparse_tl.plots.panels.grid import (
+    LEFT_LINE,
+    ROW_TITLE_WIDTH,
+    GridFigure,
     Position,
     add_legend,
-    add_legend_below,
     add_line,
     add_notes,
+    add_outer_titles,
+    count_ticks,
     fitting_width,
     in_rows,
-    legend_height,
-    legend_width,
     panel_figure,
     panel_positions,
-    ticks,
 )
 
 Parts = Literal["heads", "circuit_edges"]
@@ -55,6 +59,7 @@ _LABEL_HEIGHT, _MARGIN = 18, 0.04
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
 # Least distance of 0 from the first power of ten, in powers of ten.
 _ASIDE = 0.5
+# plotly's own superscripts are too small to read.
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -64,7 +69,6 @@ def effect_figure(
     *,
     parts: Parts,
     level: Share = 0.9,
-    colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
 ) -> GridFigure:
     """Draw the explained effect against the parts kept, one panel per task.
 
@@ -79,18 +83,17 @@ def effect_figure(
             `SeedCurves`, then the sparse model's; or those of a single model.
         parts: ``"heads"`` for a linear axis, ``"circuit_edges"`` for a logarithmic one.
         level: explained effect at which the models are compared, above 0 and at most 1.
-        colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
 
     Raises:
         ValueError: there is no panel, a panel has no curve, more than two or two of one name,
-            dense and sparse curves have different seeds, there are fewer colours than pairs of
-            models, or an option is out of range.
+            dense and sparse curves have different seeds, or there are more than two pairs of
+            models.
     """
     drawn = {
         title: [c if isinstance(c, SeedCurves) else SeedCurves((0,), (c,)) for c in curves]
         for title, curves in panels.items()
     }
-    pairs = _checked_pairs(drawn, colours)
+    pairs = _checked_pairs(drawn)
     labels = {title: _words(curves, level) for title, curves in drawn.items()}
     order = list(dict.fromkeys(pairs.values()))
     label_height = _LABEL_HEIGHT * max(1, *map(len, labels.values()))
@@ -108,13 +111,13 @@ def effect_figure(
         height=round(unit * (span[1] - span[0])),
         gap=_GAP,
     )
-    figure.update_yaxes(range=span, **ticks(0, 1, 2))
+    figure.update_yaxes(range=span, dtick=0.5)
     positions = dict(zip(drawn, panel_positions(rows), strict=True))
     axes = {title: _Axis.of(curves, parts) for title, curves in drawn.items()}
     for title, curves in drawn.items():
         (row, column), axis = positions[title], axes[title]
         figure.update_xaxes(**axis.layout(), row=row, col=column)
-        for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
+        for curve, colour in zip(curves, MODEL_PAIRS[order.index(pairs[title])], strict=False):
             _add_curve(figure, positions[title], curve, colour, axis)
         reached = [curve.median.size_at(level) for curve in curves]
         sizes = sorted(max(size, axis.least) for size in reached if size is not None)
@@ -137,13 +140,7 @@ def effect_figure(
                 row=row,
                 col=column,
             )
-    # The legend of a pair appears in its first panel only.
-    first = {names: title for title, names in reversed(pairs.items())}.values()
-    if all(_has_room(drawn[title], axes[title], width, low, unit) for title in first):
-        for title in first:
-            add_legend(figure, positions[title])
-    else:
-        add_legend_below(figure)
+    add_legend(figure)
     add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
@@ -192,7 +189,7 @@ class _Axis:
         margin = 0.02 * (self.stop - self.start)
         ends = (self.start - margin, self.stop + margin)
         if not self.log:
-            return {"type": "linear", "range": ends, **ticks(self.start, self.stop, 5, whole=True)}
+            return {"type": "linear", "range": ends, **count_ticks(self.stop)}
         powers = range(math.ceil(self.start), math.floor(self.stop + 1e-9) + 1)
         labels = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
         if self.start < powers[0]:
@@ -200,9 +197,7 @@ class _Axis:
         return {"type": "log", "range": ends, "tickvals": [*labels], "ticktext": [*labels.values()]}
 
 
-def _checked_pairs(
-    panels: Mapping[str, Curves], colours: Sequence[tuple[str, str]]
-) -> dict[str, tuple[str, ...]]:
+def _checked_pairs(panels: Mapping[str, Curves]) -> dict[str, tuple[str, ...]]:
     """The names of the models in each panel."""
     if not panels:
         raise ValueError('there is no panel; pass {"IOI": [dense, sparse]}')
@@ -213,15 +208,8 @@ def _checked_pairs(
                 f"panel {title!r} is for a dense and a sparse curve with different names; got "
                 f"{list(names)}; draw other models in separate panels"
             )
-    n_pairs = len(set(pairs.values()))
-    if n_pairs > len(colours):
-        raise ValueError(
-            f"there are {n_pairs} pairs of models, and {len(colours)} pairs of colours; pass "
-            "colours=[(dense, sparse), ...] or draw fewer models"
-        )
-    for pair in colours:
-        for colour in pair:
-            channels(colour)  # raises if invalid
+    if len(set(pairs.values())) > len(MODEL_PAIRS):
+        raise ValueError(f"a figure has colours for {len(MODEL_PAIRS)} pairs of models; draw fewer")
     return pairs
 
 
@@ -231,7 +219,7 @@ def _words(curves: Curves, level: float) -> tuple[str, ...]:
         return ()
     ratios = seed_multipliers(*curves, level=level)
     # For a single seed, the missing dashed line shows that the level is not reached.
-    return () if len(ratios.seeds) == len(ratios.missing) == 1 else ratios.words()
+    return () if len(ratios) == 1 and ratios.isna().all() else multiplier_words(ratios)
 
 
 def _notes(panels: Mapping[str, Curves]) -> list[str]:
@@ -251,19 +239,6 @@ def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
         yield from one.mean
         if len(curve.curves) == 1:
             yield from (*one.low, *one.high)
-
-
-def _has_room(curves: Curves, axis: _Axis, width: float, low: float, unit: float) -> bool:
-    """Whether no curve is behind a legend at the lower right of a panel."""
-    share = legend_width(curve.name for curve in curves) / width
-    behind = np.linspace(axis.stop - share * (axis.stop - axis.start), axis.stop, 33)
-    top = low + legend_height(len(curves)) / unit
-    return share < 1 and all(
-        np.interp(behind, axis.positions(one.sizes), ends).min() > top
-        for seeds in curves
-        for one in seeds.curves
-        for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
-    )
 
 
 def _add_curve(figure: Any, at: Position, seeds: SeedCurves, colour: str, axis: _Axis) -> None:
@@ -303,3 +278,187 @@ def _add_line(
     ]
     x = [max(size, axis.least) for size in curve.sizes]
     add_line(figure, at, x=x, y=curve.mean, hover=hover, **style)
+
+
+# ---- ablation of heads -------------------------------------------------------------------------
+
+_PALE, _PALE_WEIGHT = 0.45, 1.0
+_CROWDED = 0.7
+_NARROW = 18
+"""Gap between panels of a grid."""
+_WIDEST_ABLATION = 400
+_IN_ROLE, _BEYOND = "In the role", "Beyond it"
+_NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
+
+
+@checked
+def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
+    """Draw the change in log-probability of the target response against ablated heads.
+
+    One row of panels per task, with its own axes, and one column per model. Lines are means over
+    seeds, with a shaded range. A line has full colour while heads of its role are ablated; after
+    these, or if the role has no heads, it is thin and pale. A line ends when its
+    model has no heads left. The first control of a panel is drawn as its random order.
+
+    Args:
+        rows: curves of each panel, by task title and then model title.
+
+    Raises:
+        ValueError: there is no row, or a panel has no curves.
+    """
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    every = [curve for row in rows.values() for curves in row.values() for curve in curves]
+    if not columns or not all(curves for row in rows.values() for curves in row.values()):
+        raise ValueError("there is no task, or a panel has no curves")
+    beside = LEFT_LINE + (ROW_TITLE_WIDTH if any(rows) else 0)
+    width = fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
+    figure = panel_figure(
+        [columns, *[[""] * len(columns)] * (len(rows) - 1)],
+        list(rows),
+        x="",
+        y="",
+        width=width,
+        height=max(140, width / 2),
+        gap=_NARROW,
+    )
+    # Samples in full colour, even if the lines of the first panel are pale.
+    for name, style in _ablation_legend(every).items():
+        add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
+    for number, row in enumerate(rows.values(), start=1):
+        drawn = [curve for curves in row.values() for curve in curves]
+        _span_updates(figure, max(curve.counts[-1] for curve in drawn), row=number)
+        span = _vertical_span(drawn)
+        figure.update_yaxes(range=span, nticks=5, row=number)
+        for column, name in enumerate(columns, start=1):
+            if name in row:
+                _add_ablations(figure, (number, column), row[name])
+            else:
+                _add_missing(figure, number, column)
+    upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
+    add_outer_titles(figure, "Number of Ablated Heads", upwards)
+    add_legend(figure)
+    title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
+    return GridFigure(figure, title)
+
+
+def _ablation_legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
+    """Line styles by name: the orders of ablation, then full colour and pale."""
+    used = {curve.by for curve in curves}
+    used |= {"random"} if any(curve.control is not None for curve in curves) else set()
+    styles: dict[str, dict[str, Any]] = {
+        name: {"colour": palette.ROLES[order], "dashed": order == "random"}
+        for order, name in _NAMES.items()
+        if order in used
+    }
+    if any(_n_in_role(curve) < curve.counts[-1] for curve in curves):
+        styles[_IN_ROLE] = {"colour": INK}
+        styles[_BEYOND] = {"colour": INK, "width": _PALE_WEIGHT, "opacity": _PALE}
+    return styles
+
+
+def _n_in_role(curve: AblationCurve) -> int:
+    """Number of heads in the role, mean over seeds."""
+    return round(sum(curve.in_role) / len(curve.in_role))
+
+
+def _add_missing(figure: Any, row: int, column: int) -> None:
+    # Plotly draws no axes without a trace.
+    figure.add_scatter(x=[], y=[], showlegend=False, row=row, col=column)
+    centre = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
+    centre |= {"xanchor": "center", "yanchor": "middle"}
+    font = {"size": LABEL_SIZE, "color": palette.MUTED}
+    figure.add_annotation(text="not measured", font=font, row=row, col=column, **centre)
+
+
+@checked
+def gate_trajectories(roles: HeadRoles) -> GridFigure:
+    """Draw each head's mean gate over seeds in the three stages, coloured by its strongest role."""
+    strongest = roles.mean_scores().argmax(dim=0)
+    heads = {role: (strongest == index).nonzero().tolist() for index, role in enumerate(ROLES)}
+    heads = {role: members for role, members in heads.items() if members}
+    titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
+    width = fitting_width(len(titles), gap=_NARROW, most=200)
+    figure = panel_figure([titles], x="Update", y="Mean Gate", width=width, height=160, gap=_NARROW)
+    _span_updates(figure, max(roles.recorded_at))
+    figure.update_yaxes(range=(-0.03, 1.03), dtick=0.5)
+    for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
+        # The role with most heads is drawn first, so that it covers no other.
+        for role in sorted(heads, key=lambda role: -len(heads[role])):
+            for layer, head in heads[role]:
+                values = gates[:, layer, head].tolist()
+                add_line(
+                    figure,
+                    (1, column),
+                    x=roles.recorded_at,
+                    y=values,
+                    colour=palette.ROLES[role],
+                    name=_NAMES[role],
+                    hover=[(f"a{layer}.h{head}", f"gate {gate:.3f}") for gate in values],
+                    width=palette.THIN_CURVE_WEIGHT,
+                    opacity=_CROWDED,
+                )
+    add_legend(figure)
+    return GridFigure(figure, "Gates of heads by update")
+
+
+def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
+    """Set horizontal axes from 0 to the last update, with a small margin."""
+    last = max(last, 1)
+    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **count_ticks(last), row=row)
+
+
+def _add_ablations(figure: Any, position: Position, curves: Sequence[AblationCurve]) -> None:
+    order = list(palette.ROLES)
+    for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
+        _add_ablation(figure, position, curve.by, curve.counts, curve.values, _n_in_role(curve))
+    for curve in curves:
+        if curve.control is not None:
+            n = curve.counts[-1]
+            return _add_ablation(figure, position, "random", curve.counts, curve.control, n)
+
+
+def _add_ablation(
+    figure: Any,
+    position: Position,
+    order: str,
+    counts: Sequence[int],
+    values: Float[Tensor, "seed count"],
+    in_role: int,
+) -> None:
+    """Add the mean, in full colour while there are heads of the role, then thin and pale."""
+    name = _NAMES[order]
+    mean, low, high = (
+        over_seeds.tolist()
+        for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
+    )
+    hover = [
+        (
+            name,
+            f"{count} ablated",
+            f"{mean[index]:+.3f} nats",
+            f"Range over seeds {low[index]:+.3f} to {high[index]:+.3f}",
+        )
+        for index, count in enumerate(counts)
+    ]
+    line: dict[str, Any] = {"colour": palette.ROLES[order], "name": name}
+    line["dashed"] = order == "random"
+    end = bisect_right(counts, in_role) - 1
+    inside, beyond = slice(0, end + 1), slice(end, len(counts))
+    points = {"x": counts[inside], "y": mean[inside], "hover": hover[inside]}
+    if end > 0:
+        add_line(figure, position, **points, low=low[inside], high=high[inside], **line)
+    points = {"x": counts[beyond], "y": mean[beyond], "hover": hover[beyond]}
+    if end < len(counts) - 1:
+        add_line(figure, position, **points, width=_PALE_WEIGHT, opacity=_PALE, **line)
+
+
+def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
+    """A range with every mean and 0, and as much of the spread as leaves the means legible."""
+    both = ((curve.values, curve.control) for curve in curves)
+    values = [changes for pair in both for changes in pair if changes is not None]
+    means = [mean for changes in values for mean in changes.mean(dim=0).tolist()]
+    low, high = min(0.0, *means), max(0.0, *means)
+    room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)
+    lowest = min(changes.min().item() for changes in values)
+    highest = max(0.0, *(changes.max().item() for changes in values))
+    return max(lowest, low - more) - room, min(highest, high + more) + room

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from sparse_tl.calls.arguments import checked
-from sparse_tl.circuits import NeuronEffects
-from sparse_tl.circuits.methods.exact import Drawn, ScoreCheck
+from sparse_tl.circuits import NeuronEffects, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
-from sparse_tl.plots.panels.grid_figure import GridFigure
-from sparse_tl.plots.panels.panels import (
+from sparse_tl.plots.panels.grid import (
     LONGEST_NAME,
-    add_legend_below,
+    GridFigure,
+    add_legend,
     add_line,
     add_notes,
     add_points,
@@ -22,7 +21,6 @@ from sparse_tl.plots.panels.panels import (
     panel_figure,
     panel_positions,
     plain_text,
-    ticks,
 )
 from sparse_tl.tasks import SkillComparison
 
@@ -39,7 +37,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 # ---- scores against exact effects --------------------------------------------------------------
 
 _SCORE_GAP, _WIDEST_SCORES = 40, 300
-_SCORE_NAMES: dict[Drawn, str] = {"strongest": "Strongest", "random": "Drawn at Random"}
+_SCORE_NAMES = {"strongest": "Strongest", "random": "Drawn at Random"}
 
 
 @checked
@@ -60,24 +58,21 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
     axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
     figure = panel_figure(rows, **axes, width=width, height=width, gap=_SCORE_GAP, shared=False)
     for position, check in zip(panel_positions(rows), checks.values(), strict=True):
-        values = [*check.score.tolist(), *check.exact.tolist()]
-        ends = _padded(min(0.0, *values), max(0.0, *values))
+        values = check.table[["score", "exact"]].to_numpy()
+        ends = _padded(min(0.0, float(values.min())), max(0.0, float(values.max())))
         for update in (figure.update_xaxes, figure.update_yaxes):
-            update(range=ends, **ticks(*ends), row=position[0], col=position[1])
+            update(range=ends, nticks=5, row=position[0], col=position[1])
         add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
-        for drawn, colour in zip(get_args(Drawn), MODEL_PAIRS[0], strict=True):
-            indices = [i for i, choice in enumerate(check.drawn) if choice == drawn]
-            both = check.score, check.exact
-            score, exact = ([values[i].item() for i in indices] for values in both)
+        for (drawn, name), colour in zip(_SCORE_NAMES.items(), MODEL_PAIRS[0], strict=True):
+            half = check.table[check.table["drawn"] == drawn]
+            exact, score = half["exact"].tolist(), half["score"].tolist()
             hover = [
-                (check.parts[i], f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
-                for i, x, y in zip(indices, exact, score, strict=True)
+                (part, f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
+                for part, x, y in zip(half["part"], exact, score, strict=True)
             ]
-            style: dict[str, Any] = {"colour": colour, "name": _SCORE_NAMES[drawn]}
-            add_points(
-                figure, position, x=exact, y=score, hover=hover, opacity=0.7, size=6, **style
-            )
-    add_legend_below(figure)
+            style: dict[str, Any] = {"colour": colour, "name": name, "opacity": 0.7, "size": 6}
+            add_points(figure, position, x=exact, y=score, hover=hover, **style)
+    add_legend(figure)
     return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
 
 
@@ -101,7 +96,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     figure = panel_figure([[title]], **axes, width=_NEURON_WIDTH, height=_NEURON_ROW * n)
     values = [0.0, *table["effect"], *table["score"]]
     ends, rows = _padded(min(values), max(values)), list(range(n))
-    figure.update_xaxes(range=ends, **ticks(*ends))
+    figure.update_xaxes(range=ends, nticks=5)
     names = [name.partition(".")[2] for name in table["neuron"]]
     figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=rows, ticktext=names)
     add_line(figure, (1, 1), x=(0.0, 0.0), y=(-0.5, n - 0.5), **_RULE)
@@ -123,7 +118,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     ):
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover, "opacity": 0.8}
         add_points(figure, (1, 1), x=list(table[column]), y=rows, **style)
-    add_legend_below(figure)
+    add_legend(figure)
     return GridFigure(figure, f"Neurons of {neurons.mlp}")
 
 
@@ -162,7 +157,7 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
     figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=[*range(n)], ticktext=names)
     for column, most in enumerate((100, 1.05 * table["divergence_high"].max() or 1.0), start=1):
         span = (-0.02 * most, 1.02 * most)
-        figure.update_xaxes(range=span, **ticks(0, most), row=1, col=column)
+        figure.update_xaxes(range=span, nticks=5, row=1, col=column)
     hover = []
     for row, one in enumerate(table.itertuples()):
         chance: dict[str, Any] = {"x": [100 * one.chance] * 2, "y": [row - _TICK, row + _TICK]}
@@ -187,7 +182,7 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
             add_line(figure, (1, column), x=line, y=[row] * 2, colour=colour, opacity=_PALE)
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover}
         add_points(figure, (1, column), x=points.tolist(), y=rows, **style)
-    add_legend_below(figure)
+    add_legend(figure)
     if compared.left_out:
         add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
     return GridFigure(figure, f"Skills: {compared.verdict}")

@@ -1,1 +1,0 @@
-"""What every adapter, hook and check builds on: the interface to a model and its hook points."""

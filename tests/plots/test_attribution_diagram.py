@@ -1,0 +1,71 @@
+"""The diagram of an attribution graph: as a static file, and in a browser without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import plain_transformer
+
+from sparse_tl.backend import boot
+from sparse_tl.circuits import AttributionGraph, attribution_graph
+from sparse_tl.plots import attribution_diagram
+from sparse_tl.plots.diagrams.attribution_diagram import MOST_EDGES
+
+TOKENS = torch.tensor([1, 7, 3, 9, 7])
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, AttributionGraph]:
+    model = boot(plain_transformer("llama"))
+    return {
+        name: attribution_graph(model, TOKENS, target=target, max_nodes=40)
+        for name, target in {"Dense": 5, "Sparse": 6}.items()
+    }
+
+
+def test_links_are_those_of_the_graph(graphs: dict[str, AttributionGraph]) -> None:
+    figure = attribution_diagram(graphs, max_links=8)
+    assert [panel["name"] for panel in figure.data["panels"]] == ["Dense", "Sparse"]
+    names = [row[0] for row in figure.data["nodes"]]
+    for panel, graph in zip(figure.data["panels"], graphs.values(), strict=True):
+        assert len(panel["lines"]) == min(len(graph.links), MOST_EDGES)
+        drawn = {
+            (names[source], names[target]): panel["scores"][edge]
+            for source, target, _, edge in panel["lines"]
+        }
+        nodes = graph.nodes["name"]
+        for source, target, flow in graph.links.itertuples(index=False):
+            assert drawn[nodes[source], nodes[target]] == pytest.approx(flow, rel=1e-3)
+    assert "blue" not in figure.svg and "raises the target" in figure.svg
+    steps = {row[0]: row[2] for row in figure.data["nodes"]}
+    assert all(steps[source] < steps[target] for source, target in drawn)
+
+
+def test_it_is_the_figure_of_a_graph(graphs: dict[str, AttributionGraph]) -> None:
+    graph = graphs["Dense"]
+    assert graph.figure(max_links=5).svg == attribution_diagram(graph, max_links=5).svg
+
+
+def test_panels_are_graphs_of_one_prompt(graphs: dict[str, AttributionGraph]) -> None:
+    other = attribution_graph(boot(plain_transformer("llama")), TOKENS.flip(0), max_nodes=5)
+    with pytest.raises(ValueError, match="one prompt"):
+        attribution_diagram({**graphs, "other": other})
+
+
+def test_a_card_says_what_a_node_does(page: Any, tmp_path: Any, graphs: Any) -> None:
+    graph = graphs["Dense"]
+    edge = graph.to_pandas().query("kind == 'attention edge'").iloc[0]
+    figure = attribution_diagram(graphs, max_links=30)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(figure.save(tmp_path / "page.html").as_uri())
+    page.locator("input[name=search]").fill(edge["name"])
+    page.locator("input[name=search]").press("Enter")
+    card = page.locator(".card")
+    text = card.inner_text()
+    assert f"{edge['flow']:+.3g} logits" in text and "attention edge" in text
+    assert all(token in text for token in edge["promotes"])
+    shown = card.bounding_box()
+    assert shown["y"] >= 0 and shown["y"] + shown["height"] <= 900
+    assert page.locator("input[name=slots]").count() == 0

@@ -1,0 +1,73 @@
+"""Short runs of post-training, what is left of them, and a stream that breaks them off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparse_tl.backend import Model, read_parameters
+from sparse_tl.data import ShuffledStream, TokenBatch, TokenStream
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.training import PostTraining, Selection, TrainingConfig, post_train
+from sparse_tl.training.loop import Objective, Run
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+
+def short_run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
+    """Six steps on some rows, validated on others; settings replace what is set here."""
+    defaults: dict[str, Any] = {
+        "stream": ShuffledStream(rows(), 32),
+        "validation": rows(seed=1),
+        "target_loss": "+0.2",
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "progress": False,
+    }
+    settings = {**defaults, **settings}
+    return post_train(sparse, settings.pop("stream"), **settings)
+
+
+def late_step(model: Any, objective: Objective, stream: TokenStream, **config: Any) -> Run:
+    """A run after a step late in it, where gates have no noise."""
+    selection = Selection(dict, lambda new, old: True)
+    trained = dict.fromkeys(read_parameters(model), 1.0)
+    run = Run(model, objective, stream, selection, TrainingConfig(100, 1e-3, **config), trained)
+    run.state.step = 95
+    run.step()
+    return run
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in read_parameters(model).items()}
+
+
+def moved(before: dict[str, torch.Tensor], model: Any) -> set[str]:
+    """The names of the parameters that are no longer what they were."""
+    return {name for name, now in weights(model).items() if not torch.equal(now, before[name])}
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+class CallingAt:
+    """A stream that calls something before the batch of a step; it notes the steps asked for."""
+
+    def __init__(self, stream: TokenStream, step: int = -1, call: Callable[[], Any] = kill) -> None:
+        self.stream, self.step, self.call = stream, step, call
+        self.accumulate = getattr(stream, "accumulate", 1)
+        self.steps: list[int] = []
+
+    def batch(self, step: int) -> TokenBatch:
+        self.steps.append(step)
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
