@@ -11,13 +11,10 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 from tiny import save_small_task_models, save_taught_task_models
 
 from sparse_tl.backend import load_model
-from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
-from sparse_tl.cli import printing
-from sparse_tl.cli.printing import comparison
+from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, multiplier
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import (
     circuits as run_module,
@@ -103,25 +100,6 @@ def test_a_dense_model_alone(
         *("dense", "dense_circuit.json", "circuit.html", "circuit.svg", "circuit.png")
     }
     assert (out / "heads_kept.svg").stat().st_size > 1000
-    with Console(width=200).capture():
-        comparison(outcome.metrics)
-
-
-def test_the_language_models_of_the_package(
-    run: tuple[Path, Any],
-    models: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def pair(device: str) -> tuple[Any, Any]:
-        return load_model(models[0]), SparseTransformer.from_pretrained(models[1], device=device)
-
-    monkeypatch.setattr("sparse_tl.jobs.circuits.load_language_models", pair)
-    options = {"pairs": 8, "device": "cpu", "progress": False}
-    outcome = run_circuits(
-        tmp_path / "out", model="smollm2", sparse="smollm2", tasks=TASKS, **options
-    )
-    assert outcome.to_pandas().equals(run[1].to_pandas())
 
 
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
@@ -190,7 +168,6 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     run: tuple[Path, Any],
     models: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the prompts here; the first seed, measured before, is not measured again."""
     out, dense, sparse = tmp_path / "out", *models
@@ -227,16 +204,13 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     assert set(outcome.curves["seed"]) == {0, 1}
     svg = (out / "circuit_edges_kept.svg").read_text()
     assert svg.count("opacity: 0.55") == 4
-    wide = Console(width=200)
-    monkeypatch.setattr(printing, "console", wide)
-    with wide.capture() as printed:
-        comparison(outcome.metrics)
-    shown = printed.get()
-    assert "medians of 2 seeds (range)" in shown and "of one prompt" in shown
+    table = outcome.to_pandas().set_index("parts")
+    assert "medians of 2 seeds" in outcome.caption
     ratios = [one["multiplier_heads"] for one in (first, second)]
-    assert str(SeedMultipliers((0, 1), ratios)) in shown
-    single = [said[side]["circuit_edges_at_0.9_per_prompt"] for side in ("dense", "sparse")]
-    assert "{:.1f}, {:.1f}".format(*single) in shown
+    assert table.loc["heads", ["lowest", "highest"]].tolist() == sorted(ratios)
+    for side in ("dense", "sparse"):
+        single = said[side]["circuit_edges_at_0.9_per_prompt"]
+        assert table.loc["circuit_edges of one prompt", side] == single
 
 
 def test_other_weights_under_the_same_name(
@@ -253,11 +227,6 @@ def test_other_weights_under_the_same_name(
         run_circuits(
             out, model=str(models[0]), sparse=models[1], tasks=ASKED, pairs=8, progress=False
         )
-
-
-def test_a_sparse_model_needs_its_dense_one(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dense model"):
-        run_circuits(tmp_path / "a", sparse=models[1])
 
 
 def test_a_model_under_open_gates_needs_as_much(

@@ -10,7 +10,6 @@ import torch
 
 from sparse_tl import load_addition_models
 from sparse_tl.backend import Model, save_model
-from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import Check, run_doctor
 from sparse_tl.training.memory import TrainingMemory, training_memory
 
@@ -37,20 +36,6 @@ def test_this_machine_is_healthy_and_random_numbers_are_left_alone() -> None:
     assert said["torch"] == torch.__version__
     assert "writable" in said["cache folder"]
     assert "gates act" in said["small model: gates"]
-
-
-def test_a_real_model(shared_data: Path) -> None:
-    found = run_doctor(shared_data / "models" / "stories260K", device="cpu")
-    assert not failed(found), found
-    assert "5 layers of 8 heads on cpu" in next(c for c in found if "stories260K" in c.name).found
-
-
-def test_a_sparse_folder_without_a_tokenizer(
-    build_tiny: Callable[..., Model], tmp_path: Path
-) -> None:
-    SparseTransformer(build_tiny("grouped")).save_pretrained(tmp_path / "sparse")
-    found = run_doctor(tmp_path / "sparse", device="cpu")
-    assert not failed(found), found
 
 
 def test_a_broken_folder(build_tiny: Callable[..., Model], tmp_path: Path) -> None:

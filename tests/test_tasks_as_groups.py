@@ -48,7 +48,7 @@ def test_a_held_out_prompt_is_not_trained_on_where_a_task_has_few(model: Any) ->
 
 
 def test_tasks_are_rows_of_head_roles(model: Any) -> None:
-    (cell,) = cells_of(["some"], ["induction"], 12, None)
+    (cell,) = cells_of(HeadRolesJob(model="some", tasks="induction", prompts=12), None)
     assert (cell.task, cell.row) == ("induction", "Induction")
     found = cell.prompts(model)
     assert (len(found), found.n_targets) == (12, 12)

@@ -34,7 +34,7 @@ from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
-from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, option_name, takes
+from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
 from sparse_tl.training import post_train, sampled_windows, short_rows
@@ -213,7 +213,7 @@ def run_post_training(
     with ranks.main_process_first():
         folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
     if not folder.finished("metrics.json"):
-        model, trained = load(), job.trained
+        model = load()
         check_raw(model)
         if job.prompt is not None:
             prompt_tokens(model, job.prompt)
@@ -222,12 +222,7 @@ def run_post_training(
                 f"--window: the model's context has {adapt(model).n_ctx} tokens, fewer than "
                 f"{job.window}"
             )
-        if trained is None:
-            trained = "lora" if takes_lora(model) else "all"
-        unused = {"gates": ("learning_rate", "lora"), "lora": ()}.get(trained, ("lora",))
-        for name in unused:
-            if getattr(job, name) != PostTrainingJob.model_fields[name].default:
-                raise ValueError(f"{option_name(name)}: --trained {trained} does not use it")
+        trained = job.trained or ("lora" if takes_lora(model) else "all")
         if trained == "lora":
             add_lora(model, job.lora)
         if job.shard:
@@ -263,10 +258,9 @@ def run_post_training(
             dense = sparse  # with gates open and adapters off, unless its weights were trained
             if trained not in ("lora", "gates"):
                 dense = load()
+            alike = _alike(job.task)
             with folder.stage("skills"):
-                skills = measure_skills(
-                    dense, sparse, leave_out=_alike(job.task), progress=progress
-                )
+                skills = measure_skills(dense, sparse, leave_out=alike, progress=progress)
             if skills.kept or skills.lost:
                 verdict += f" Skills of no group: {skills.verdict}."
         reported = outcome.reported

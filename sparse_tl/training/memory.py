@@ -18,8 +18,8 @@ from sparse_tl.backend import (
     checkpointed_activations,
     read_parameters,
 )
+from sparse_tl.calls.arguments import is_out_of_memory, reason
 from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
