@@ -147,10 +147,8 @@ def _gates(adapter: Adapter) -> str:
 
 def _circuits(adapter: Adapter) -> str:
     graph = adapter.graph
-    return (
-        f"its heads and MLPs add up, and edits reach them: {len(graph.nodes)} nodes, "
-        f"{graph.n_edges:,} circuit edges"
-    )
+    counted = f"{len(graph.nodes)} nodes, {graph.n_edges:,} circuit edges"
+    return f"its heads and MLPs add up, and edits reach them: {counted}"
 
 
 @torch.no_grad()

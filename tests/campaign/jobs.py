@@ -43,7 +43,7 @@ def _feed(found: Any, value: Any) -> None:
     elif isinstance(value, pd.DataFrame):
         found.update(value.drop(columns="seconds", errors="ignore").to_json(indent=0).encode())
     elif is_dataclass(value):
-        _feed(found, {f.name: getattr(value, f.name) for f in fields(value) if f.name != "diagram"})
+        _feed(found, {field.name: getattr(value, field.name) for field in fields(value)})
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             if key != "seconds":
