@@ -75,7 +75,11 @@ def _versions() -> Iterator[Check]:
     for needed in map(Requirement, metadata.requires("sparse_tl") or ()):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        if (version := metadata.version(needed.name)) not in needed.specifier:
+        try:
+            version = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            version = "not installed"
+        if version == "not installed" or version not in needed.specifier:
             problem = f"{version}; {needed.specifier} is needed: pip install '{needed}'"
             yield Check(needed.name, False, problem)
         elif needed.name in ("torch", "transformer-lens", "transformers"):
