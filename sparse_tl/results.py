@@ -8,27 +8,24 @@ created.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from html import escape
 from importlib import import_module
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
-    Literal,
     TypeVar,
-    Union,
     get_args,
-    get_origin,
     get_type_hints,
-    no_type_check,
 )
 
 import torch
-from jaxtyping import AbstractArray, jaxtyped
+from jaxtyping import jaxtyped
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core.core_schema import CoreSchema, is_instance_schema
 from torch import Tensor
 
@@ -147,12 +144,13 @@ def table_html(table: pd.DataFrame, sentence: str = "") -> str:
     import pandas as pd
 
     words = f"<p>{escape(sentence)}</p>" if sentence else ""
-    # Keep counts readable: 123,457 instead of 1.235e+05.
-    return words + table.to_html(
-        float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else ".4g"),
-        border=0,
-        index=not isinstance(table.index, pd.RangeIndex),
-    )
+    named = not isinstance(table.index, pd.RangeIndex)
+    return words + table.to_html(float_format=short, border=0, index=named)
+
+
+def short(number: Any) -> str:
+    """Four digits of a number, and all of a large one: 123,457 instead of 1.235e+05."""
+    return format(number, ",.0f" if abs(number) >= 1e4 else ".4g")
 
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:
@@ -195,39 +193,6 @@ def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-@no_type_check  # a checked call would reset the axis sizes bound so far
-def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `_as_json` was given, checked against the declared type."""
-    import pandas as pd
-
-    origin, of = get_origin(declared), get_args(declared)
-    if origin in (Union, UnionType):
-        return _restored(_chosen(of, value), value, name, tensors)
-    if _is_kind(declared, value):
-        return from_fields(declared, value["fields"], name, tensors)
-    if origin in (tuple, list, Sequence) and isinstance(value, list):
-        kinds = of if origin is tuple and of[-1] is not Ellipsis else of[:1] * len(value)
-        if len(kinds) == len(value):
-            parts = enumerate(zip(kinds, value, strict=True))
-            items = [_restored(kind, v, _under(name, i), tensors) for i, (kind, v) in parts]
-            return items if origin is list else tuple(items)
-    if origin in (dict, Mapping) and isinstance(value, dict):
-        kind, items = of[0], value.items()  # keys, int or str, are strings in JSON
-        return {kind(key): _restored(of[1], v, _under(name, key), tensors) for key, v in items}
-    if origin is Literal and value in of:
-        return value
-    if declared is pd.DataFrame and isinstance(value, dict):
-        return _table(value)
-    if declared is float and isinstance(value, int | str) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(declared, type) and not is_dataclass(declared):
-        if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
-            value = tensors.get(value, value)
-        if isinstance(value, declared) and not (declared is int and isinstance(value, bool)):
-            return value
-    raise ValueError(f"{name:.200} is {value!r:.80}, not {declared}")
-
-
 def from_fields(
     kind: type, content: Mapping[str, Any], name: str = "", tensors: Mapping[str, Tensor] = NONE
 ) -> Any:
@@ -236,32 +201,55 @@ def from_fields(
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type.
     """
+    names, declared, kinds, tables = _declared(kind)
+    if different := {*names} ^ content.keys():
+        raise ValueError(f"it lacks, or has unknown, {sorted(different)!s:.200}")
+    values = [
+        _table(content[key])
+        if key in tables
+        else _restored(content[key], _under(name, key), tensors, kinds)
+        for key in names
+    ]
+    try:
+        with jaxtyped("context"):  # axes with the same name have the same size
+            return kind(**dict(zip(names, declared.validate_python(values), strict=True)))
+    except ValidationError as error:
+        (place, *_), said = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise ValueError(f"{_under(name, names[int(place)])}: {said}") from error
+
+
+@cache
+def _declared(kind: type) -> tuple[list[str], Any, dict[str, type], list[str]]:
+    """A dataclass's fields, a check of all their values, the dataclasses in it, and its tables."""
     import pandas as pd
 
-    declared = get_type_hints(kind, localns={"pd": pd})
-    if different := {field.name for field in fields(kind)} ^ content.keys():
-        raise ValueError(f"it lacks, or has unknown, {sorted(different)!s:.200}")
-    with jaxtyped("context"):  # axes with the same name have the same size
-        restored = {
-            key: _restored(declared[key], value, _under(name, key), tensors)
-            for key, value in content.items()
-        }
-    return kind(**restored)
+    hints = get_type_hints(kind, localns={"pd": pd})
+    hints = {field.name: hints[field.name] for field in fields(kind)}
+    rules = ConfigDict(arbitrary_types_allowed=True)
+    check: TypeAdapter[Any] = TypeAdapter(tuple[*hints.values()], config=rules)  # type: ignore[misc]
+    kinds = {some.__name__: some for hint in hints.values() for some in _dataclasses(hint)}
+    return [*hints], check, kinds, [name for name, hint in hints.items() if hint is pd.DataFrame]
 
 
-def _chosen(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The member of a union that a value was written from."""
-    if value is None:
-        return NoneType
-    others = [kind for kind in kinds if kind is not NoneType]
-    same = [kind for kind in others if isinstance(kind, type) and isinstance(value, kind)]
-    return next((kind for kind in others if _is_kind(kind, value)), (same or others)[0])
+def _dataclasses(hint: Any) -> Iterator[type]:
+    if is_dataclass(hint) and isinstance(hint, type):
+        yield hint
+    for inside in get_args(hint):
+        yield from _dataclasses(inside)
 
 
-def _is_kind(declared: Any, value: Any) -> bool:
-    if not (is_dataclass(declared) and isinstance(declared, type) and isinstance(value, dict)):
-        return False
-    return value.get("kind") == declared.__name__ and isinstance(value.get("fields"), dict)
+def _restored(
+    value: Any, name: str, tensors: Mapping[str, Tensor], kinds: Mapping[str, type]
+) -> Any:
+    """The value that `_as_json` was given, as far as this shows; lists become tuples."""
+    if isinstance(value, list):
+        parts = enumerate(value)
+        return tuple(_restored(part, _under(name, i), tensors, kinds) for i, part in parts)
+    if not isinstance(value, dict):
+        return tensors.get(name, value) if value == name else value
+    if value.keys() == {"kind", "fields"} and value["kind"] in kinds:
+        return from_fields(kinds[value["kind"]], value["fields"], name, tensors)
+    return {key: _restored(v, _under(name, key), tensors, kinds) for key, v in value.items()}
 
 
 def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
@@ -271,7 +259,7 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
         return pd.DataFrame(
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{columns!r:.99} are no columns of a dtype and values") from error
 
 

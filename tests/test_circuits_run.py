@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from rich.console import Console
 from tiny import save_small_task_models, save_taught_task_models
 
 from sparse_tl.backend import load_model
 from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, multiplier
-from sparse_tl.cli import printing
-from sparse_tl.cli.printing import comparison
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import (
     circuits as run_module,
@@ -40,10 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("run") / "circuits"
-    dense, sparse = models
-    return out, run_circuits(
-        out, model=str(dense), sparse=sparse, tasks=ASKED, pairs=8, device="cpu", progress=False
-    )
+    return out, _run(out, models)
+
+
+def _run(out: Path, models: tuple[Path, Path], **more: Any) -> Any:
+    settings = {"model": str(models[0]), "sparse": models[1], "tasks": ASKED, "pairs": 8, **more}
+    return run_circuits(out, device="cpu", progress=False, **settings)
 
 
 def test_everything_is_written(run: tuple[Path, Any]) -> None:
@@ -92,9 +90,8 @@ def test_a_dense_model_alone(
     run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The numbers are those of the dense side of a pair."""
-    out, dense = tmp_path / "out", str(models[0])
-    options = {"pairs": 8, "device": "cpu", "progress": False}
-    outcome = run_circuits(out, model=dense, tasks=TASKS, **options)
+    out = tmp_path / "out"
+    outcome = _run(out, models, sparse=None, tasks=TASKS)
     said, expected = outcome.metrics["greater_than"], run[1].metrics["greater_than"]
     assert said["dense"] == expected["dense"] and set(said) == {"dense", "seeds"}
     assert outcome.to_pandas()["dense"].tolist() == run[1].to_pandas()["dense"].tolist()
@@ -103,32 +100,13 @@ def test_a_dense_model_alone(
         *("dense", "dense_circuit.json", "circuit.html", "circuit.svg", "circuit.png")
     }
     assert (out / "heads_kept.html").stat().st_size > 1000
-    with Console(width=200).capture():
-        comparison(outcome.metrics)
-
-
-def test_the_language_models_of_the_package(
-    run: tuple[Path, Any],
-    models: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def pair(device: str) -> tuple[Any, Any]:
-        return load_model(models[0]), SparseTransformer.from_pretrained(models[1], device=device)
-
-    monkeypatch.setattr("sparse_tl.jobs.circuits.load_language_models", pair)
-    options = {"pairs": 8, "device": "cpu", "progress": False}
-    outcome = run_circuits(
-        tmp_path / "out", model="smollm2", sparse="smollm2", tasks=TASKS, **options
-    )
-    assert outcome.to_pandas().equals(run[1].to_pandas())
 
 
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
-    dense, sparse = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
+    models = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
     out, tasks = tmp_path / "out", ["greater_than", "ioi"]
     with pytest.raises(ValueError, match=r"Greater Than, seed 0, dense model: the model does not"):
-        run_circuits(out, model=str(dense), sparse=sparse, tasks=tasks, pairs=4, progress=False)
+        _run(out, models, tasks=tasks, pairs=4)
     assert [file.name for file in out.glob("[!.]*")] == ["run.json"]
 
 
@@ -158,10 +136,7 @@ def test_what_is_finished_is_not_measured_again(
     out, outcome = run
     calls: list[Any] = []
     monkeypatch.setattr(run_module, "measure", lambda *a, **k: calls.append(a))
-    dense, sparse = models
-    again = run_circuits(
-        out, model=str(dense), sparse=sparse, tasks=ASKED, pairs=8, device="cpu", progress=False
-    )
+    again = _run(out, models)
     assert not calls
     assert again.metrics == outcome.metrics
 
@@ -170,18 +145,18 @@ def test_an_interrupted_task_goes_on_after_its_last_result(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, side = tmp_path / "out", tmp_path / "out" / "greater_than" / "seed-0" / "dense"
-    options = {"tasks": TASKS, "pairs": 4, "device": "cpu", "progress": False}
+    options: dict[str, Any] = {"sparse": None, "tasks": TASKS, "pairs": 4}
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(run_module, "circuit_sizes_per_prompt", interrupt)
-        run_circuits(out, model=str(models[0]), **options)
+        _run(out, models, **options)
     results = {"circuit_edge_scores", "head_scores", "circuit_edges", "heads"}
     assert {file.name for file in side.iterdir()} == results
     before = {name: (side / name / "result.json").stat().st_mtime_ns for name in results}
-    outcome = run_circuits(out, model=str(models[0]), **options)
+    outcome = _run(out, models, **options)
     assert {name: (side / name / "result.json").stat().st_mtime_ns for name in results} == before
     assert outcome.metrics["greater_than"]["dense"]["prompts"] == 2
 
@@ -190,22 +165,12 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     run: tuple[Path, Any],
     models: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the prompts here; the first seed, measured before, is not measured again."""
-    out, dense, sparse = tmp_path / "out", *models
+    out = tmp_path / "out"
     shutil.copytree(run[0], out)
     before = (out / TASKS[0] / "seed-0" / "dense" / "accuracy.json").stat().st_mtime_ns
-    outcome = run_circuits(
-        out,
-        model=str(dense),
-        sparse=sparse,
-        tasks=ASKED,
-        pairs=8,
-        seeds=(0, 1),
-        device="cpu",
-        progress=False,
-    )
+    outcome = _run(out, models, seeds=(0, 1))
     assert (out / TASKS[0] / "seed-0" / "dense" / "accuracy.json").stat().st_mtime_ns == before
     said = outcome.metrics[TASKS[0]]
     assert said == json.loads((out / "metrics.json").read_text())[TASKS[0]]
@@ -227,17 +192,13 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     assert set(outcome.curves["seed"]) == {0, 1}
     page = (out / "circuit_edges_kept.html").read_text()
     assert page.count('"opacity":0.55') == 4
-    wide = Console(width=200)
-    monkeypatch.setattr(printing, "console", wide)
-    with wide.capture() as printed:
-        comparison(outcome.metrics)
-    shown = printed.get()
-    assert "medians of 2 seeds (range)" in shown and "of one prompt" in shown
+    table = outcome.to_pandas().set_index("parts")
+    assert "medians of 2 seeds" in outcome.caption
     ratios = [one["multiplier_heads"] for one in (first, second)]
-    low, high = sorted(ratios)
-    assert f"{sum(ratios) / 2:.1f}x ({low:.1f} to {high:.1f})" in shown
-    single = [said[side]["circuit_edges_at_0.9_per_prompt"] for side in ("dense", "sparse")]
-    assert "{:.1f}, {:.1f}".format(*single) in shown
+    assert table.loc["heads", ["lowest", "highest"]].tolist() == sorted(ratios)
+    for side in ("dense", "sparse"):
+        single = said[side]["circuit_edges_at_0.9_per_prompt"]
+        assert table.loc["circuit_edges of one prompt", side] == single
 
 
 def test_other_weights_under_the_same_name(
@@ -251,31 +212,15 @@ def test_other_weights_under_the_same_name(
     noted["pinned"]["dense model"] = "of other weights"
     (out / "run.json").write_text(json.dumps(noted))
     with pytest.raises(ValueError, match="holds results of another dense model"):
-        run_circuits(
-            out, model=str(models[0]), sparse=models[1], tasks=ASKED, pairs=8, progress=False
-        )
+        _run(out, models)
 
 
-def test_a_sparse_model_needs_its_dense_one(models: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dense model"):
-        run_circuits(tmp_path / "a", sparse=models[1])
-
-
-def test_a_model_under_open_gates_needs_as_much(
-    models: tuple[Path, Path], build_tiny: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_model_under_open_gates_needs_as_much(models: tuple[Path, Path], tmp_path: Path) -> None:
     """Dense and sparse go through the same code: the same weights give the same numbers."""
     dense = load_model(models[0], device="cpu")
     SparseTransformer(dense, initial_bias=1e4).save_pretrained(tmp_path / "open")
-    outcome = run_circuits(
-        tmp_path / "out",
-        model=str(models[0]),
-        sparse=tmp_path / "open",
-        tasks=["greater_than"],
-        pairs=4,
-        device="cpu",
-        progress=False,
-    )
+    opened = models[0], tmp_path / "open"
+    outcome = _run(tmp_path / "out", opened, tasks=TASKS, pairs=4)
     said = outcome.metrics["greater_than"]
     assert said["dense"] == pytest.approx(said["sparse"], rel=1e-3)
     for side in ("dense", "sparse"):

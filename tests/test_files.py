@@ -224,17 +224,6 @@ def test_a_folder_behind_a_link_is_replaced_again_and_again(tmp_path: Path) -> N
     assert _names(tmp_path) == ["disk", "link"]
 
 
-def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model").write_text("precious")
-    with (
-        pytest.raises(OSError, match=r"cannot write .*model"),
-        atomic_folder(tmp_path / "model") as temporary,
-    ):
-        (temporary / "content").touch()
-    assert (tmp_path / "model").read_text() == "precious"
-    assert _names(tmp_path) == ["model"]
-
-
 def test_saving_a_model_spares_a_folder_of_other_files(
     tmp_path: Path, build_tiny: Callable[..., Model]
 ) -> None:

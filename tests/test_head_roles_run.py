@@ -16,6 +16,7 @@ from sparse_tl.cli import main
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.jobs import HeadRolesRun, head_roles, run_head_roles
 from sparse_tl.jobs.head_roles import cells_of
+from sparse_tl.jobs.settings import HeadRolesJob
 from sparse_tl.plots.panels.grid import has_browser
 
 pytestmark = pytest.mark.long
@@ -160,20 +161,27 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
     shutil.copytree(folders[0], other, dirs_exist_ok=True)
     text = Path(folders[0]).parent / "words.txt"
     text.write_text("to the year", encoding="utf-8")
-    first, second = cells_of([folders[0], str(other)], [f"text={text}"], 8, "cpu")
+
+    def cells(*models: str) -> Any:
+        job = HeadRolesJob(model=models, tasks=[f"text={text}"], prompts=8)
+        return cells_of(job, "cpu")
+
+    first, second = cells(folders[0], str(other))
     assert second.column == "other/dense" and first.column.endswith("/dense")
     assert first.model != second.model
     assert first.load() is first.load()
     with pytest.raises(ValueError, match="each model once"):
-        cells_of([folders[0], folders[0]], [f"text={text}"], 8, "cpu")
+        cells(folders[0], folders[0])
     with pytest.raises(ValueError, match="no model in .*config.json"):
-        cells_of([str(other.parent)], [f"text={text}"], 8, "cpu")
+        cells(str(other.parent))
 
 
 def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("to the year 17 " * 50, encoding="utf-8")
-    with pytest.raises(ValueError, match="words, dense: expected a source of at least 8 .* got 6"):
+    with pytest.raises(
+        ValueError, match="words, dense: only 6 prompts of the source fit the model; 8"
+    ):
         run_head_roles(tmp_path / "few", model=folders[:1], tasks=[f"text={words}"], **FEW)
     words.write_text("to the year 17 " * 300, encoding="utf-8")
     with pytest.warns(UserWarning, match="64 prompts were asked for; only"):

@@ -41,9 +41,8 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import AttentionGrid, CircuitGraph
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.jobs import Comparison, SparseRun
-from sparse_tl.jobs.addition import AdditionRun, draw
 from sparse_tl.results import Result, table_html
-from sparse_tl.tasks import AdditionTask, SkillComparison, TaskReport
+from sparse_tl.tasks import SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.zoo import build_addition_model
@@ -286,29 +285,30 @@ def test_words_and_cells_are_escaped():
     assert "<img" not in html and html.count("&lt;img") == 4
 
 
-def test_runs_show_both_models():
-    base, sparse = build_addition_model(), SparseTransformer(build_addition_model())
+def test_a_run_shows_both_models():
     metrics = {"verdict": "Met.", "dense": asdict(DENSE), "sparse": asdict(DENSE)}
-    text = SparseRun(metrics, sparse)
-    addition = AdditionRun(metrics, sparse, base, draw(base, sparse, AdditionTask()))
-    assert repr(addition) == "AdditionRun(Met.)" and repr(text) == "SparseRun(Met.)"
-    assert str(addition.diagram) in addition._repr_html_()
-    for run in (addition, text):
-        shown = cells(run._repr_html_().partition("</table>")[0] + "</table>")
-        assert shown[:2] == [["", "dense", "sparse"], ["loss", "0.25", "0.25"]]
+    run = SparseRun(metrics, SparseTransformer(build_addition_model()))
+    assert repr(run) == "SparseRun(Met.)"
+    shown = cells(run._repr_html_())
+    assert shown[:2] == [["", "dense", "sparse"], ["loss", "0.25", "0.25"]]
 
 
 def test_a_comparison_has_a_row_per_task_and_kind_of_part():
-    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None}
+    side = {
+        "heads_at_0.9": 4.0,
+        "circuit_edges_at_0.9": None,
+        "circuit_edges_at_0.9_per_prompt": 2.0,
+    }
     said = {
         "dense": side,
         "sparse": side,
         "multiplier_heads": 1.0,
         "multiplier_circuit_edges": None,
     }
-    run = Comparison({"ioi": {**said, "seeds": {"0": said}}}, pd.DataFrame())
-    assert cells(run._repr_html_()) == [
+    run = Comparison({"ioi": {**said, "seeds": {"0": said}}})
+    assert cells(run._repr_html_().partition("</p>")[2]) == [
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
+        ["ioi", "circuit_edges of one prompt", "2", "2", "NaN"],
     ]

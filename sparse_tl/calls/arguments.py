@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 import jaxtyping
@@ -19,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_tl.calls.out_of_memory import batches_too_large, is_out_of_memory
-from sparse_tl.calls.ranges import (
+from sparse_tl.calls import (
     MOST as MOST,
     AtLeastOne as AtLeastOne,
     Count as Count,
@@ -82,7 +82,11 @@ def _checked_function(function: Any) -> Any:
             if batch_size is None or not is_out_of_memory(error):
                 raise
             size = kwargs.get("batch_size", batch_size.default)
-            raise batches_too_large(name, size, error) from error
+            given = "" if size is None else f" with batch_size={size}"
+            raise MemoryError(
+                f"{name} ran out of memory{given}. A smaller batch_size needs less. "
+                f"({reason(error)})"
+            ) from error
 
     return call
 
@@ -126,3 +130,16 @@ def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
     value = first["input"]
     size = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return f"{', '.join(map(str, [name, *inside]))}: {first['msg']}; got {size:.80}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device or the machine ran out of memory."""
+    of_the_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def reason(error: BaseException) -> str:
+    """The error's message in one sentence; also frees the memory that the failed call held."""
+    clear_frames(error.__traceback__)
+    message = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
+    return message if message.endswith(".") else f"{message}."

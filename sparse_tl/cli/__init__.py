@@ -1,7 +1,6 @@
 """The command line ``sparse-tl``."""
 
 from sparse_tl.cli import commands
-from sparse_tl.cli.app import app
-from sparse_tl.cli.errors import main
+from sparse_tl.cli.app import app, main
 
 __all__ = ["app", "commands", "main"]

@@ -1,4 +1,4 @@
-"""The application that commands register with, their options, and the layout of their help."""
+"""The application: its console, what turns settings into options, and how a command ends."""
 
 from __future__ import annotations
 
@@ -6,54 +6,34 @@ import ctypes
 import inspect
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperCommand, TyperGroup
+from rich.table import Table
+from typer.core import TyperCommand
 
-from sparse_tl.cli.printing import console
 from sparse_tl.jobs.settings import COMMAS, RUN, Job, option_name
 
-_EXAMPLES: dict[str | None, str] = {
-    None: """
- [bold]First steps[/]
-   [cyan]sparse-tl doctor[/]                        what works on this machine
-   [cyan]sparse-tl addition[/]                      two models and their figure
-   [cyan]sparse-tl post-train --help[/]             your own model, on your own text"""
-}
+if TYPE_CHECKING:
+    import pandas as pd  # slow import: not needed for help
+
+PACKAGE = Path(__file__).resolve().parent.parent
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 LARGEST_KEPT = 2**25
 """In bytes, glibc's maximum. Larger blocks return to the system as soon as they are freed."""
-
-
-def _untyped(option: Any, panel: str | None = None) -> Any:
-    """``--help`` without the type that some versions of Typer show next to flags."""
-    if option is not None:
-        option.metavar, option.rich_help_panel = "", panel
-    return option
-
-
-class _Group(TyperGroup):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _untyped(super().get_help_option(ctx))
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands]  # in order of registration
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        console.print(_EXAMPLES[None], highlight=False, soft_wrap=True)
+_EXAMPLES: dict[str | None, str] = {}
+console, errors = Console(), Console(stderr=True)
 
 
 class _Command(TyperCommand):
-    def get_help_option(self, ctx: Any) -> Any:
-        return _untyped(super().get_help_option(ctx), panel=RUN)
-
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         # Typer's epilog is not used: its line breaks depend on the version.
@@ -61,7 +41,6 @@ class _Command(TyperCommand):
 
 
 app = typer.Typer(
-    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,27 +53,9 @@ def option(metavar: str, help: str, panel: str, *names: str, **more: Any) -> Any
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
-def checked_device(device: str | None) -> str | None:
-    """The device; a usage error if PyTorch cannot use it."""
-    if device is not None:
-        from sparse_tl.calls.devices import check_device  # slow: not needed for help
-
-        try:
-            check_device(device)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-    return device
-
-
 Out = Annotated[Path, option("FOLDER", "Output folder.", RUN)]
 Device = Annotated[
-    str | None,
-    option(
-        "NAME",
-        "cpu, cuda, cuda:1 or mps. Default: a GPU if there is one.",
-        RUN,
-        callback=checked_device,
-    ),
+    str | None, option("NAME", "cpu, cuda, cuda:1 or mps. Default: a GPU if there is one.", RUN)
 ]
 Restart = Annotated[bool, option("", "Set an earlier run in --out aside first.", RUN, "--restart")]
 Quiet = Annotated[bool, option("", "No progress bars.", RUN, "--quiet")]
@@ -175,6 +136,31 @@ def _kind(annotation: Any) -> Any:
     return annotation if annotation in (bool, int, float) else str
 
 
+def _version(requested: bool) -> bool:
+    if requested:
+        from sparse_tl import __version__
+
+        console.print(f"sparse_tl {__version__}", highlight=False)
+        raise typer.Exit
+    return requested
+
+
+@app.callback(
+    help="Make a transformer's attention sparse without hurting its loss, and see what is left. "
+    "First steps: sparse-tl doctor, what works on this machine; sparse-tl addition, two models and "
+    "their figure; sparse-tl post-train --help, your own model on your own text."
+)
+def _options(
+    version: Annotated[
+        bool, option("", "Show the version.", RUN, "--version", is_eager=True, callback=_version)
+    ] = False,
+    debug: Annotated[
+        bool, option("", "Show the traceback of errors, also after a command.", RUN, "--debug")
+    ] = False,
+) -> None:
+    """Options of all commands; `main` reads ``--debug``, at any position."""
+
+
 def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any]) -> Any:
     """Run a job's function, and return its result."""
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -201,32 +187,96 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _version(requested: bool) -> bool:
-    if requested:
-        from sparse_tl import __version__
+def show(title: str, table: pd.DataFrame) -> None:
+    """Print a table as in a notebook: names on the left, numbers on the right, "-" for NaN."""
+    import pandas as pd
 
-        console.print(f"sparse_tl {__version__}", highlight=False)
-        raise typer.Exit
-    return requested
+    if not isinstance(table.index, pd.RangeIndex):
+        table = table.reset_index(names="")
+    drawn = Table(title=escape(title))
+    shown = table.apply(lambda column: column.map(_cell, na_action=None))
+    for index, (name, cells) in enumerate(shown.items()):
+        words = all(isinstance(cell, str) for cell in table.iloc[:, index])
+        least = min(max(map(len, cells)), 14)  # wider words are broken in a narrow terminal
+        how: Any = {"justify": "left" if words else "right", "min_width": least}
+        drawn.add_column(escape(str(name).replace("_", " ")), overflow="fold", **how)
+    for row in shown.itertuples(index=False):
+        drawn.add_row(*map(escape, row))
+    console.print(drawn)
 
 
-@app.callback(
-    help="Make a transformer's attention sparse without hurting its loss, and see what is left."
-)
-def _options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", metavar="", is_eager=True, callback=_version, help="Print the version."
-        ),
-    ] = False,
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug",
-            metavar="",
-            help="Show the traceback of errors. Works before or after the command name.",
-        ),
-    ] = False,
-) -> None:
-    """Options of all commands; `main` reads ``--debug``, at any position."""
+def _cell(value: Any) -> str:
+    from sparse_tl.results import short
+
+    text = short(value) if isinstance(value, float) else str(value)
+    return "-" if text in ("nan", "None") else text
+
+
+def main() -> None:
+    """Run the command line.
+
+    Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
+    position, shows the traceback of an error. With several ranks, only the first prints results;
+    every rank prints its own errors.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    console.quiet = rank > 0
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    try:
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _show_warning
+            # Typer may turn Ctrl-C into exit code 130 itself, and returns codes instead of exiting.
+            code = app(args=arguments, prog_name="sparse-tl", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except typer.Exit as stop:
+        code = stop.exit_code
+    except Exception as error:
+        if debug:
+            errors.print(traceback.format_exc(), markup=False, highlight=False, soft_wrap=True)
+        message, code = _explained(error)
+        title = f"Error on rank {rank}" if rank else "Error"
+        if message:  # otherwise help was printed, for a command without arguments
+            # A message may contain brackets, which rich must not parse as markup.
+            said = f"[bold red]{title}:[/] {escape(message)}"
+            errors.print(said, highlight=False, soft_wrap=True)
+    if code == 130 and not rank:
+        errors.print("Stopped. Progress is saved; run the same command again to resume.")
+    if code:
+        sys.exit(code)
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    """What went wrong, whose fault it is and what to do; and the exit code."""
+    from sparse_tl.calls.arguments import is_out_of_memory, reason
+
+    usage: Any = error
+    if hasattr(usage, "exit_code"):  # some versions of Typer have their own copy of Click's errors
+        message, context = usage.format_message(), getattr(usage, "ctx", None)
+        path = "sparse-tl" if context is None else context.command_path
+        end = "" if message.endswith(("?", ".")) else "."
+        return f"{message}{end} See `{path} --help`." if message else "", usage.exit_code
+    raised = traceback.extract_tb(error.__traceback__)
+    is_ours = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
+    for_users = is_ours and isinstance(error, (ValueError, ImportError, MemoryError))
+    if for_users or isinstance(error, OSError):
+        return str(error), 1
+    if is_out_of_memory(error):
+        return (
+            f"{reason(error)} Use a smaller --batch-size (with a larger --accumulate where the "
+            "command has it), a smaller --window or model, or another --device."
+        ), 1
+    return (
+        f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:600]}. This is a bug "
+        "in sparse_tl or in a library that it uses, not in your command. --debug shows where it "
+        "failed. Please report it with the traceback and the output of `sparse-tl doctor`."
+    ), 1
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as a single line, without Python's source code excerpt."""
+    if not console.quiet:
+        text = f"[bold yellow]Warning:[/] {escape(str(message))}"
+        errors.print(text, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from sparse_tl import jobs  # its functions are imported when they are called
-from sparse_tl.cli.app import Device, Quiet, call, command, job_command, option
-from sparse_tl.cli.printing import comparison, console, held_out, table, texts
+from sparse_tl.cli.app import Device, Quiet, call, command, console, job_command, option, show
 from sparse_tl.jobs.settings import (
     INPUT,
     MODEL,
@@ -33,30 +33,23 @@ from sparse_tl.jobs.settings import (
     ),
 )
 def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
-    if how["progress"] and not (out / "metrics.json").exists():
-        console.print(
-            "Training a model to add two-digit numbers, making its attention sparse and drawing "
-            f"both models into {out}. This takes 3 to 4 minutes on two idle cores. After Ctrl-C, "
-            "run the same command again to resume.",
-            markup=False,
-        )
     outcome = call(jobs.run_addition, job, out, how)
-    metrics = outcome.metrics
-    held_out(
-        f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums",
-        outcome.held_out,
-        {
-            "accuracy": "sums exactly right",
-            "loss": "loss (nats per answer character)",
-            "active_attention_edges": "active attention edges per sum",
-        },
-    )
+    title = f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums, loss in nats"
+    show(title, outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
-    if metrics["circuits"]:
-        comparison(metrics["circuits"])
-    for reason in metrics["no_circuits"]:
+    found = jobs.Comparison(outcome.metrics["circuits"])
+    _show_circuits(replace(found, no_circuits=outcome.metrics["no_circuits"]))
+    seconds = f"{outcome.metrics['seconds']:.0f} seconds"
+    console.print(f"{seconds}; see {out / 'addition.html'}", markup=False)
+
+
+def _show_circuits(found: Any) -> None:
+    if found.metrics:
+        show(
+            found.caption, found.to_pandas().filter(regex="^(?!.*_(low|high)$)")
+        )  # fits 80 columns
+    for reason in found.no_circuits:
         console.print(f"No circuit: {reason}", markup=False)
-    console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}", markup=False)
 
 
 @job_command(
@@ -76,7 +69,7 @@ def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
 )
 def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     outcome = call(jobs.run_post_training, job, out, how)
-    texts(f"{job.model} on held-out rows, dense → sparse, in nats per token", outcome.texts)
+    show(f"{job.model} on held-out rows, in nats per token", outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
 
 
@@ -89,10 +82,7 @@ def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_circuits, job, out, how)
-    comparison(outcome.metrics)
-    for reason in outcome.no_circuits:
-        console.print(f"No circuit: {reason}", markup=False)
+    _show_circuits(call(jobs.run_circuits, job, out, how))
     console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
 
 
@@ -110,21 +100,10 @@ def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
     ),
 )
 def head_roles(job: HeadRolesJob, out: Path, how: dict[str, Any]) -> None:
-    metrics = call(jobs.run_head_roles, job, out, how).metrics
-    from sparse_tl.head_roles import ROLES  # slow import: not needed for help
-
-    table(
-        f"Heads per role, and change in nats per response if up to {job.max_heads} are ablated",
-        ["task", "model", *ROLES],
-        [
-            [task, name]
-            + [f"{roles[r]['heads']:.1f}, {roles[r]['change_when_ablated']:+.2f}" for r in ROLES]
-            for task, models in metrics["tasks"].items()
-            for name, roles in models.items()
-        ],
-        names=2,
-    )
-    seconds = f"{metrics['seconds']:.0f} seconds"
+    outcome = call(jobs.run_head_roles, job, out, how)
+    changed = f"change in nats per response if up to {job.max_heads} are ablated"
+    show(f"Heads per role, and {changed}", outcome.to_pandas())
+    seconds = f"{outcome.metrics['seconds']:.0f} seconds"
     console.print(f"{seconds}; see {out / 'ablation_grid.html'}", markup=False)
 
 
@@ -193,29 +172,27 @@ def get(
     from sparse_tl import zoo  # slow import: not needed for help
 
     if name is None:
-        rows = [
-            [key, model.title, model.licence, decimal(model.download)]
-            + ["yes" if zoo.cached_file(key).is_file() else "no"]
-            for key, model in zoo.PUBLISHED.items()
-        ]
-        table("Language models", ["name", "model", "licence", "download", "cached"], rows, names=3)
+        import pandas as pd
+
+        listed = {
+            "name": [*zoo.PUBLISHED],
+            "model": [model.title for model in zoo.PUBLISHED.values()],
+            "licence": [model.licence for model in zoo.PUBLISHED.values()],
+            "download": [decimal(model.download) for model in zoo.PUBLISHED.values()],
+            "cached": ["yes" if zoo.cached_file(key).is_file() else "no" for key in zoo.PUBLISHED],
+        }
+        show("Language models", pd.DataFrame(listed))
         return
     model, file = zoo.published(name), zoo.cached_file(name)
-    terms = f" ({model.terms})" if model.terms else ""
-    console.print(f"{model.title}: {model.about}.", markup=False)
+    terms, is_cached = f" ({model.terms})" if model.terms else "", zoo.is_whole(name, file)
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    console.print(f"{model.title}: {model.about}.", **plain)
     console.print(
         f"Licence: {model.licence}{terms}. {decimal(model.download)} to download, "
         f"{decimal(model.size)} on disk.",
-        markup=False,
-        highlight=False,
+        **plain,
     )
-    is_cached = zoo.is_whole(name, file)
     if not is_cached:
         zoo.get_language_model(name, accept_licence=accept_licence, progress=not quiet)
-    console.print(
-        f"{'Already downloaded' if is_cached else 'Done'}: use load_language_model({name!r}) or "
-        f"--model {file}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    done = "Already downloaded" if is_cached else "Done"
+    console.print(f"{done}: use load_language_model({name!r}) or --model {file}", **plain)

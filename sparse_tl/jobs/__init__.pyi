@@ -1,4 +1,4 @@
-from .addition import AdditionRun as AdditionRun, run_addition as run_addition
+from .addition import run_addition as run_addition
 from .circuits import Comparison as Comparison, run_circuits as run_circuits
 from .doctor import Check as Check, run_doctor as run_doctor
 from .folder import SparseRun as SparseRun

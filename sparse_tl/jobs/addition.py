@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +14,6 @@ from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.jobs.settings import AdditionJob, takes
 from sparse_tl.metrics import NoEffectError, logit_difference
-from sparse_tl.plots import CircuitDiagram
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
@@ -29,22 +28,6 @@ EXAMPLES = 1000
 """Sums per digit for measuring accuracy."""
 
 
-@dataclass(frozen=True, repr=False)
-class AdditionRun(SparseRun):
-    """Results of an addition run.
-
-    Args:
-        dense: the dense model.
-        diagram: figure of the dense and the sparse model.
-    """
-
-    dense: Model
-    diagram: CircuitDiagram
-
-    def _repr_html_(self) -> str:
-        return f"{super()._repr_html_()}\n{self.diagram}"
-
-
 @takes(AdditionJob)
 def run_addition(
     out: Path,
@@ -53,7 +36,7 @@ def run_addition(
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
-) -> AdditionRun:
+) -> SparseRun:
     """Run all unfinished steps and return all results.
 
     Args:
@@ -82,7 +65,13 @@ def run_addition(
         build_pair(recipe, folder.path, seed, device=device, progress=progress)
         dense, sparse, verdict, _ = read_pair(folder.path, device=device)
     with folder.stage("figure"):
-        diagram = draw(dense, sparse, task)
+        # Any answer character can be selected, and the last one is shown.
+        diagram = circuit_diagram(
+            {"Base Model": dense, "Sparse Model": sparse},
+            decode(task.prompt(PROMPT).tokens[0]),
+            positions=range(ANSWER.start, ANSWER.stop),
+            position=ANSWER.stop - 1,
+        )
         save_figure(diagram, folder.path, "addition")
     test = task.split(seed=seed)[2]
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
@@ -91,18 +80,7 @@ def run_addition(
     metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
     metrics["seconds"] = round(folder.seconds, 1)
     write_json(folder / "metrics.json", metrics)
-    return AdditionRun(metrics, sparse, dense, diagram)
-
-
-def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
-    """The figure of ``36+28``; any answer character can be selected, and the last one is shown."""
-    prompt = decode(task.prompt(PROMPT).tokens[0])
-    return circuit_diagram(
-        {"Base Model": dense, "Sparse Model": sparse},
-        prompt,
-        positions=range(ANSWER.start, ANSWER.stop),
-        position=ANSWER.stop - 1,
-    )
+    return SparseRun(metrics, sparse)
 
 
 def _circuits(
@@ -118,18 +96,19 @@ def _circuits(
     titles, failed = {}, []
     for digit in DIGITS:
         title = f"Addition, {digit}"
-        names = {side: f"circuits/{measured_folder(digit, seed, side)}" for side in models}
-        for side, name in names.items():
+        for side, model in models.items():
+            name = f"circuits/{measured_folder(digit, seed, side)}"
             if folder.finished(f"{name}/{ACCURACY}"):
                 continue
             pairs, examples = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
             try:
                 with folder.stage(name):
-                    saved, skill = folder / name, {"accuracy": accuracy(models[side], examples)}
-                    measure(models[side], pairs, skill, logit_difference, saved, progress=progress)
+                    saved, skill = folder / name, {"accuracy": accuracy(model, examples)}
+                    measure(model, pairs, skill, logit_difference, saved, progress=progress)
             except NoEffectError as error:  # the model has not learned to add
                 failed.append(f"{title}, {side} model: {error}")
-        if all(folder.finished(f"{name}/{ACCURACY}") for name in names.values()):
+                break
+        else:
             titles[digit] = title
     if not titles:
         return {}, failed

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -57,7 +57,8 @@ from sparse_tl.zoo import (
 
 EXAMPLES = 500
 """Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
-Draw = Callable[[int], PromptPairs]
+PROMPTS = 16
+"""Number of held-out pairs for which circuits of single prompts are found."""
 LEVEL = 0.9
 """The explained effect at which models are compared."""
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
@@ -65,9 +66,9 @@ PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
 """Key of the median number of circuit edges that a single prompt needs."""
 ENDS = ("_low", "_high")
 """Suffixes of the keys of a size's 95 % interval over pairs; absent for medians over seeds."""
+_LABELS = ["task", "seed", "side", "parts"]
 ACCURACY = "accuracy.json"
-PROMPTS = 16
-"""Number of held-out pairs for which circuits of single prompts are found."""
+"""The last file that `measure` writes."""
 
 
 @dataclass(frozen=True)
@@ -75,36 +76,43 @@ class Comparison:
     """Parts that each task needs: the content of ``metrics.json``, and the curves as a table."""
 
     metrics: dict[str, Any]
-    curves: pd.DataFrame
+    curves: pd.DataFrame = field(default_factory=pd.DataFrame)
     no_circuits: Sequence[str] = ()
     """Reasons why requested tasks have no circuits."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for an explained effect of 0.9, per model.
 
-        Medians for several seeds; for a single seed, also the 95 % interval over pairs.
+        For a single seed, also the 95 % interval over pairs; for several, medians, and the lowest
+        and highest multiplier (dense parts over sparse ones). NaN if not reached.
         """
         rows = []
+        sizes = {parts: f"{parts}_at_{LEVEL}" for parts in PARTS}
         for task, measured in self.metrics.items():
-            for parts in PARTS:
+            sides = [side for side in SIDES if side in measured]
+            for parts, key in {**sizes, "circuit_edges of one prompt": PER_PROMPT}.items():
                 row: dict[str, Any] = {"task": task, "parts": parts}
-                sides = [side for side in SIDES if side in measured]
                 for side in sides:
-                    key = f"{parts}_at_{LEVEL}"
-                    row[side] = measured[side][key]
-                    row |= {
-                        f"{side}{end}": measured[side][key + end]
-                        for end in ENDS
-                        if key + end in measured[side]
-                    }
-                if len(sides) > 1:
+                    ends = [end for end in ("", *ENDS) if key + end in measured[side]]
+                    row |= {side + end: measured[side][key + end] for end in ends}
+                if f"multiplier_{parts}" in measured:
                     row["multiplier"] = measured[f"multiplier_{parts}"]
+                    if len(measured["seeds"]) > 1 and (
+                        ends := measured[f"multiplier_{parts}_range"]
+                    ):
+                        row |= dict(zip(("lowest", "highest"), ends, strict=True))
                 rows.append(row)
         return pd.DataFrame(rows)
 
+    @property
+    def caption(self) -> str:
+        """What the numbers of the table are."""
+        n_seeds = max(len(measured["seeds"]) for measured in self.metrics.values())
+        over = f": medians of {n_seeds} seeds" if n_seeds > 1 else ""
+        return f"Parts needed for an explained effect of {LEVEL}{over}"
+
     def _repr_html_(self) -> str:
-        caption = [f"Parts needed for an explained effect of {LEVEL}", *self.no_circuits]
-        return table_html(self.to_pandas(), ". ".join(caption))
+        return table_html(self.to_pandas(), ". ".join([self.caption, *self.no_circuits]))
 
 
 def measure(
@@ -115,56 +123,34 @@ def measure(
     folder: Path,
     *,
     method: Method = "eap-ig",
-    patch: PatchName = "corrupted",
-    batch_size: int = 32,
-    progress: bool = True,
+    **options: Any,
 ) -> None:
     """Save scores from the first half of the pairs, and curves and single-prompt circuits from the
     second, together with the model's skill at the task.
 
-    Each result is saved as soon as it is computed, and loaded if an earlier call saved it;
-    `measured_file` is written last. Raises a `NoEffectError` if there is no effect to explain.
+    Each result is saved as soon as it is computed, and loaded if an earlier call saved it. Other
+    options are patch, batch size and progress. Raises a `NoEffectError` without an effect.
     """
-    scoring = pairs.select(slice(0, len(pairs) // 2))
-    held_out = pairs.select(slice(len(pairs) // 2, None))
-    single = held_out.select(slice(0, PROMPTS))
-    options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
+    half = len(pairs) // 2
+    scoring, held_out = pairs.select(slice(half)), pairs.select(slice(half, None))
     for parts, attribute, evaluate in (
         ("circuit_edge", attribute_circuit_edges, evaluate_circuit_edges),
         ("head", attribute_heads, evaluate_heads),
     ):
-        scores = saved(
-            folder / f"{parts}_scores",
-            Scores,
-            partial(attribute, model, scoring, metric, method=method, **options),
-        )
-        evaluation = saved(
-            folder / f"{parts}s",
-            Evaluation,
-            partial(evaluate, model, held_out, metric, scores, **options),
-        )
-        _ = evaluation.effect  # raises where there is none
-    saved(
-        folder / "circuit_edges_per_prompt",
-        CircuitSizes,
-        partial(
-            *(circuit_sizes_per_prompt, model, single, metric),
-            level=LEVEL,
-            method=method,
-            **options,
-        ),
-    )
+        score = partial(attribute, model, scoring, metric, method=method, **options)
+        scores = saved(folder / f"{parts}_scores", Scores, score)
+        judge = partial(evaluate, model, held_out, metric, scores, **options)
+        _ = saved(folder / f"{parts}s", Evaluation, judge).effect  # raises where there is none
+    single = held_out.select(slice(PROMPTS))
+    how: dict[str, Any] = {"level": LEVEL, "method": method, **options}
+    find = partial(circuit_sizes_per_prompt, model, single, metric, **how)
+    saved(folder / "circuit_edges_per_prompt", CircuitSizes, find)
     write_json(folder / ACCURACY, skill)
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
     """Path in a run's folder of the results of `measure` for one model and seed."""
     return f"{task}/seed-{seed}/{side}"
-
-
-def measured_file(task: str, seed: int, side: str) -> str:
-    """The last file that `measure` writes in `measured_folder`."""
-    return f"{measured_folder(task, seed, side)}/{ACCURACY}"
 
 
 def effect_curves(
@@ -191,37 +177,35 @@ def report(
     tables: list[pd.DataFrame] = []
     panels: dict[Parts, dict[str, list[SeedCurves]]] = {parts: {} for parts in PARTS}
     for task, title in tasks.items():
-        multipliers: dict[str, pd.Series] = {}
-        for parts in PARTS:
-            curves = [
-                effect_curves(folder, task, seeds, side, parts, name)
-                for side, name in names.items()
-            ]
-            panels[parts][title] = curves
-            if len(curves) > 1:
-                multipliers[f"multiplier_{parts}"] = seed_multipliers(*curves, level=LEVEL)
-        by_seed: dict[str, Any] = {}
-        for index, seed in enumerate(seeds):
-            numbers = by_seed[str(seed)] = {}
+        by_seed: dict[str, Any] = {str(seed): {} for seed in seeds}
+        for seed, numbers in zip(seeds, by_seed.values(), strict=True):
             for side in names:
                 numbers[side], sizes = _numbers(folder / measured_folder(task, seed, side))
-                labels = {"task": task, "seed": seed, "side": side}
-                tables += [pd.DataFrame({**labels, "parts": p, **sizes[p]}) for p in PARTS]
-            numbers |= {name: _number(ratios.iloc[index]) for name, ratios in multipliers.items()}
+                tables.append(sizes.assign(task=task, seed=seed, side=side))
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
             _draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names, patch)
         metrics[task] = {
-            side: _medians([numbers[side] for numbers in by_seed.values()]) for side in names
+            side: _medians([each[side] for each in by_seed.values()]) for side in names
         }
-        for name, ratios in multipliers.items():
-            found = ratios.dropna()
-            metrics[task] |= {name: _number(found.median())}
-            metrics[task] |= {f"{name}_range": [found.min(), found.max()] if len(found) else None}
+        for parts in PARTS:
+            curves = panels[parts][title] = [
+                effect_curves(folder, task, seeds, side, parts, name)
+                for side, name in names.items()
+            ]
+            if len(curves) > 1:
+                name, ratios = f"multiplier_{parts}", seed_multipliers(*curves, level=LEVEL)
+                for numbers, ratio in zip(by_seed.values(), ratios, strict=True):
+                    numbers[name] = _number(ratio)
+                found = ratios.dropna()
+                metrics[task][name] = _number(found.median())
+                ends = [found.min(), found.max()] if len(found) else None
+                metrics[task][f"{name}_range"] = ends
         metrics[task]["seeds"] = by_seed
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
         save_figure(figure, folder, f"{parts}_kept")
     table = pd.concat(tables, ignore_index=True)
+    table = table[[*_LABELS, *table.columns.drop(_LABELS)]]
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table)
@@ -232,16 +216,16 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
-    """The measurements of one model and seed, and its curves as tables."""
+def _numbers(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The measurements of one model and seed, and its curves as a table."""
     numbers: dict[str, Any] = read_json(folder / ACCURACY)
-    tables: dict[Parts, pd.DataFrame] = {}
+    tables = []
     for parts in PARTS:
-        evaluation = Evaluation.load(folder / parts)
-        numbers[f"{parts}_at_{LEVEL}"] = evaluation.curve(parts).size_at(LEVEL)
+        evaluation, key = Evaluation.load(folder / parts), f"{parts}_at_{LEVEL}"
+        numbers[key] = evaluation.curve(parts).size_at(LEVEL)
         for end, size in zip(ENDS, evaluation.size_interval(LEVEL), strict=True):
-            numbers[f"{parts}_at_{LEVEL}{end}"] = size
-        tables[parts] = evaluation.to_pandas()
+            numbers[key + end] = size
+        tables.append(evaluation.to_pandas().assign(parts=parts))
     single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
     numbers |= {
         PER_PROMPT: single.median,
@@ -249,23 +233,19 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
         "prompts_not_reached": single.not_reached,
         "prompts_no_effect": single.no_effect,
     }
-    return numbers, tables
+    return numbers, pd.concat(tables)
 
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of each number over seeds; counts of prompts are summed."""
     if len(seeds) == 1:
         return dict(seeds[0])
-    medians: dict[str, Any] = {}
-    for name in seeds[0]:
-        values = [numbers[name] for numbers in seeds]
-        if name.endswith(ENDS):
-            continue
-        if name.startswith("prompts"):
-            medians[name] = sum(values)
-        else:
-            medians[name] = median_size(values) if "_at_" in name else statistics.median(values)
-    return medians
+    values = {name: [numbers[name] for numbers in seeds] for name in seeds[0]}
+    return {
+        name: sum(each) if name.startswith("prompts") else median_size(each)
+        for name, each in values.items()
+        if not name.endswith(ENDS)
+    }
 
 
 def _draw_circuits(
@@ -274,12 +254,11 @@ def _draw_circuits(
     """Draw and list each model's circuit that reaches the level."""
     circuits: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
-    for side in names:
-        scores = Scores.load(folder / side / "circuit_edge_scores")
-        size = measured[side][f"circuit_edges_at_{LEVEL}"]
-        kept = scores.grid.n_parts if size is None else min(math.ceil(size), scores.grid.n_parts)
-        circuit = _smallest(scores, kept, patch)
-        circuits[names[side]], by_name[names[side]] = circuit, scores
+    for side, name in names.items():
+        scores = by_name[name] = Scores.load(folder / side / "circuit_edge_scores")
+        size, n_parts = measured[side][f"circuit_edges_at_{LEVEL}"], scores.grid.n_parts
+        kept = n_parts if size is None else min(math.ceil(size), n_parts)
+        circuit = circuits[name] = _smallest(scores, kept, patch)
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / f"{side}_circuit.json", listed)
     title = f"{title}: circuit edges for an explained effect of {LEVEL}"
@@ -322,32 +301,28 @@ def run_circuits(
         ValueError: a setting is invalid, or every task fails for a model.
         MemoryError: the address space of this process is limited.
     """
-    model, sparse, seeds = job.model, job.sparse, tuple(dict.fromkeys(job.seeds))
-    sides = SIDES if model is None or sparse is not None else ("dense",)
     check_address_space()
+    sides = SIDES if job.model is None or job.sparse is not None else SIDES[:1]
     chosen = [TASKS_BY_NAME[name] for name in dict.fromkeys(job.tasks or get_args(BuiltInTask))]
     recorded = job.settings(format=6, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=restart)
     declined: dict[str, list[str]] = {}
+    seeds = tuple(dict.fromkeys(job.seeds))
     for seed in seeds:
-        missing = {
-            task.name: [
-                side for side in sides if not folder.finished(measured_file(task.name, seed, side))
-            ]
-            for task in chosen
-        }
-        if not any(missing.values()):
+        missing: dict[str, list[str]] = {}
+        for task, side in product(chosen, sides):
+            if not folder.finished(f"{measured_folder(task.name, seed, side)}/{ACCURACY}"):
+                missing.setdefault(task.name, []).append(side)
+        if not missing:
             continue
         # Keep one pair in memory at a time.
         with folder.stage(f"models of seed {seed}"):
-            models = _models(model, sparse, seed, device, progress)
+            models = _models(job, seed, device, progress)
             for side, loaded in models.items():
-                suffix = f", seed {seed}" if model is None else ""
+                suffix = f", seed {seed}" if job.model is None else ""
                 folder.pin(f"{side} model{suffix}", digest(read_parameters(loaded)))
-        for task in chosen:
-            if not missing[task.name]:
-                continue
-            if model is None:
+        for task in (task for task in chosen if task.name in missing):
+            if job.model is None:
                 built_in = next(one for one in TASKS if one.name == task.name)
                 draw = partial(task_pairs, built_in, seed=seed)
             else:
@@ -360,30 +335,28 @@ def run_circuits(
                 continue
             for side in missing[task.name]:
                 name = measured_folder(task.name, seed, side)
+                measured = models[side], draw(job.pairs), skills[side].numbers, task.metric
+                how = job.only("method", "patch", "batch_size")
                 with folder.stage(name, f"{title}, {side} model"):
-                    measure(
-                        models[side],
-                        draw(job.pairs),
-                        skills[side].numbers,
-                        task.metric,
-                        folder / name,
-                        progress=progress,
-                        **job.only("method", "patch", "batch_size"),
-                    )
+                    measure(*measured, folder / name, progress=progress, **how)
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}
     if not titles:
         raise ValueError(" ".join(reasons))
     if reasons:
         write_json(folder / "no_circuits.json", reasons)
-    title = "Task Model" if model is None else model
+    title = job.model or "Task Model"
     names = dict(zip(sides, (title, f"Sparse {title}"), strict=False))
     compared = report(folder.path, titles, names, seeds=seeds, patch=job.patch)
     return replace(compared, no_circuits=reasons)
 
 
 def _skills(
-    models: Mapping[str, HookedModel], task: Task, draw: Draw, batch_size: int, progress: bool
+    models: Mapping[str, HookedModel],
+    task: Task,
+    draw: Callable[[int], PromptPairs],
+    batch_size: int,
+    progress: bool,
 ) -> dict[str, Skill] | str:
     """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
@@ -392,35 +365,29 @@ def _skills(
         return f": {error}"
     skills, options = {}, {"batch_size": batch_size, "progress": progress}
     for side, model in models.items():
-        skill = measure_skill(model, examples, task.metric, **options)
+        skills[side] = skill = measure_skill(model, examples, task.metric, **options)
         if skill.lack:
             return f", {side} model: {skill.lack}."
-        skills[side] = skill
     return skills
 
 
 def _models(
-    model: str | None,
-    sparse: str | Path | None,
-    seed: int,
-    device: str | None,
-    progress: bool,
+    job: CircuitsJob, seed: int, device: str | None, progress: bool
 ) -> dict[str, HookedModel]:
-    if model is None:
+    if job.model is None:
         pair = load_task_models(seed, device=device, progress=progress)
         return dict(zip(SIDES, pair, strict=True))
-    if str(sparse) == model == SMOLLM2:
+    if str(job.sparse) == job.model == SMOLLM2:
         return dict(zip(SIDES, load_language_models(device=device), strict=True))
-    dense = load_named_model(model, load_model, device=device)
-    if sparse is None:
+    dense = load_named_model(job.model, load_model, device=device)
+    if job.sparse is None:
         return {"dense": dense}
-    wrapped = SparseTransformer.from_pretrained(sparse, device=device)
-    dense.cfg.default_prepend_bos = wrapped.cfg.default_prepend_bos  # both read the same prompts
-    graphs = [adapt(model).graph for model in (dense, wrapped)]
-    sizes = [adapt(model).d_vocab for model in (dense, wrapped)]
-    if graphs[0] != graphs[1] or sizes[0] != sizes[1]:
+    sparse = SparseTransformer.from_pretrained(job.sparse, device=device)
+    dense.cfg.default_prepend_bos = sparse.cfg.default_prepend_bos  # both read the same prompts
+    of_dense, of_sparse = adapt(dense), adapt(sparse)
+    if (of_dense.graph, of_dense.d_vocab) != (of_sparse.graph, of_sparse.d_vocab):
         raise ValueError(
-            f"expected a sparse model made from the dense one; got {graphs[0]!r} over {sizes[0]} "
-            f"tokens and {graphs[1]!r} over {sizes[1]}"
+            f"--sparse was not made from --model: {of_sparse.graph!r} over {of_sparse.d_vocab} "
+            f"tokens, and {of_dense.graph!r} over {of_dense.d_vocab}"
         )
-    return {"dense": dense, "sparse": wrapped}
+    return {"dense": dense, "sparse": sparse}

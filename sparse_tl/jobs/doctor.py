@@ -80,7 +80,7 @@ def _versions() -> Iterator[Check]:
         except metadata.PackageNotFoundError:
             version = "not installed"
         if version == "not installed" or version not in needed.specifier:
-            problem = f"{version}; expected {needed.specifier}. pip install '{needed}'"
+            problem = f"{version}; {needed.specifier} is needed: pip install '{needed}'"
             yield Check(needed.name, False, problem)
         elif needed.name in ("torch", "transformer-lens", "transformers"):
             yield Check(needed.name, True, version)
@@ -108,18 +108,18 @@ def _model(
     loaded: list[HookedModel] = []
 
     def load_and_describe() -> str:
-        model = load()
-        description = _describe(model)
-        loaded.append(model)
-        return description
+        loaded.append(load())
+        return _describe(loaded[0])
 
-    yield _run(name, load_and_describe)
-    if loaded:
-        adapter = adapt(loaded[0])
-        yield _run(f"{name}: gates", lambda: _gates(adapter))
-        yield _run(f"{name}: circuits", lambda: _circuits(adapter))
-        yield _run(f"{name}: padding", lambda: _padding(adapter))
-        yield _run(f"{name}: saving", lambda: _saving(adapter))
+    yield (check := _run(name, load_and_describe))
+    if check.works:
+        for part, examine in (
+            ("gates", _gates),
+            ("circuits", _circuits),
+            ("padding", _padding),
+            ("saving", _saving),
+        ):
+            yield _run(f"{name}: {part}", partial(examine, adapt(loaded[0])))
         if window is not None:
             yield _run(f"{name}: memory", lambda: str(training_memory(loaded[0], window)))
 
@@ -151,10 +151,8 @@ def _gates(adapter: Adapter) -> str:
 
 def _circuits(adapter: Adapter) -> str:
     graph = adapter.graph
-    return (
-        f"its heads and MLPs add up, and edits reach them: {len(graph.nodes)} nodes, "
-        f"{graph.n_edges:,} circuit edges"
-    )
+    counted = f"{len(graph.nodes)} nodes, {graph.n_edges:,} circuit edges"
+    return f"its heads and MLPs add up, and edits reach them: {counted}"
 
 
 @torch.no_grad()
@@ -170,8 +168,8 @@ def _padding(adapter: Adapter) -> str:
     error = ((shifted - unpadded).abs().amax(-1) / unpadded.abs().amax(-1)).max().item()
     if not error < tolerance(adapter.dtype):  # also catches NaN
         raise ValueError(
-            "expected the same outputs for prompts with and without padding on the left; this "
-            f"model's differ by {error:.2g}. Use prompts of one length"
+            f"outputs for prompts with and without padding on the left differ by {error:.2g}. Use "
+            "prompts of one length"
         )
     return "prompts may be padded on the left"
 

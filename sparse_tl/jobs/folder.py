@@ -61,26 +61,17 @@ class SparseRun:
         """Whether post-training met its target, and with how many attention edges."""
         return self.metrics["verdict"]
 
-    @property
-    def held_out(self) -> dict[str, HeldOut]:
-        """Held-out measurements of the dense and the sparse model."""
-        return {side: from_fields(HeldOut, self.metrics[side]) for side in SIDES}
-
-    @property
-    def texts(self) -> dict[str, DenseAndSparse]:
-        """Held-out measurements of both models on every text and task, if there are several."""
-        return {
-            name: DenseAndSparse(*(from_fields(HeldOut, sides[side]) for side in SIDES))
-            for name, sides in self.metrics.get("texts", {}).items()
-        }
-
     def to_pandas(self) -> pd.DataFrame:
-        """Held-out measurements of both models: on every text if there are several."""
-        if self.texts:
-            return pd.DataFrame.from_dict(
-                {name: both.row() for name, both in self.texts.items()}, orient="index"
-            )
-        return pd.DataFrame({side: measured.numbers for side, measured in self.held_out.items()})
+        """Held-out measurements of both models: on every text and task, if the job has several."""
+
+        def held_out(sides: dict[str, Any]) -> DenseAndSparse:
+            return DenseAndSparse(*(from_fields(HeldOut, sides[side]) for side in SIDES))
+
+        if texts := self.metrics.get("texts"):
+            rows = {name: held_out(sides).row() for name, sides in texts.items()}
+            return pd.DataFrame.from_dict(rows, orient="index")
+        both = held_out(self.metrics)
+        return pd.DataFrame({"dense": both.dense.numbers, "sparse": both.sparse.numbers})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.verdict})"

@@ -36,7 +36,7 @@ from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.progress import say
 from sparse_tl.results import table_html
 from sparse_tl.storage.files import digest, read_json, write_csv, write_json
-from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask, Task
+from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS
 from sparse_tl.zoo import (
     TASKS,
@@ -100,23 +100,19 @@ def run_head_roles(
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    if job.model:
-        cells = cells_of(job.model, job.tasks, job.prompts, device)
-    else:
-        cells = built_in_cells(job.tasks, job.prompts, job.seed, device, progress)
+    cells = cells_of(job, device, progress)
     folder = RunFolder(out, job.settings(format=2), restart=restart)
     for number, cell in enumerate(cells, start=1):
-        name = f"{cell.task}/{cell.model}"
+        name, title = f"{cell.task}/{cell.model}", f"{cell.row}, {cell.column}"
         if folder.finished(f"{name}/{PROMPTS}"):
             continue
-        with folder.stage(name, f"{cell.row}, {cell.column}"):
+        with folder.stage(name, title):
             loaded = cell.load()
             folder.pin(f"model of {name}", digest(read_parameters(loaded)))
             dataset = cell.prompts(loaded)
             if len(dataset) < FEWEST:
                 raise ValueError(
-                    f"expected a source of at least {FEWEST} prompts that fit the model; got "
-                    f"{len(dataset)}"
+                    f"only {len(dataset)} prompts of the source fit the model; {FEWEST} are needed"
                 )
             if len(dataset) < job.prompts:
                 warnings.warn(
@@ -124,8 +120,9 @@ def run_head_roles(
                     "the model",
                     stacklevel=2,
                 )
-            title = f"{cell.row}, {cell.column} ({number} of {len(cells)})"
-            _measure(loaded, dataset, folder, name, title, job, progress)
+            if progress:
+                say(f"{title} ({number} of {len(cells)})")
+            _measure(loaded, dataset, folder, name, job, progress)
             del loaded  # free its memory for the next model
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return _report(folder, cells)
@@ -136,30 +133,19 @@ def _measure(
     dataset: TargetDataset,
     folder: RunFolder,
     name: str,
-    title: str,
     job: HeadRolesJob,
     progress: bool,
 ) -> None:
     """Measure one cell: roles on most prompts, curves on the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=job.seed)
-    cell, checkpoint = folder / name, folder / "checkpoints" / name
-    fitting = job.only("updates", "lambda_", "batch_size", "accumulate", "seed")
-    if progress:
-        say(title)
-    fitting |= {"seeds": job.seeds, "held_out": held_out, "progress": progress}
-    roles = saved(
-        cell / "roles",
-        HeadRoles,
-        lambda: fit_head_gates(model, fitted, checkpoint=checkpoint, **fitting),
-    )
+    cell, options = folder / name, job.only("updates", "lambda_", "batch_size", "accumulate")
+    options |= {"checkpoint": folder / "checkpoints" / name, "seeds": job.seeds}
+    shared: dict[str, Any] = {"seed": job.seed, "progress": progress}
+    fit = partial(fit_head_gates, model, fitted, held_out=held_out, **options, **shared)
+    roles = saved(cell / "roles", HeadRoles, fit)
     for role in ROLES:
-        options = {**job.only("max_heads", "seed"), "control": role == ROLES[0]}
-        measured = partial(ablation_curve, model, roles, held_out, role, **options)
-        saved(
-            cell / role,
-            AblationCurve,
-            partial(measured, progress=progress),
-        )
+        ablate = partial(ablation_curve, model, roles, held_out, role, max_heads=job.max_heads)
+        saved(cell / role, AblationCurve, partial(ablate, control=role == ROLES[0], **shared))
     for name, figure in {"heads": roles.figure(), "gates": gate_trajectories(roles)}.items():
         if figure.has_images:  # a page of each would take 5 MB
             figure.save(cell / f"{name}.png")
@@ -233,48 +219,16 @@ class Cell:
     prompts: Callable[[HookedModel], TargetDataset]
 
 
-def built_in_cells(
-    tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
-) -> list[Cell]:
-    """Cells of the built-in dense and sparse models on the given tasks; by default on all."""
-    known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
-    chosen = list(dict.fromkeys(tasks or known))
+def cells_of(job: HeadRolesJob, device: str | None, progress: bool = True) -> list[Cell]:
+    """The cells of a job's models, or of the built-in pairs, on its tasks, or on all of them.
 
-    @cache
-    def pair(addition: bool) -> tuple[HookedModel, HookedModel]:
-        load_pair = load_addition_models if addition else load_task_models
-        return load_pair(seed, device=device, progress=progress)
-
-    def read(name: str, model: HookedModel) -> TargetDataset:
-        if name == "addition":
-            sums = AdditionTask("placeholder").split(seed=seed)[2]
-            return TargetDataset(sums).select(slice(0, prompts))
-        task = next(task for task in TASKS if task.name == name)
-        return TargetDataset.from_pairs(task_pairs(task, prompts, seed=seed), seed=seed)
-
-    def load(name: str, side: str) -> HookedModel:
-        dense, sparse = pair(name == "addition")
-        return dense if side == "dense" else sparse
-
-    cells = []
-    for side in SIDES:
-        for name in chosen:
-            functions = partial(load, name, side), partial(read, name)
-            cells.append(Cell(name, known[name], side, side.title(), *functions))
-    return cells
-
-
-def cells_of(
-    models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
-) -> list[Cell]:
-    """Cells of models, by name or folder, on question sets (by default all), tasks and text.
-
-    One model is in memory at a time.
+    One model that the job names is in memory at a time.
     """
-    chosen = list(dict.fromkeys(tasks or QUESTION_SETS))
-    rows = [_row(name, prompts) for name in chosen]
-    columns = _titled(models)
-    for model in models:
+    if not job.model:
+        return _built_in_cells(job, device, progress)
+    rows = [_row(name, job.prompts) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
+    columns = _titled(job.model)
+    for model in job.model:
         if Path(model).is_dir() or Path(model).suffix == ".gguf":
             check_folder(model)
     cache: dict[str, HookedModel] = {}
@@ -292,21 +246,44 @@ def cells_of(
     ]
 
 
-def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
+def _built_in_cells(job: HeadRolesJob, device: str | None, progress: bool) -> list[Cell]:
+    built_in = {task.name: task for task in TASKS}
+    titles = {"addition": "Addition", **{name: task.title for name, task in built_in.items()}}
+
+    @cache
+    def pair(addition: bool) -> dict[str, HookedModel]:
+        load_pair = load_addition_models if addition else load_task_models
+        models = load_pair(job.seed, device=device, progress=progress)
+        return dict(zip(SIDES, models, strict=True))
+
+    def read(name: str, model: HookedModel) -> TargetDataset:
+        if name == "addition":
+            sums = AdditionTask("placeholder").split(seed=job.seed)[2]
+            return TargetDataset(sums).select(slice(job.prompts))
+        pairs = task_pairs(built_in[name], job.prompts, seed=job.seed)
+        return TargetDataset.from_pairs(pairs, seed=job.seed)
+
+    def load(name: str, side: str) -> HookedModel:
+        return pair(name == "addition")[side]
+
+    return [
+        Cell(name, titles[name], side, side.title(), partial(load, name, side), partial(read, name))
+        for side in SIDES
+        for name in dict.fromkeys(job.tasks or titles)
+    ]
+
+
+def _row(name: str, n: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
     """A task's name, title and prompts. Reads its source, so that errors come before long work."""
     kind, _, source = name.partition("=")
     if kind == "text":
         next(iter(read_documents(source)), None)
-        return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
-    if name in TASKS_BY_NAME:
-        return name, TASKS_BY_NAME[name].title, partial(_prompts, TASKS_BY_NAME[name], prompts)
+        return "text", f"Text: {Path(source).stem}", partial(_windows, source, n)
+    if task := TASKS_BY_NAME.get(name):
+        return name, task.title, lambda model: TargetDataset.from_pairs(task.pairs(model, n))
     questions = QUESTION_SETS[kind]
     questions.questions(source or None, 2)
-    return kind, questions.title, partial(questions.load, n=prompts, source=source or None)
-
-
-def _prompts(task: Task, n: int, model: HookedModel) -> TargetDataset:
-    return TargetDataset.from_pairs(task.pairs(model, n))
+    return kind, questions.title, partial(questions.load, n=n, source=source or None)
 
 
 def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
@@ -321,7 +298,7 @@ def _titled(models: Sequence[str]) -> dict[str, str]:
         titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]
         if len(set(map(_file_name, titles))) == len(models):
             return dict(zip(titles, models, strict=True))
-    raise ValueError(f"expected each model once; got {list(models)}")
+    raise ValueError(f"give each model once; got {list(models)}")
 
 
 def _file_name(title: str) -> str:

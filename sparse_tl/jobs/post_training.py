@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from sparse_tl.data.streams import TokenStream, cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
-from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, option_name, takes
+from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
 from sparse_tl.training import post_train, sampled_windows, short_rows
@@ -52,27 +52,20 @@ WINDOW_TOKENS = 2**24
 """Maximum number of tokens of a text to keep in memory, 128 MB; longer runs stream the text."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """A text or task of a run."""
+class Groups:
+    """The texts and tasks of a run by name, which share the held-out windows evenly.
 
-    name: str
-    stream: TokenStream
-    validation: TokenBatch
-    """Held-out rows for the loss constraint and model selection."""
-    test: TokenBatch
-    """Other held-out rows, to report on."""
+    Some held-out rows select the weights (`validation`); results are reported on the others.
+    """
 
+    def __init__(self, model: SparseTransformer, job: PostTrainingJob) -> None:
+        self.model, self.job = model, job
+        self.streams: dict[str, TokenStream] = {}
+        self.validation: dict[str, TokenBatch] = {}
+        self.reported: dict[str, TokenBatch] = {}
 
-@dataclass(frozen=True)
-class GroupReader:
-    """Reads the texts and tasks of a run as groups, which share the held-out windows evenly."""
-
-    model: SparseTransformer
-    job: PostTrainingJob
-
-    def text(self, source: str) -> Group:
-        """A text or dataset; the last tenth of the windows read before training is held out."""
+    def text(self, source: str) -> None:
+        """Add a text or dataset; the last tenth of the windows read before training is held out."""
         documents = read_documents(source)
         needed = self.job.steps * self.job.per_group + HELD_OUT_WINDOWS // self.job.n_groups
         limit = min(needed, WINDOW_TOKENS // self.job.window)
@@ -91,10 +84,10 @@ class GroupReader:
             )
         else:
             stream = self._shuffled(source, self._rows(train), self.job.per_group)
-        return self._group(source, stream, self._rows(held_out))
+        self._add(source, stream, self._rows(held_out))
 
-    def own(self, save_to: Path, progress: bool) -> list[Group]:
-        """Text that the model generates, of which a tenth is held out, as windows and `short_rows`.
+    def own(self, save_to: Path, progress: bool) -> None:
+        """Add text that the model generates as windows and `short_rows`; a tenth is held out.
 
         All kinds of short rows together have about as many tokens per step as the windows.
         """
@@ -104,7 +97,7 @@ class GroupReader:
         with self.model.opened():
             rows = sampled_windows(self.model, n, window, **options)
         train, held_out = map(rows.select, parts)
-        groups = [self._group(OWN, self._shuffled(OWN, train, self.job.per_group), held_out)]
+        self._add(OWN, self._shuffled(OWN, train, self.job.per_group), held_out)
         n_held_out = min(HELD_OUT_WINDOWS // self.job.n_groups, 2 * len(held_out))
         train, held_out = (
             short_rows(rows.tokens, self.model.tokenizer, seed=self.job.seed)
@@ -114,11 +107,10 @@ class GroupReader:
             n_tokens = int(rows.loss_mask.sum()) / len(rows) * len(train)
             per_step = max(1, round(self.job.per_group * window / n_tokens))
             stream = self._shuffled(name, rows, per_step)
-            groups.append(self._group(name, stream, held_out[name].select(slice(n_held_out))))
-        return groups
+            self._add(name, stream, held_out[name].select(slice(n_held_out)))
 
-    def task(self, name: str) -> Group:
-        """A task's prompts, with loss at the answer; about as many tokens per step as of a text."""
+    def task(self, name: str) -> None:
+        """Add a task's prompts, with loss at the answer; as many tokens per step as of a text."""
         task = TASKS_BY_NAME[name]
         pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.job.seed)
         rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # repeats come last
@@ -126,12 +118,13 @@ class GroupReader:
             raise ValueError(f"expected at least 18 prompts of {name}, to hold out two; got {n}")
         train, held_out = rows.select(slice(n - n // 9)), rows.select(slice(n - n // 9, n))
         per_step = self.job.per_group * max(1, self.job.window // rows.tokens.shape[1])
-        return self._group(name, self._shuffled(name, train, per_step), held_out)
+        self._add(name, self._shuffled(name, train, per_step), held_out)
 
-    def held_out(self, source: str) -> TokenBatch:
-        """Rows of a text that is only evaluated."""
+    def held_out(self, source: str) -> None:
+        """Add a text that is only evaluated."""
         documents = read_documents(source, split="validation")
-        return self._rows(self._windows(documents, TEST_WINDOWS // self.job.n_groups))
+        windows = self._windows(documents, TEST_WINDOWS // self.job.n_groups)
+        self.reported[group_name(source)] = self._rows(windows)
 
     def _windows(self, documents: Documents, limit: int) -> Tensor:
         tokenizer = self.model.tokenizer
@@ -156,10 +149,12 @@ class GroupReader:
         size = min(per_step, len(rows))
         return ShuffledStream(rows, size, self.job.seed, accumulate=self.job.accumulate)
 
-    def _group(self, source: str, stream: TokenStream, held_out: TokenBatch) -> Group:
+    def _add(self, source: str, stream: TokenStream, held_out: TokenBatch) -> None:
+        name = group_name(source)
         half = min(VALIDATION_WINDOWS // self.job.n_groups, len(held_out) // 2)
-        parts = (slice(half), slice(half, None))
-        return Group(group_name(source), stream, *map(held_out.select, parts))
+        self.streams[name] = stream
+        self.validation[name] = held_out.select(slice(half))
+        self.reported[name] = held_out.select(slice(half, None))
 
 
 def warn_of_repeats(name: str, used: int, n_rows: int) -> None:
@@ -212,7 +207,7 @@ def run_post_training(
     with ranks.main_process_first():
         folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
     if not folder.finished("metrics.json"):
-        model, trained = load(), job.trained
+        model = load()
         check_raw(model)
         if job.prompt is not None:
             prompt_tokens(model, job.prompt)
@@ -221,63 +216,60 @@ def run_post_training(
                 f"--window: the model's context has {adapt(model).n_ctx} tokens, fewer than "
                 f"{job.window}"
             )
-        if trained is None:
-            trained = "lora" if takes_lora(model) else "all"
-        unused = {"gates": ("learning_rate", "lora"), "lora": ()}.get(trained, ("lora",))
-        for name in unused:
-            if getattr(job, name) != PostTrainingJob.model_fields[name].default:
-                raise ValueError(f"{option_name(name)}: --trained {trained} does not use it")
+        trained = job.trained or ("lora" if takes_lora(model) else "all")
         if trained == "lora":
             add_lora(model, job.lora)
         if job.shard:
             shard_model(model, precision=job.precision)
         gates = job.only("gates", "mlps", "initial_threshold", "initial_bias")
         sparse = SparseTransformer(model, **gates)
-        reader = GroupReader(sparse, job)
-        groups = [reader.text(source) for source in job.texts if source != OWN]
+        groups = Groups(sparse, job)
         if OWN in job.texts:
-            groups = [*reader.own(folder / "own.safetensors", progress), *groups]
-        groups += [reader.task(name) for name in job.task]
-        others = {group_name(source): reader.held_out(source) for source in job.held_out_text}
+            groups.own(folder / "own.safetensors", progress)
+        for source in job.texts:
+            if source != OWN:
+                groups.text(source)
+        for task in job.task:
+            groups.task(task)
+        for source in job.held_out_text:
+            groups.held_out(source)
         with (
             folder.stage("post-training"),
             checkpointed_activations(sparse) if job.checkpoint_activations else nullcontext(),
         ):
             outcome = post_train(
                 sparse,
-                {group.name: group.stream for group in groups},
-                validation={group.name: group.validation for group in groups},
-                held_out={group.name: group.test for group in groups} | others,
+                groups.streams,
+                validation=groups.validation,
+                held_out=groups.reported,
                 learning_rate={} if trained == "gates" else {trained: job.learning_rate},
                 checkpoint=folder / "checkpoint",
                 progress=progress,
                 **job.only("target_loss", "target_edges", "steps", "gate_learning_rate"),
                 **job.only("head_cost", "seed", "precision"),
             )
-        for group in groups:
-            if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
-                warn_of_repeats(group.name, job.steps * job.per_group, group.stream.n_windows)
+        for name, stream in groups.streams.items():
+            if isinstance(stream, TextStream) and stream.n_windows is not None:
+                warn_of_repeats(name, job.steps * job.per_group, stream.n_windows)
         verdict, skills = outcome.verdict, None
         if not job.shard:
             dense = sparse  # with gates open and adapters off, unless its weights were trained
             if trained not in ("lora", "gates"):
                 dense = load()
+            alike = _alike(job.task)
             with folder.stage("skills"):
-                skills = measure_skills(
-                    dense, sparse, leave_out=_alike(job.task), progress=progress
-                )
+                skills = measure_skills(dense, sparse, leave_out=alike, progress=progress)
             if skills.kept or skills.lost:
                 verdict += f" Skills of no group: {skills.verdict}."
         reported = outcome.reported
-        first = reported[groups[0].name]
+        name = next(iter(groups.streams))
         measured = {
             "seed": job.seed,
             "verdict": verdict,
             "feasible": outcome.feasible,
             "trained": trained,
-            "held_out_windows": len(groups[0].test),
-            "dense": asdict(first.dense),
-            "sparse": asdict(first.sparse),
+            "held_out_windows": len(groups.reported[name]),
+            **asdict(reported[name]),
             "texts": {name: asdict(both) for name, both in reported.items()},
         }
         sparse.save_pretrained(folder / "sparse")

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparse_tl.calls.ranges import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
+from sparse_tl.calls import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
 
 INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 """The panels of the help."""
@@ -70,22 +70,18 @@ Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
 Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
 
 
-def _loss(target: float | str) -> float | str:
-    from sparse_tl.training.constraint import TargetLoss  # slow import: not needed for help
+def _read_by(kind: Literal["TargetLoss", "TargetEdges"]) -> AfterValidator:
+    def check(target: float | str) -> float | str:
+        from sparse_tl.training import constraint  # slow import: not needed for help
 
-    TargetLoss.parse(target)
-    return target
+        getattr(constraint, kind).parse(target)
+        return target
 
-
-def _edges(target: float | str) -> float | str:
-    from sparse_tl.training.constraint import TargetEdges  # slow import: not needed for help
-
-    TargetEdges.parse(target)
-    return target
+    return AfterValidator(check)
 
 
-Loss = Annotated[float | str, AfterValidator(_loss)]
-Edges = Annotated[float | str, AfterValidator(_edges)]
+Loss = Annotated[float | str, _read_by("TargetLoss")]
+Edges = Annotated[float | str, _read_by("TargetEdges")]
 
 
 class Job(BaseModel):

@@ -24,8 +24,15 @@ from sparse_tl.backend import (
     processes,
 )
 from sparse_tl.backend.devices import precision_of
-from sparse_tl.calls.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
-from sparse_tl.calls.out_of_memory import is_out_of_memory, reason
+from sparse_tl.calls.arguments import (
+    AtLeastOne,
+    NotNegative,
+    Positive,
+    Seed,
+    checked,
+    is_out_of_memory,
+    reason,
+)
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer

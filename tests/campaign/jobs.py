@@ -1,4 +1,4 @@
-"""Every job that resumes, on tiny models: functions of a folder, in processes of their own."""
+"""Jobs that resume, on tiny models: functions of a folder, in processes of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, rows, targets
-from tiny import save_taught_task_models, save_tiny, tiny_model, tokenizer_of
+from tiny import save_taught_task_models, save_tiny, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
@@ -22,8 +22,6 @@ import sparse_tl.jobs.addition
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import run_addition, run_circuits, run_head_roles, run_post_training
 from sparse_tl.tasks.addition import AdditionTask
-from sparse_tl.training import pretrain
-from sparse_tl.zoo import addition_recipe, recipes as built
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 
@@ -45,7 +43,7 @@ def _feed(found: Any, value: Any) -> None:
     elif isinstance(value, pd.DataFrame):
         found.update(value.drop(columns="seconds", errors="ignore").to_json(indent=0).encode())
     elif is_dataclass(value):
-        _feed(found, {f.name: getattr(value, f.name) for f in fields(value) if f.name != "diagram"})
+        _feed(found, {field.name: getattr(value, field.name) for field in fields(value)})
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             if key != "seconds":
@@ -67,27 +65,9 @@ def _post_train(folder: Path) -> str:
     return facts([stl.post_train(sparse, stream, **how), sparse])
 
 
-def _pretrain(folder: Path) -> str:
-    _often()
-    model = tiny_model(n_layers=1)
-    stream = stl.ShuffledStream(rows(), 4, 0)
-    how: dict[str, Any] = {"steps": 8, "evaluate_every": 3, **QUIET}
-    history = pretrain(model, stream, validation=rows(), checkpoint=folder / "c", **how)
-    return facts([history, model])
-
-
-def _sampled(folder: Path) -> str:
-    _often()
-    words = tokenizer_of([*WORDS, "red"], folder.parent / "words")
-    how: dict[str, Any] = {"batch_size": 2, "save_to": folder / "own.safetensors", **QUIET}
-    model = tiny_model(n_layers=1, tokenizer=words)
-    return facts(stl.sampled_windows(model, 16, 8, **how))
-
-
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
-    import_module("sparse_tl.training.text").SAVE_AFTER = 0.0
 
 
 def _head_gates(folder: Path) -> str:
@@ -95,28 +75,6 @@ def _head_gates(folder: Path) -> str:
     how: dict[str, Any] = {**FITTING, "updates": 6}
     model = tiny_model(n_layers=1)
     return facts(stl.fit_head_gates(model, targets(), checkpoint=folder / "c", **how))
-
-
-def _contrastive(folder: Path) -> str:
-    _often()
-    how: dict[str, Any] = {**FITTING, "updates": 8, "checkpoint": folder / "c"}
-    return facts(stl.fit_contrastive_head_gates(tiny_model(), targets(), targets(3), **how))
-
-
-def _pair(folder: Path) -> str:
-    """A built-in pair of another seed, in the user's cache."""
-    _often()
-    few: dict[str, Any] = {"steps": 6}
-    small = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_inner": 16}
-    recipe = addition_recipe().changed(
-        dense=few,
-        sparse={**few, "target_loss": 9.0},
-        architecture={**addition_recipe().architecture, **small},
-        batch_size=8,
-    )
-    _few_sums()
-    dense, sparse = built.load_built_in(recipe, 1, cache=folder, device="cpu", **QUIET)
-    return facts([dense, sparse])
 
 
 def _few_sums() -> None:
@@ -177,11 +135,7 @@ def _roles(folder: Path) -> str:
 
 JOBS: dict[str, Callable[[Path], str]] = {
     "post_train": _post_train,
-    "pretrain": _pretrain,
-    "sampled_windows": _sampled,
     "fit_head_gates": _head_gates,
-    "fit_contrastive_head_gates": _contrastive,
-    "built-in pair": _pair,
     "addition": _addition,
     "post-train": _post_training,
     "circuits": _circuits,

@@ -122,19 +122,6 @@ def test_other_settings_on_the_same_folder(addition: tuple[Path, Outcome]) -> No
     assert (out / "metrics.json").exists()
 
 
-def test_post_train_does_not_take_the_folder_of_another_command(
-    addition: tuple[Path, Outcome], tiny: Path, story: Path
-) -> None:
-    out, _ = addition
-    with no_training():
-        outcome = run_command(
-            *("post-train", "--model", tiny, "--text", story),
-            *("--target-loss", "+0.1", "--out", out),
-        )
-    assert outcome.code == 1
-    assert "command 'addition' there, 'post-train' here" in outcome.err
-
-
 def test_restart_does_not_clear_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with no_training():
