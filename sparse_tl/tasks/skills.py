@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.backend import HookedModel, Model, evaluation_mode
+from sparse_tl.backend import HookedModel, Model, adapt, evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.evaluation import mean_interval, sign_test, wilson_interval
-from sparse_tl.circuits.pair_runs import PairBatches
+from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import start_of_prompts
@@ -280,10 +280,10 @@ def _measured(
 ) -> dict[str, Any]:
     """The numbers of one family, and its outcome."""
     check_wrong(pairs)
-    batches, parts = PairBatches(sparse, pairs, batch_size), []
-    for batch in batches.batches:
+    adapter, parts = adapt(sparse), []
+    for batch in batches_of(adapter, pairs, batch_size):
         rows = batch.answer_rows()
-        with batches.adapter.only_at(rows.loss_mask) as logits_at:
+        with adapter.only_at(rows.loss_mask) as logits_at:
             output, counts = sparse.run_with_counts(rows.tokens, **rows.model_kwargs)
         both = reference.logits(rows), logits_at(output)
         edges = [x.sum(dim=(0, 2)) for x in (counts.active, counts.possible)]
