@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     Literal,
@@ -27,6 +26,7 @@ from typing import (
     no_type_check,
 )
 
+import pandas as pd
 import torch
 from jaxtyping import AbstractArray, jaxtyped
 from pydantic_core.core_schema import CoreSchema, is_instance_schema
@@ -42,9 +42,6 @@ from sparse_tl.storage.files import (
     write_json,
     write_tensors,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Kind = TypeVar("Kind", bound="Result")
 
@@ -119,8 +116,6 @@ class Result:
 
     def to_pandas(self) -> pd.DataFrame:
         """One row with the fields that are numbers or strings."""
-        import pandas as pd
-
         result: Any = self
         values = {field.name: getattr(self, field.name) for field in fields(result)}
         return pd.DataFrame([{k: v for k, v in values.items() if isinstance(v, str | int | float)}])
@@ -144,8 +139,6 @@ def table_html(table: pd.DataFrame, sentence: str = "") -> str:
         table: table to show; its index is shown if it has names.
         sentence: sentence above the table.
     """
-    import pandas as pd
-
     words = f"<p>{escape(sentence)}</p>" if sentence else ""
     # Keep counts readable: 123,457 instead of 1.235e+05.
     return words + table.to_html(
@@ -172,8 +165,6 @@ def _content(folder: Path, kind: type) -> dict[str, Any]:
 
 def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON; tensors are collected in `tensors` and replaced by their names."""
-    import pandas as pd
-
     if isinstance(value, Tensor):
         tensors[name] = value
         return name
@@ -198,8 +189,6 @@ def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 @no_type_check  # a checked call would reset the axis sizes bound so far
 def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `_as_json` was given, checked against the declared type."""
-    import pandas as pd
-
     origin, of = get_origin(declared), get_args(declared)
     if origin in (Union, UnionType):
         return _restored(_chosen(of, value), value, name, tensors)
@@ -236,8 +225,6 @@ def from_fields(
     Raises:
         ValueError: a field is missing, unknown, or of the wrong type.
     """
-    import pandas as pd
-
     declared = get_type_hints(kind, localns={"pd": pd})
     if different := {field.name for field in fields(kind)} ^ content.keys():
         raise ValueError(f"it lacks, or has unknown, {sorted(different)!s:.200}")
@@ -265,8 +252,6 @@ def _is_kind(declared: Any, value: Any) -> bool:
 
 
 def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
-    import pandas as pd
-
     try:
         return pd.DataFrame(
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}

@@ -268,7 +268,7 @@ def evaluate_mib(
     return MIBEvaluation(*evaluations)
 
 
-def _area(heights: torch.Tensor) -> float:
+def _area(heights: Tensor) -> float:
     return torch.trapezoid(heights, torch.tensor(MIB_FRACTIONS, dtype=heights.dtype)).item()
 
 
@@ -294,10 +294,8 @@ def to_circuit_tracer(
     keys and values that a head reads at a position are a separate node; the weight of its link to
     the head is the total ``|score|`` that it reads, without a sign. The influence of a node is
     cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
-    least as much. The logits have no probability; their text ends in ``(p=?)``. A circuit without
-    positions is placed at the second token, because the viewer draws nothing if all nodes are at
-    the first. ``<`` in names of positions becomes a quotation mark, since tooltips are read as
-    HTML; token texts stay unchanged.
+    least as much. A circuit without positions is placed at the second token. ``<`` in names of
+    positions becomes a quotation mark; token texts stay unchanged.
 
     Args:
         circuit: circuit of circuit edges, with or without positions.

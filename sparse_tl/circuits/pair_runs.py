@@ -123,10 +123,8 @@ class PairRuns:
             return True
         else:
             patched = self.everything_patched(run)
-        if isinstance(metric, str):
-            moved = divergence(patched, run.clean_logits)
-            return is_changed(torch.zeros_like(moved), moved)
-        return is_changed(measure(metric, run.clean_logits, batch), measure(metric, patched, batch))
+        clean = value_of(metric, run.clean_logits, batch, run)
+        return is_changed(clean, value_of(metric, patched, batch, run))
 
     def check_effect(self, metric: Metric | Literal["kl"]) -> None:
         """Raise a NoEffectError if the patch changes no pair."""
@@ -143,6 +141,15 @@ def clean_logits(
         for batch in batches:
             yield batch, clean_outputs(adapter, batch.clean, read_mask(batch))[1]
             step()
+
+
+def value_of(
+    metric: Metric | Literal["kl"], logits: Tensor, batch: PromptPairs, run: GatedRun
+) -> Float[Tensor, " pair"]:
+    """The metric, or the divergence from the clean run, of each pair of a batch."""
+    if isinstance(metric, str):
+        return divergence(logits, run.clean_logits)
+    return measure(metric, logits, batch)
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

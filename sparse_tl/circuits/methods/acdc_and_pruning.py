@@ -44,6 +44,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -54,11 +55,11 @@ from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
 from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, value_of
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid
-from sparse_tl.metrics import Metric, divergence, log_probability, measure
+from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 
 ROWS = 256
@@ -134,8 +135,6 @@ def acdc(
             to another model.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    import pandas as pd
-
     graph = adapt(model).graph
     if isinstance(start, str):
         grid = graph.heads if start == "heads" else graph
@@ -199,9 +198,7 @@ class _Search:
 
     @property
     def circuit(self) -> Circuit:
-        circuit = Circuit(self.grid, self.mask)
-        edges = isinstance(self.grid, CircuitGraph)
-        return circuit.connected(patch=self.runs.patch) if edges else circuit
+        return Circuit(self.grid, self.mask).connected(patch=self.runs.patch)
 
     def run_pass(self, size: int | None, progress: bool) -> None:
         """Test every remaining part, or stop once the circuit has the requested size."""
@@ -252,12 +249,8 @@ class _Search:
         """The metric, or the divergence, under each mask, averaged over pairs."""
         totals, count = torch.zeros(len(masks), dtype=torch.float64), 0
         for batch, run in self.runs:
-            clean = run.clean_logits
             for row, logits in enumerate(run.logits(masks)):
-                if isinstance(self.metric, str):
-                    values = divergence(logits, clean)
-                else:
-                    values = measure(self.metric, logits, batch)
+                values = value_of(self.metric, logits, batch, run)
                 totals[row] += values.cpu().double().sum()
             count += len(batch)
         means = (totals / count).tolist()
@@ -331,8 +324,6 @@ def prune_circuit_edges(
         ValueError: `size` is out of range, or the scores are of another model.
         NoEffectError: patching everything changes the predictions of no pair.
     """
-    import pandas as pd
-
     graph = adapt(model).graph
     if size > graph.n_edges:
         raise ValueError(f"the size must be in 1..{graph.n_edges}; it is {size}")

@@ -345,7 +345,7 @@ class AttributionPasses:
             )
         if patches is not None:
             change |= {name: patches.change(name, clean[name]) for name in self.wanted}
-        return change, self._passes(batch, clean, change, one, step)
+        return change, self._passes(batch, one, change[EMBEDDED], step)
 
     def check_effect(self) -> None:
         """Raise a NoEffectError if patching everything changed the metric of no pair."""
@@ -354,20 +354,20 @@ class AttributionPasses:
     def _passes(
         self,
         batch: PromptPairs,
-        clean: Mapping[str, Tensor],
-        change: Mapping[str, Tensor],
         one: GradientPass,
+        change: Float[Tensor, "pair pos d_model"],
         step: Callable[[], object],
     ) -> Iterator[GradientPass]:
-        """The pass `one` of the clean prompts, and those of interpolated ones."""
+        """The pass of the clean prompts, and those with some of the change of their embeddings."""
         # Hooks may fit one copy of the prompts only.
         most = TOKENS_AT_ONCE.on(self.adapter.device)
         hooked = hooks_besides(self.adapter, gate_hooks(self.adapter))
         n = 1 if hooked else max(1, most // batch.clean.numel())
+        clean = one.kept[EMBEDDED]
         yield from _lent(one, step)
         for last in range(self.steps - 1, 0, -n):
             some = range(last, max(last - n, 0), -1)
-            values = [clean[EMBEDDED] + (1 - k / self.steps) * change[EMBEDDED] for k in some]
+            values = [clean + (1 - k / self.steps) * change for k in some]
             yield from _lent(self._pass(batch, {EMBEDDED: torch.cat(values)}, len(some)), step)
 
     def _pass(

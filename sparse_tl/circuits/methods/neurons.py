@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -45,9 +45,6 @@ from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LISTED = 5
 """Number of tokens in each list."""
@@ -117,8 +114,6 @@ class NeuronEffects(Result):
 
         Lists of tokens are empty where the effect is NaN.
         """
-        import pandas as pd
-
         by_score = self.score.abs().argsort(descending=True, stable=True)
         by_effect = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
         order = by_score[by_effect.argsort(descending=True, stable=True)]
