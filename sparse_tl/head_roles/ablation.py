@@ -104,6 +104,8 @@ def ablation_curve(
         ValueError: the gates belong to another model, no seed fitted, or the prompts do not fit
             the model.
     """
+    if roles.grid != (grid := adapt(model).heads):
+        raise ValueError(f"the roles are of {roles.grid!r}, and the model has {grid!r}")
     roles.check_fitted()
     check_fits(model, dataset)
     baselines = roles.g_plus[roles.fitted].flatten(1)

@@ -307,9 +307,7 @@ class CircuitsJob(Job):
     pairs: Annotated[int, Field(ge=4, le=MOST)] = setting(
         128, "Prompt pairs per task: half score, half evaluate."
     )
-    method: Literal["eap", "eap-ig", "eap-ig-activations", "relp"] = setting(
-        "eap-ig", "eap, eap-ig, eap-ig-activations, relp.", "NAME"
-    )
+    method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "eap, eap-ig, relp.", "NAME")
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
         "corrupted", "corrupted, mean, resample or zero.", "NAME"
     )
