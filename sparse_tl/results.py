@@ -212,7 +212,6 @@ def from_fields(
 @cache
 def _declared(kind: type) -> tuple[list[str], Any, dict[str, type], list[str]]:
     """A dataclass's fields, a check of all their values, the dataclasses in it, and its tables."""
-
     hints = get_type_hints(kind, localns={"pd": pd})
     hints = {field.name: hints[field.name] for field in fields(kind)}
     rules = ConfigDict(arbitrary_types_allowed=True)

@@ -251,7 +251,7 @@ def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: s
         results["roles"] = fit_head_gates(other, data, held_out=data, **several)
     options = {key: results[key] for key in results if key in signature(RESULTS[name]).parameters}
     assert options
-    with pytest.raises(ValueError, match="of the model's own|expected roles of 4 layers"):
+    with pytest.raises(ValueError, match="of the model's own|the model has HeadGrid.4 layers"):
         call(RESULTS[name], model, pairs, **options)
 
 
