@@ -17,7 +17,7 @@ from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
-from sparse_tl.training import TargetLoss, evaluate_held_out
+from sparse_tl.training import Target, evaluate_held_out
 from sparse_tl.zoo import addition_recipe, build_pair, read_pair
 
 PROMPT = "36+28"
@@ -58,7 +58,7 @@ def run_addition(
     recorded = job.settings(
         dense_steps=recipe.dense["steps"],
         steps=recipe.sparse["steps"],
-        target_loss=str(TargetLoss.parse(recipe.sparse["target_loss"])),
+        target_loss=str(Target.parse(recipe.sparse["target_loss"])),
     )
     folder = RunFolder(out, recorded, restart=restart)
     with folder.stage("models"):
