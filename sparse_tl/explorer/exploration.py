@@ -128,11 +128,6 @@ class Exploration:
         return self._first.targets
 
     @property
-    def n_read(self) -> int:
-        """Number of columns that the models read; later columns only hold predictions."""
-        return self._first.n_read
-
-    @property
     def predicted_columns(self) -> list[int]:
         """All columns that can be predicted: mask tokens or, without any, those after each token
         (bidirectional models: every column)."""

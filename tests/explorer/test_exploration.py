@@ -317,11 +317,11 @@ def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):
 
 def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
     model, tokens = build_tiny("float64", attention_dir="bidirectional"), torch.tensor([3, 1, 4])
-    exploration = Exploration({"m": model}, tokens, positions=[0])
-    exploration.models["m"].toggle_attention_edges([(0, 1, 0, 2)])
+    explored = Exploration({"m": model}, tokens, positions=[0]).models["m"]
+    explored.toggle_attention_edges([(0, 1, 0, 2)])
     expected = by_hand(model, edges=[(0, 1, 0, 2)], tokens=tokens)
-    torch.testing.assert_close(exploration.models["m"].now.logits, expected, rtol=0, atol=1e-12)
-    assert not exploration.models["m"].now.graph.gates[0, 1, 0, 2] and exploration.n_read == 3
+    torch.testing.assert_close(explored.now.logits, expected, rtol=0, atol=1e-12)
+    assert not explored.now.graph.gates[0, 1, 0, 2] and explored.n_read == 3
 
 
 def test_models_that_see_other_columns_are_refused(build_small, models):
