@@ -11,7 +11,7 @@ from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
-from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import AdditionJob, takes
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.plots.page.rendering import check_address_space
@@ -72,7 +72,7 @@ def run_addition(
             positions=range(ANSWER.start, ANSWER.stop),
             position=ANSWER.stop - 1,
         )
-        save_figure(diagram, folder.path, "addition")
+        save_figures({"addition": diagram}, folder.path)
     test = task.split(seed=seed)[2]
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
     metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}
