@@ -46,7 +46,7 @@ _GATES_WEIGHTS = "gates.safetensors"
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 _IN_NAMES = ("_original_component.", "base_layer.", "default.")
-"""Name parts that bridges and peft insert into the names of parameters."""
+"""Name parts that bridges and adapters insert into the names of parameters."""
 
 
 class _Adapters(BaseModel):
