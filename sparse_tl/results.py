@@ -15,7 +15,6 @@ from html import escape
 from importlib import import_module
 from pathlib import Path
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     TypeVar,
@@ -23,6 +22,7 @@ from typing import (
     get_type_hints,
 )
 
+import pandas as pd
 import torch
 from jaxtyping import jaxtyped
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -39,9 +39,6 @@ from sparse_tl.storage.files import (
     write_json,
     write_tensors,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Kind = TypeVar("Kind", bound="Result")
 
@@ -116,8 +113,6 @@ class Result:
 
     def to_pandas(self) -> pd.DataFrame:
         """One row with the fields that are numbers or strings."""
-        import pandas as pd
-
         result: Any = self
         values = {field.name: getattr(self, field.name) for field in fields(result)}
         return pd.DataFrame([{k: v for k, v in values.items() if isinstance(v, str | int | float)}])
@@ -141,8 +136,6 @@ def table_html(table: pd.DataFrame, sentence: str = "") -> str:
         table: table to show; its index is shown if it has names.
         sentence: sentence above the table.
     """
-    import pandas as pd
-
     words = f"<p>{escape(sentence)}</p>" if sentence else ""
     named = not isinstance(table.index, pd.RangeIndex)
     return words + table.to_html(float_format=short, border=0, index=named)
@@ -170,8 +163,6 @@ def _content(folder: Path, kind: type) -> dict[str, Any]:
 
 def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON; tensors are collected in `tensors` and replaced by their names."""
-    import pandas as pd
-
     if isinstance(value, Tensor):
         tensors[name] = value
         return name
@@ -221,8 +212,6 @@ def from_fields(
 @cache
 def _declared(kind: type) -> tuple[list[str], Any, dict[str, type], list[str]]:
     """A dataclass's fields, a check of all their values, the dataclasses in it, and its tables."""
-    import pandas as pd
-
     hints = get_type_hints(kind, localns={"pd": pd})
     hints = {field.name: hints[field.name] for field in fields(kind)}
     rules = ConfigDict(arbitrary_types_allowed=True)
@@ -253,8 +242,6 @@ def _restored(
 
 
 def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
-    import pandas as pd
-
     try:
         return pd.DataFrame(
             {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 N_HEADS, N_KEY_VALUE_HEADS = 4, 2
 TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+ONE_MORE = "gemma2", "gemma3", "nemotron"
+"""Architectures whose norms multiply by one more than transformers' weights; GGUF has the sum."""
 
 
 def tokenizer() -> Any:
@@ -100,7 +102,8 @@ def write_model(
             drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
             blocks = gguf.quants.quantize((drawn + float("norm" in name)).numpy(), used)
             values = torch.from_numpy(gguf.quants.dequantize(blocks, used).copy())
-            parameter.copy_(values)
+            less = architecture in ONE_MORE and name.endswith("norm.weight")
+            parameter.copy_(values - 1 if less else values)
             theirs = names.get_name(name, (".weight", ".bias"))
             assert theirs is not None, name
             if theirs not in without:

@@ -176,13 +176,3 @@ def test_graphs_move_between_tools() -> None:
         to_eap_ig(alone, alone.top(5), d_model=16)
     with pytest.raises(KeyError, match="edges"):
         from_eap_ig({"cfg": {}})
-
-
-def test_a_circuit_as_a_network() -> None:
-    circuit = _scores().top(5)
-    network = circuit.to_networkx()
-    assert network.number_of_edges() == 5
-    joined = {str(e.source) for e in circuit.edges} | {
-        str(e.destination.node) for e in circuit.edges
-    }
-    assert set(network.nodes) == joined

@@ -61,7 +61,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
             some = scores[(scores.task == task) & (scores.model == side)]
             assert len(some) == 2 * heads
             assert some["facilitation"].tolist() == pytest.approx(
-                roles.facilitation.flatten().tolist()
+                roles.score("facilitation").flatten().tolist()
             )
             assert numbers["dense_loss"] == roles.dense_loss
             for role in ROLES:

@@ -44,7 +44,7 @@ from sparse_tl.jobs import Comparison, SparseRun
 from sparse_tl.results import Result, table_html
 from sparse_tl.tasks import SkillComparison, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
-from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.training.constraint import Target
 from sparse_tl.zoo import build_addition_model
 
 FILES = ["result.json", "result.safetensors"]
@@ -124,12 +124,12 @@ RESULTS: dict[str, Any] = {
     ),
     "counts": AttentionEdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 3, torch.tensor([3, 3, 3])),
     "held out": DENSE,
-    "post-training": PostTraining(DENSE, DENSE, True, TargetLoss(0.1, "increase"), 5, STEPS),
+    "post-training": PostTraining(DENSE, DENSE, True, Target(0.1, "increase"), 5, STEPS),
     "post-training on several texts": PostTraining(
         DENSE,
         DENSE,
         True,
-        TargetLoss(0.1, "divergence"),
+        Target(0.1, "divergence"),
         5,
         STEPS,
         {"own": DenseAndSparse(DENSE, DENSE)},

@@ -144,17 +144,11 @@ def _difference(bridge: TransformerBridge, off: str) -> str:
             f"weights, {off}, since enable_compatibility_mode() has folded some into others. Load "
             "it again, or pass no_processing=True to that call"
         )
-    config = bridge.original_model.config
-    advice = "Use a model without such a setting"
-    if getattr(config, "scale_attn_weights", True) is False:
-        advice = (
-            "scale_attn_weights=False is one: multiply weights and biases of q by the square root "
-            "of a head's size, and leave it out"
-        )
     return (
         f"TransformerLens does not compute what transformers does; around the "
         f"{type(bridge.original_model).__name__} of {bridge.cfg.model_name!r} {off}. This version "
-        f"of TransformerLens leaves out something that its configuration asks for. {advice}"
+        "of TransformerLens leaves out something that its configuration asks for. Use a model "
+        "without such a setting"
     )
 
 

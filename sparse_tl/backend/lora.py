@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on the projections of a bridge, made with `peft`.
+"""Low-rank adapters (LoRA) on the projections of a bridge.
 
 A frozen projection ``W x`` becomes ``W x + 2 B A x``, with a trained A ``[rank, in]`` and B
 ``[out, rank]``. B starts at 0, so that adapters change nothing at first. They are put on the
@@ -19,7 +19,7 @@ Reference: arXiv 2106.09685.
 from __future__ import annotations
 
 import copy
-import sys
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -42,7 +42,41 @@ SCALE = 2
 BASE = "base_layer"
 """The name of the original projection inside one with an adapter."""
 NAME = "default"
-"""The name of every adapter, in `peft`'s dictionaries of adapters."""
+"""The name of every adapter, as `peft` names the parameters of its own."""
+
+
+class _Projection(nn.Module):
+    """A frozen projection with an adapter."""
+
+    def __init__(self, base: Any, rank: int) -> None:
+        super().__init__()
+        n_in, n_out = base.weight.shape if isinstance(base, Conv1D) else base.weight.T.shape
+        self.base_layer, self.enabled = base, True
+        self.lora_A = nn.ModuleDict({NAME: nn.Linear(n_in, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({NAME: nn.Linear(rank, n_out, bias=False)})
+        a, b = self.factors()
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        nn.init.zeros_(b)
+        for parameter in (a, b):
+            parameter.data = parameter.data.to(base.weight)
+            if parameter.dtype in HALVES:
+                parameter.data = parameter.data.float()  # small updates would be lost to rounding
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight, whose dtype TransformerLens takes for that of the projection."""
+        return self.base_layer.weight
+
+    def factors(self) -> list[nn.Parameter]:
+        """A and B."""
+        return [*self.lora_A.parameters(), *self.lora_B.parameters()]
+
+    def forward(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
+        plain = self.base_layer(x)
+        if not self.enabled:
+            return plain
+        added = self.lora_B[NAME](self.lora_A[NAME](x.to(self.factors()[0].dtype)))
+        return (plain + SCALE * added).to(plain.dtype)
 
 
 @checked
@@ -65,8 +99,6 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
         ValueError: the model is not a TransformerBridge, already has adapters, or calls none of its
             projections.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
     if not takes_lora(model):
         raise ValueError(
             f"low-rank adapters need a TransformerBridge, which a {type(model).__name__} is not; "
@@ -81,28 +113,9 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed the GPUs
-        for transposed in (False, True):
-            holder = nn.ModuleDict(
-                {
-                    str(number): component.original_component
-                    for number, component in enumerate(components)
-                    if isinstance(component.original_component, Conv1D) == transposed
-                }
-            )
-            if not holder:
-                continue
-            config = LoraConfig(
-                r=rank,
-                lora_alpha=SCALE * rank,
-                target_modules=list(holder),
-                fan_in_fan_out=transposed,
-            )
-            inject_adapter_in_model(config, holder, NAME)
-            for number, layer in holder.items():
-                components[int(number)].set_original_component(layer)
-    for parameter in lora_parameters(model):
-        if parameter.dtype in HALVES:
-            parameter.data = parameter.data.float()  # small updates would be lost to rounding
+        components.sort(key=lambda one: isinstance(one.original_component, Conv1D))
+        for component in components:
+            component.set_original_component(_Projection(component.original_component, rank))
     return model
 
 
@@ -129,66 +142,52 @@ def merge_lora(model: Model) -> Model:
     if not takes_lora(model) or not lora_layers(model):
         return model
     for component in _components(model):
-        layer: Any = component.original_component
-        if is_lora(layer):
+        layer = component.original_component
+        if isinstance(layer, _Projection):
             layer.base_layer.weight.copy_(effective(layer).weight)
             component.set_original_component(layer.base_layer)
     return model.requires_grad_(True)
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has `peft` adapters of any kind."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")
-    return tuners is not None and any(isinstance(m, tuners.BaseTunerLayer) for m in model.modules())
+    """Whether a model has adapters, of this package or of `peft`."""
+    return any(hasattr(module, BASE) for module in model.modules())
 
 
 def lora_layers(model: nn.Module | HookedModel) -> list[Any]:
     """The projections with an adapter in a model."""
     assert isinstance(model, nn.Module)
-    return [module for module in model.modules() if is_lora(module)]
+    return [module for module in model.modules() if isinstance(module, _Projection)]
 
 
 def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     """The parameters of low-rank adapters in a model."""
-    return [
-        parameter
-        for layer in lora_layers(model)
-        for name, part in layer.named_children()
-        if name != BASE
-        for parameter in part.parameters()
-    ]
+    return [parameter for layer in lora_layers(model) for parameter in layer.factors()]
 
 
 @contextmanager
 def lora_off(model: nn.Module) -> Iterator[None]:
     """Inside the block, the model computes as if it had no low-rank adapters."""
     layers = lora_layers(model)
-    flags = [(parameter, parameter.requires_grad) for parameter in lora_parameters(model)]
     try:
         for layer in layers:
-            layer.enable_adapters(False)
+            layer.enabled = False
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
-        for parameter, flag in flags:  # peft changes them all
-            parameter.requires_grad_(flag)
-
-
-def is_lora(module: nn.Module | None) -> bool:
-    """Whether a module is a projection with an adapter."""
-    layers = sys.modules.get("peft.tuners.lora.layer")  # without peft there are no adapters
-    return layers is not None and isinstance(module, layers.Linear)
+            layer.enabled = True
 
 
 def effective(module: Any) -> nn.Module:
     """The module itself; for a projection with an adapter, a plain one that computes the same."""
-    if not is_lora(module):
+    if not isinstance(module, _Projection):
         return module
-    if module.disable_adapters:
+    if not module.enabled:
         return module.base_layer
     plain, weight = copy.copy(module.base_layer), module.base_layer.weight
-    whole = (weight + module.get_delta_weight(NAME)).to(weight.dtype)
+    a, b = module.factors()
+    added = (b @ a).T if isinstance(plain, Conv1D) else b @ a
+    whole = (weight + SCALE * added).to(weight.dtype)
     plain.__dict__["_parameters"] = {**plain._parameters, "weight": whole}
     return plain
 
@@ -276,10 +275,10 @@ class _Adapted(_Map):
     """A projection with its adapter merged into the weight."""
 
     def __init__(self, layer: Any, dtype: torch.dtype | None) -> None:
-        base = getattr(layer, BASE)
+        base = layer.base_layer
         super().__init__(base, dtype)
-        self.layer, self.plain, self.scale = layer, _Map(base, dtype), layer.scaling[NAME]
-        self.a, self.b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        self.layer, self.plain = layer, _Map(base, dtype)
+        self.a, self.b = layer.factors()
         # Everything in the memory layout of the weight: copies across layouts are slow.
         weight, a, b = base.weight.detach(), self.a.detach(), self.b.detach()
         transposed = isinstance(base, Conv1D)
@@ -290,12 +289,12 @@ class _Adapted(_Map):
     @torch.no_grad()
     def merge(self) -> None:
         if self.merged.dtype == self.a.dtype:
-            torch.addmm(*self.terms, alpha=self.scale, out=self.merged)
+            torch.addmm(*self.terms, alpha=SCALE, out=self.merged)
         else:
-            self.merged.copy_(torch.addmm(*self.terms, alpha=self.scale))
+            self.merged.copy_(torch.addmm(*self.terms, alpha=SCALE))
 
     def __call__(self, x: Float[Tensor, "*row n_in"]) -> Float[Tensor, "*row n_out"]:
-        if self.layer.disable_adapters:
+        if not self.layer.enabled:
             return self.plain(x)
         return _Merged.apply(x, self.a, self.b, self)
 
@@ -320,6 +319,6 @@ class _Merged(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_x = (g @ adapted.weight).view(x.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            by_a = ((g @ b).T @ rows).mul_(adapted.scale).to(adapted.a.dtype)
-            by_b = (g.T @ (rows @ a.T)).mul_(adapted.scale).to(adapted.b.dtype)
+            by_a = ((g @ b).T @ rows).mul_(SCALE).to(adapted.a.dtype)
+            by_b = (g.T @ (rows @ a.T)).mul_(SCALE).to(adapted.b.dtype)
         return by_x, by_a, by_b, None

@@ -35,7 +35,12 @@ from sparse_tl.circuits.heads import (
     HeadBehaviour as HeadBehaviour,
     head_behaviour as head_behaviour,
 )
-from sparse_tl.circuits.methods.acdc import Acdc as Acdc, acdc as acdc
+from sparse_tl.circuits.methods.acdc_and_pruning import (
+    Acdc as Acdc,
+    Pruning as Pruning,
+    acdc as acdc,
+    prune_circuit_edges as prune_circuit_edges,
+)
 from sparse_tl.circuits.methods.attribution import (
     attribute_attention_edges as attribute_attention_edges,
     attribute_circuit_edges as attribute_circuit_edges,
@@ -52,10 +57,6 @@ from sparse_tl.circuits.methods.patching import (
     check_scores as check_scores,
     patch_activations as patch_activations,
     patch_exactly as patch_exactly,
-)
-from sparse_tl.circuits.methods.pruning import (
-    Pruning as Pruning,
-    prune_circuit_edges as prune_circuit_edges,
 )
 from sparse_tl.circuits.methods.search import (
     CircuitSizes as CircuitSizes,

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -17,10 +18,6 @@ from sparse_tl.calls.arguments import Count, checked
 from sparse_tl.gates.patches import Patch, needs_reference
 from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, HeadGrid, PositionedGraph
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import networkx as nx
-    import pandas as pd
 
 Grid = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The grid of all parts that circuits and scores refer to; a union, so that saved results load."""
@@ -105,7 +102,7 @@ class Circuit(Result):
         return Circuit(self.grid, mask)
 
     def connected(self, *, patch: Patch = "corrupted") -> Circuit:
-        """The circuit without the circuit edges that have no effect under a patch.
+        """The circuit without the circuit edges that have no effect under a patch; of heads, all.
 
         An edge has no effect if no kept path leads from its destination to the logits. With
         "corrupted" and "resample" patches, which come from a single run on another prompt, an edge
@@ -117,6 +114,8 @@ class Circuit(Result):
             patch: patch that the circuit is evaluated with.
         """
         grid = self.grid
+        if isinstance(grid, HeadGrid):
+            return self
         if not isinstance(grid, PositionedGraph):
             grid = PositionedGraph(self.graph, ("0",))
         mask, follows = self.mask.cpu().view(grid.exists.shape).numpy().copy(), grid.follows.numpy()
@@ -130,16 +129,8 @@ class Circuit(Result):
         kept = torch.from_numpy(mask).view(self.mask.shape)
         return Circuit(self.grid, kept.to(self.mask.device))
 
-    def to_networkx(self) -> nx.MultiDiGraph:
-        """A network of the kept circuit edges and the nodes that they connect."""
-        network = self.graph.to_networkx(self.mask)
-        network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
-        return network
-
     def to_pandas(self) -> pd.DataFrame:
         """One row per kept part: its name and index."""
-        import pandas as pd
-
         return pd.DataFrame(self.grid.columns(self.mask.nonzero()))
 
     def _repr_html_(self) -> str:
@@ -222,7 +213,7 @@ class Scores(Result):
             signed: rank by signed score, the part that helps most (most negative) first, instead of
                 by absolute value.
         """
-        return self._helping_first if signed else self._largest_first
+        return self._best_first[signed]
 
     def top(self, size: Count, *, signed: bool = False) -> Circuit:
         """The circuit that keeps the `size` best parts.
@@ -239,8 +230,6 @@ class Scores(Result):
 
     def to_pandas(self, top: Count | None = None) -> pd.DataFrame:
         """One row per part, by decreasing absolute score: all parts, or the first `top`."""
-        import pandas as pd
-
         places = self.order()[:top]
         return pd.DataFrame(self.grid.columns(places)).assign(score=self._at(places).tolist())
 
@@ -252,14 +241,14 @@ class Scores(Result):
         return self.mean()[tuple(places.T)]
 
     @cached_property
-    def _largest_first(self) -> Int[Tensor, "part axis"]:
-        values = self._at(self.grid.places).abs()
-        return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
-
-    @cached_property
-    def _helping_first(self) -> Int[Tensor, "part axis"]:
-        values = -self._at(self.grid.places)
-        return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
+    def _best_first(self) -> tuple[Int[Tensor, "part axis"], Int[Tensor, "part axis"]]:
+        """All parts by absolute score, and by how much they help."""
+        values = self._at(self.grid.places)
+        by_size, by_help = (
+            self.grid.places[some.argsort(descending=True, stable=True).cpu()]
+            for some in (values.abs(), -values)
+        )
+        return by_size, by_help
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas(20)
@@ -294,8 +283,6 @@ class Roc(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per threshold, in decreasing order."""
-        import pandas as pd
-
         rates = ("false_positive_rate", "true_positive_rate")
         return pd.DataFrame({name: getattr(self, name).tolist() for name in rates})
 

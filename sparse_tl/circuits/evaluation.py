@@ -30,9 +30,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -40,7 +41,7 @@ from torch import Tensor
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, value_of
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid, PositionedGraph
@@ -48,8 +49,8 @@ from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effec
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
+ENDS = (1 - 0.95) / 2, (1 + 0.95) / 2
+"""The ends of a 95 % interval, as shares of the draws below them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,37 +82,30 @@ class Evaluation(Result):
         """
         return explained_effect(self.values, self.clean, self.none)
 
-    def interval(
-        self, level: float = 0.95, resamples: int = 1000, seed: int = 0
-    ) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
-        """Lower and upper ends of a bootstrap interval of the explained effect over pairs.
+    def interval(self) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
+        """Lower and upper ends of a 95 % bootstrap interval of the explained effect over pairs.
 
-        Pairs are drawn with replacement; the ends are percentiles of the explained effect. `level`
-        is the share of draws inside the interval, and `resamples` the number of draws.
+        Pairs are drawn with replacement; the ends are percentiles of the explained effect.
         """
-        ends = torch.tensor(interval_ends(level), dtype=self.clean.dtype)
-        effect = self.effect
-        drawn = effect_draws(self.values, self.clean, self.none, resamples=resamples, seed=seed)
+        ends, effect = torch.tensor(ENDS, dtype=self.clean.dtype), self.effect
+        drawn = effect_draws(self.values, self.clean, self.none)
         low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
         # With few pairs, a percentile interval may exclude the effect: widen it to include it.
         return torch.minimum(low, effect), torch.maximum(high, effect)
 
     @checked
-    def size_interval(
-        self, effect: Share = 0.9, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
-    ) -> tuple[float | None, float | None]:
-        """Lower and upper ends of a bootstrap interval of `EffectCurve.size_at` over pairs.
+    def size_interval(self, effect: Share = 0.9) -> tuple[float | None, float | None]:
+        """Lower and upper ends of a 95 % bootstrap interval of `EffectCurve.size_at` over pairs.
 
         The sizes must be increasing. An end is ``None`` if the draw there misses `effect`, the
         explained effect to reach, above 0 and at most 1.
         """
-        low, high = interval_ends(level)
-        drawn = effect_draws(self.values, self.clean, self.none, resamples=resamples, seed=seed)
+        drawn = effect_draws(self.values, self.clean, self.none)
         curves = [EffectCurve("", self.sizes, *[draw] * 3) for draw in drawn.tolist()]
         sizes = [curve.size_at(effect) for curve in [*curves, self.curve("")]]
         ranked = sorted(sizes, key=lambda size: math.inf if size is None else size)
-        last = len(ranked) - 1
-        return ranked[math.floor(low * last)], ranked[math.ceil(high * last)]
+        low, high = (end * (len(ranked) - 1) for end in ENDS)
+        return ranked[math.floor(low)], ranked[math.ceil(high)]
 
     def curve(self, name: str) -> EffectCurve:
         """The explained effect with its interval, for plotting; sizes must be increasing."""
@@ -120,8 +114,6 @@ class Evaluation(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per circuit: size, explained effect with its interval, and mean metric."""
-        import pandas as pd
-
         low, high = self.interval()
         effects = {"explained_effect": self.effect, "low": low, "high": high}
         return pd.DataFrame({"size": self.sizes, **effects, "metric": self.values.mean(dim=1)})
@@ -222,8 +214,6 @@ class EffectCurve(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per size: name, size, mean, low, high."""
-        import pandas as pd
-
         columns = {"size": self.sizes, "mean": self.mean, "low": self.low, "high": self.high}
         return pd.DataFrame({"name": [self.name] * len(self.sizes), **columns})
 
@@ -297,8 +287,6 @@ class SeedCurves(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and size: seed, name, size, mean, low, high."""
-        import pandas as pd
-
         tables = [curve.to_pandas() for curve in self.curves]
         for seed, table in zip(self.seeds, tables, strict=True):
             table.insert(0, "seed", seed)
@@ -318,8 +306,6 @@ def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) 
     Raises:
         ValueError: the models have different seeds.
     """
-    import pandas as pd
-
     if dense.seeds != sparse.seeds:
         raise ValueError(
             "dense and sparse curves must be of the same seeds in the same order; they are of "
@@ -352,29 +338,18 @@ def median_size(sizes: Sequence[float | None]) -> float | None:
     return median if math.isfinite(median) else None
 
 
-def interval_ends(level: float) -> tuple[float, float]:
-    """The percentiles, as shares, at the ends of an interval with a share `level` of the draws."""
-    if not 0 < level < 1:
-        raise ValueError(f"the level of an interval must be between 0 and 1; it is {level}")
-    return (1 - level) / 2, (1 + level) / 2
-
-
 def effect_draws(
     circuit: Float[Tensor, "*circuit pair"],
     clean: Float[Tensor, " pair"],
     none: Float[Tensor, " pair"],
-    *,
     resamples: int = 1000,
-    seed: int = 0,
 ) -> Float[Tensor, " draw *circuit"]:
     """The explained effect on pairs drawn with replacement, for each draw.
 
     Draws in which the patch has no effect, or the opposite effect, have no meaningful ratio and are
     left out.
     """
-    if resamples < 1:
-        raise ValueError(f"an interval needs at least one draw; resamples is {resamples}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     n_pairs = len(clean)
     pairs = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
     weights = torch.zeros(resamples, n_pairs, dtype=clean.dtype)
@@ -383,34 +358,6 @@ def effect_draws(
     usable = total.sign() == (clean - none).mean().sign()
     explained = torch.tensordot(weights[usable], circuit - none, dims=([1], [-1]))
     return explained / total[usable].view(-1, *[1] * (explained.ndim - 1))
-
-
-def mean_interval(values: Float[Tensor, " pair"], level: float = 0.95) -> tuple[float, float]:
-    """Lower and upper ends of a bootstrap interval of a mean over pairs; includes the mean."""
-    drawn = effect_draws(values, torch.ones_like(values), torch.zeros_like(values))
-    low, high = drawn.quantile(torch.tensor(interval_ends(level)).to(values)).tolist()
-    mean = values.mean().item()
-    return min(low, mean), max(high, mean)
-
-
-def wilson_interval(n_true: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Lower and upper ends of Wilson's interval of a share, 0 to 1.
-
-    Reference: Wilson (1927), Journal of the American Statistical Association 22, 209-212.
-    """
-    z = statistics.NormalDist().inv_cdf(interval_ends(level)[1])
-    half = z * math.sqrt(n_true * (n - n_true) / n + z**2 / 4)
-    middle, total = n_true + z**2 / 2, n + z**2
-    return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
-
-
-def sign_test(lost: int, won: int) -> float:
-    """The two-sided p of as unequal a split of the pairs that only one of two models has right.
-
-    Reference: McNemar (1947), Psychometrika 12, 153-157, with exact probabilities.
-    """
-    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * tail / 2 ** (lost + won))
 
 
 @checked
@@ -617,10 +564,7 @@ class FaithfulnessRuns:
             clean, circuit = run.clean_logits, run.logits(mask)
             logits = circuit, clean, runs.everything_patched(run)
             nats = divergence(circuit, clean)
-            if isinstance(self._metric, str):
-                values = [-divergence(each, clean) for each in logits]
-            else:
-                values = [measure(self._metric, each, batch) for each in logits]
+            values = [value_of(self._metric, each, batch, run) for each in logits]
             measured.append(torch.stack([nats, *values]).cpu().double())
         nats, *values = torch.cat(measured, dim=1)
         try:

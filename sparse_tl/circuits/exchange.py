@@ -18,6 +18,7 @@ of github.com/safety-research/circuit-tracer, schema version 1.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,6 @@ from sparse_tl.storage.files import (
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Maximum shares of all circuit edges that MIB's circuits keep."""
 _IMPORTANCES = "importances.json"
-_CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
 
 # ---- EAP-IG --------------------------------------------------------------------------------------
@@ -67,9 +67,30 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str
         ValueError: the model has no MLPs, which the format requires, or the scores are of other
             edges than the circuit.
     """
-    if scores.grid != circuit.graph:
-        raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {circuit.graph!r}")
-    return _content(circuit, scores.mean(), d_model)
+    graph = circuit.graph
+    if scores.grid != graph:
+        raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {graph!r}")
+    if not graph.has_mlps:
+        raise ValueError(f"the format requires a model with MLPs; {graph!r} has none")
+    ungrouped = _ungrouped(graph)
+    column_of, share = _columns(graph, ungrouped)
+    rows, columns = (circuit.mask.any(dim=axis).nonzero()[:, 0].tolist() for axis in (1, 0))
+    in_graph = {graph.sources[row] for row in rows}
+    for column in columns:
+        in_graph.update(graph.readers_of(graph.destinations[column]))
+    kept = circuit.mask.cpu()[:, column_of][ungrouped.exists].tolist()
+    values = (scores.mean().cpu().double()[:, column_of] * share)[ungrouped.exists].tolist()
+    named = zip(ungrouped.names(ungrouped.places), kept, values, strict=True)
+    return {
+        "cfg": {
+            "n_layers": graph.n_layers,
+            "n_heads": graph.n_heads,
+            "d_model": d_model,
+            "parallel_attn_mlp": graph.parallel,
+        },
+        "nodes": {str(node): {"in_graph": node in in_graph} for node in graph.nodes},
+        "edges": {name: {"in_graph": is_in, "score": value} for name, is_in, value in named},
+    }
 
 
 @checked
@@ -110,32 +131,6 @@ def from_eap_ig(
     return Scores(graph, grouped, "imported"), Circuit(graph, grouped_mask)
 
 
-def _content(
-    circuit: Circuit, values: Float[Tensor, "source destination"] | None, d_model: int
-) -> dict[str, Any]:
-    """The JSON of a circuit, with the score of every edge if values are given."""
-    graph = circuit.graph
-    if not graph.has_mlps:
-        raise ValueError(f"the format requires a model with MLPs; {graph!r} has none")
-    ungrouped = _ungrouped(graph)
-    column_of, share = _columns(graph, ungrouped)
-    rows, columns = (circuit.mask.any(dim=axis).nonzero()[:, 0].tolist() for axis in (1, 0))
-    in_graph = {graph.sources[row] for row in rows}
-    for column in columns:
-        in_graph.update(graph.readers_of(graph.destinations[column]))
-    kept = circuit.mask.cpu()[:, column_of][ungrouped.exists].tolist()
-    named = zip(ungrouped.names(ungrouped.places), kept, strict=True)
-    edges: dict[str, dict[str, Any]] = {name: {"in_graph": is_kept} for name, is_kept in named}
-    if values is not None:
-        shared = (values.cpu().double()[:, column_of] * share)[ungrouped.exists].tolist()
-        for edge, value in zip(edges.values(), shared, strict=True):
-            edge["score"] = value
-    cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "d_model": d_model}
-    cfg |= {"parallel_attn_mlp": graph.parallel}
-    nodes = {str(node): {"in_graph": node in in_graph} for node in graph.nodes}
-    return {"cfg": cfg, "nodes": nodes, "edges": edges}
-
-
 def _ungrouped(graph: CircuitGraph) -> CircuitGraph:
     """The graph in which every query head has its own edges into k and v."""
     return replace(graph, n_kv_heads=graph.n_heads, coupled=False)
@@ -158,81 +153,49 @@ def _columns(
 
 
 @checked
-def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtLeastOne) -> Path:
+def save_mib(scores: Scores, folder: str | Path, d_model: AtLeastOne) -> Path:
     """Write a folder of a submission to MIB's circuit localization track, and return its path.
 
-    Scores become ``importances.json``, from which MIB takes circuits of its sizes. Circuits become
-    one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
-    counts them. Edges on no path from the input to the logits are left out: they have no effect
-    under corrupted patches, with which MIB evaluates. The sign is the opposite of that of `Scores`:
-    a positive importance helps.
+    It holds ``importances.json``, from which MIB takes circuits of its sizes. The sign is the
+    opposite of that of `Scores`: a positive importance helps.
 
     Args:
-        found: scores of circuit edges, or nine circuits, smallest first.
+        scores: scores of circuit edges.
         folder: folder named by task and model, such as ``submission/ioi_gpt2``; the leaderboard
             skips other names. It is written completely or not at all.
         d_model: residual stream width of the model.
 
     Raises:
-        ValueError: the model has no MLPs, there are not nine circuits, one is too large, or the
-            folder holds other files.
+        ValueError: the model has no MLPs, or the folder holds other files.
 
     Reference: arXiv 2504.13151 and github.com/hannamw/MIB-circuit-track.
     """
     folder = Path(folder)
-    if isinstance(found, Scores):
-        names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
-    else:
-        names, values = _CIRCUITS, None
-        circuits = [circuit.connected(patch="corrupted") for circuit in found]
-        if len(circuits) != len(names):
-            raise ValueError(
-                f"MIB takes {len(names)} circuits, smallest first, not {len(circuits)}"
-            )
-        for circuit, fraction in zip(circuits, MIB_FRACTIONS, strict=False):
-            ungrouped = _ungrouped(circuit.graph)
-            column_of, _ = _columns(circuit.graph, ungrouped)
-            size = int(circuit.mask.cpu()[:, column_of].count_nonzero())
-            most = int(fraction * ungrouped.n_edges)
-            if size > most:
-                raise ValueError(
-                    f"a circuit is too large: {size:,} edges of query heads, of at most {most:,} "
-                    f"({fraction:.1%} of all {ungrouped.n_edges:,})"
-                )
-    check_replaceable(folder, *names)
+    content = to_eap_ig(replace(scores, values=-scores.mean()), scores.top(0), d_model)
+    check_replaceable(folder, _IMPORTANCES)
     with atomic_folder(folder) as temporary:
-        for name, circuit in zip(names, circuits, strict=True):
-            write_json(temporary / name, _content(circuit, values, d_model), indent=None)
+        write_json(temporary / _IMPORTANCES, content, indent=None)
     return folder
 
 
 @checked
-def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | list[Circuit]:
-    """Scores or circuits from a folder of a submission to MIB, with the sign of `Scores`.
+def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores:
+    """Scores from a folder of a submission to MIB, with the sign of `Scores`.
 
     Args:
         folder: folder as written by `save_mib`. Only JSON is read, since ``.pt`` files are pickles.
         graph: the model's graph, required for grouped-query attention.
 
-    Returns:
-        Scores if there is one file, else the circuits, smallest first.
-
     Raises:
-        ValueError: the folder holds no JSON, or as in `from_eap_ig`.
+        FileNotFoundError: the folder has no ``importances.json``.
+        ValueError: as in `from_eap_ig`.
     """
     recover_folder(folder)
-    paths = sorted(Path(folder).glob("*.json"))
-    if not paths:
-        raise ValueError(f"there are no importances or circuits as JSON in {folder}")
-    loaded = []
-    for path in paths:
-        try:
-            loaded.append(from_eap_ig(read_json(path), graph))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as an EAP-IG graph: {error}") from error
-    if len(loaded) > 1:
-        return sorted((circuit for _, circuit in loaded), key=len)
-    scores, _ = loaded[0]
+    path = Path(folder) / _IMPORTANCES
+    try:
+        scores, _ = from_eap_ig(read_json(path), graph)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as an EAP-IG graph: {error}") from error
     return replace(scores, values=-scores.values)
 
 
@@ -305,7 +268,7 @@ def evaluate_mib(
     return MIBEvaluation(*evaluations)
 
 
-def _area(heights: torch.Tensor) -> float:
+def _area(heights: Tensor) -> float:
     return torch.trapezoid(heights, torch.tensor(MIB_FRACTIONS, dtype=heights.dtype)).item()
 
 
@@ -331,10 +294,8 @@ def to_circuit_tracer(
     keys and values that a head reads at a position are a separate node; the weight of its link to
     the head is the total ``|score|`` that it reads, without a sign. The influence of a node is
     cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
-    least as much. The logits have no probability; their text ends in ``(p=?)``. A circuit without
-    positions is placed at the second token, because the viewer draws nothing if all nodes are at
-    the first. ``<`` in names of positions becomes a quotation mark, since tooltips are read as
-    HTML; token texts stay unchanged.
+    least as much. A circuit without positions is placed at the second token. ``<`` in names of
+    positions becomes a quotation mark; token texts stay unchanged.
 
     Args:
         circuit: circuit of circuit edges, with or without positions.
@@ -357,23 +318,25 @@ def to_circuit_tracer(
     paths = path_graph(circuit, scores)
     # The viewer draws nothing if all nodes are at the first token.
     start = int(not any(node.position for node in paths.nodes))
-    nodes = [_node(node, graph, start) for node in paths.nodes]
-    influences = [0.0] * len(nodes)
+    influences, weights = [0.0] * len(paths.nodes), defaultdict[tuple[int, int], float](float)
     for link, influence in zip(paths.links, paths.influence, strict=True):
         influences[link.source] += influence
         if link.reader in paths.ends[1]:
             influences[link.reader] += influence
-    total = sum(influences) or 1.0
-    for node, influence in zip(nodes, influences, strict=True):
-        # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
-        node["influence"] = min(1.0, sum(x for x in influences if x >= influence) / total)
-    weights = dict[tuple[str, str], float]()
-    for link in paths.links:
-        key = nodes[link.source]["node_id"], nodes[link.reader]["node_id"]
         weight = link.weight
         if link.edge >= 0 and paths.scores is not None:
             weight = -paths.scores[link.edge]
-        weights[key] = weights.get(key, 0.0) + weight
+        weights[link.source, link.reader] += weight
+    total, nodes = sum(influences) or 1.0, list[dict[str, Any]]()
+    for node, influence in zip(paths.nodes, influences, strict=True):
+        # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
+        share = min(1.0, sum(x for x in influences if x >= influence) / total)
+        nodes.append({**_node(node, graph, start), "influence": share})
+    ids = [node["node_id"] for node in nodes]
+    links = [
+        {"source": ids[source], "target": ids[reader], "weight": weight}
+        for (source, reader), weight in weights.items()
+    ]
     metadata = {
         "slug": slug,
         "scan": "sparse_tl",
@@ -384,37 +347,36 @@ def to_circuit_tracer(
         "schema_version": 1,
     }
     view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
-    links = [{"source": a, "target": b, "weight": weight} for (a, b), weight in weights.items()]
     return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}
 
 
 def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, Any]:
     """A node as JSON, but for its influence; the first position is at the column `start`."""
-    kinds = {"input": "embedding", "logits": "logit"}
-    layers = {"input": "E", "logits": str(graph.n_layers + 1)}
-    layer = layers.get(node.kind, str(node.component.layer))
     # Within a layer: heads, then their keys and values, then the MLP.
     number = node.component.head + graph.n_heads * node.keys
     if node.kind == "mlp":
         number = 2 * graph.n_heads
+    kind, layer, feature = "cross layer transcoder", str(node.component.layer), number
     position = start + (node.position or 0)
     # The viewer reads its tooltips as HTML.
     text = str(node).replace("<kv>", " keys and values")
     text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
-    if node.kind == "logits":
+    if node.kind == "input":
+        kind, layer = "embedding", "E"
+    elif node.kind == "logits":
+        kind, layer = "logit", str(graph.n_layers + 1)
         # The viewer expects a token in quotes and a probability; a metric may read several logits.
         text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
-    feature = number
-    if node.kind not in kinds:
+    else:
         # Layer and number as one (Cantor's pairing): the viewer shows ``L3/7`` for a3.h7.
-        diagonal = int(layer) + number
+        diagonal = node.component.layer + number
         feature = diagonal * (diagonal + 1) // 2 + number
     return {
         "node_id": f"{layer}_{number}_{position}",
         "feature": feature,
         "layer": layer,
         "ctx_idx": position,
-        "feature_type": kinds.get(node.kind, "cross layer transcoder"),
+        "feature_type": kind,
         "token_prob": 0.0,
         "is_target_logit": node.kind == "logits",
         "run_idx": 0,

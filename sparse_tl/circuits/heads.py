@@ -51,7 +51,6 @@ from sparse_tl.backend import (
     Norm,
     adapt,
     check_numbers,
-    check_pairs,
     check_tokens,
     in_evaluation_mode,
     record,
@@ -59,6 +58,7 @@ from sparse_tl.backend import (
 )
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.calls.autograd import autograd
+from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.prompt.logits import towards_answers
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
@@ -296,10 +296,9 @@ def _task_behaviour(
     adapter: Adapter, pairs: PromptPairs, batch_size: int, step: Callable[[], None]
 ) -> dict[str, PerHead]:
     """The scores of each behaviour on prompt pairs, on the CPU; `step` is called per batch."""
-    check_pairs(adapter, pairs)
+    batches = batches_of(adapter, pairs, batch_size)
     if not _answer_positions(pairs)[0].any():
         raise ValueError("which heads move the answer cannot be seen: no clean prompt contains it")
-    batches = [batch.to(adapter.device) for batch in pairs.split(batch_size)]
     moved, difference = map(
         torch.cat, zip(*(_moved(adapter, batch) for batch in batches), strict=True)
     )

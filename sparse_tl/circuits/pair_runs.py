@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.backend import HookedModel, Order, adapt, check_pairs
+from sparse_tl.backend import Adapter, HookedModel, adapt, check_pairs
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
@@ -23,63 +23,17 @@ STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
 
 
-class PairBatches:
-    """Prompt pairs in batches on a model's device, after a check that they fit the model."""
-
-    def __init__(self, model: HookedModel, pairs: PromptPairs, batch_size: int) -> None:
-        self.model, self.adapter = model, adapt(model)
-        check_pairs(self.adapter, pairs)
-        self.batch_size = batch_size
-        self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def batches_of(adapter: Adapter, pairs: PromptPairs, batch_size: int) -> list[PromptPairs]:
+    """Prompt pairs in batches on the model's device, after a check that they fit the model."""
+    check_pairs(adapter, pairs)
+    return [batch.to(adapter.device) for batch in pairs.split(batch_size)]
 
 
-class PatchedPairs(PairBatches):
-    """Prompt pairs in batches, with the values of a patch at some hook points.
+class PairRuns:
+    """Prompt pairs in batches, with the values of a patch, to run under gates at one site.
 
     `patch` and `positions` are those of `attribute_circuit_edges`; positions become the spans of
-    each batch. `order` is whether values are recorded before or after other hooks run.
-    """
-
-    def __init__(
-        self,
-        model: HookedModel,
-        points: Sequence[str],
-        pairs: PromptPairs,
-        patch: Patch,
-        batch_size: int,
-        *,
-        order: Order = Order.LAST,
-        positions: Positions | None = None,
-    ) -> None:
-        if positions is not None:
-            pairs = replace(pairs, spans=pairs.spans_of(positions))
-        super().__init__(model, pairs, batch_size)
-        self.patch: Patch = patch
-        self.points, self._order = points, order
-        # A mean is shared by all batches; other prompts are split into batches.
-        self._patch: Patch = "corrupted" if needs_reference(patch) else patch
-        if patch == "mean":
-            pairs.of_one_length()  # raises if they are not
-            clean = [batch.clean for batch in self.batches]
-            self._patch = mean_activations(self.adapter, clean, points, order)
-        self.others: Sequence[Tensor] = ()
-        if patch == "corrupted":
-            self.others = [batch.corrupted for batch in self.batches]
-        elif patch == "resample":
-            others = pairs.clean[_other_rows(pairs.positions.cpu())]
-            self.others = others.to(self.adapter.device).split(self.batch_size)
-
-    def record_patch(self, index: int) -> PatchValues:
-        """Run the prompts that a batch is patched with, if any, and record their values."""
-        other = self.others[index] if self.others else None
-        return PatchValues(self.adapter, self.points, self._patch, other, order=self._order)
-
-
-class PairRuns(PatchedPairs):
-    """Prompt pairs to run under gates at one site, batch by batch.
+    each batch. The values of the patch at hook points `also` are recorded as well.
 
     With `keep`, for searches that return to every batch, the runs of the first batches are kept,
     with their patches and states. Those of further batches are rebuilt whenever they are needed, so
@@ -94,23 +48,45 @@ class PairRuns(PatchedPairs):
         patch: Patch,
         batch_size: int,
         *,
+        also: Sequence[str] = (),
         keep: bool = False,
         positions: Positions | None = None,
     ) -> None:
-        points, order = site.points(adapt(model)), site.order
-        super().__init__(model, points, pairs, patch, batch_size, order=order, positions=positions)
-        self.site, self._by_span = site, positions is not None
+        if positions is not None:
+            pairs = replace(pairs, spans=pairs.spans_of(positions))
+        self.model, self.adapter, self.site, self.patch = model, adapt(model), site, patch
+        self.batches, self.batch_size = batches_of(self.adapter, pairs, batch_size), batch_size
+        self.points, self._by_span = [*also, *site.points(self.adapter)], positions is not None
+        # A mean is shared by all batches; other prompts are split into batches.
+        self._patch: Patch = "corrupted" if needs_reference(patch) else patch
+        if patch == "mean":
+            pairs.of_one_length()  # raises if they are not
+            clean = [batch.clean for batch in self.batches]
+            self._patch = mean_activations(self.adapter, clean, self.points, site.order)
+        self.others: Sequence[Tensor] = ()
+        if patch == "corrupted":
+            self.others = [batch.corrupted for batch in self.batches]
+        elif patch == "resample":
+            others = pairs.clean[_other_rows(pairs.positions.cpu())]
+            self.others = others.to(self.adapter.device).split(batch_size)
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
             written = len(self.adapter.graph.sources) if site.keeps_changes else 0
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
-            per_batch = self.batch_size * pairs.clean.shape[1] * per_token
-            self._n_kept = max(1, STATES_AT_ONCE // per_batch)
+            self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index, batch in enumerate(self.batches):
             yield batch, self.run(index)
+
+    def record_patch(self, index: int) -> PatchValues:
+        """Run the prompts that a batch is patched with, if any, and record their values."""
+        other, order = self.others[index] if self.others else None, self.site.order
+        return PatchValues(self.adapter, self.points, self._patch, other, order=order)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
@@ -147,10 +123,8 @@ class PairRuns(PatchedPairs):
             return True
         else:
             patched = self.everything_patched(run)
-        if isinstance(metric, str):
-            moved = divergence(patched, run.clean_logits)
-            return is_changed(torch.zeros_like(moved), moved)
-        return is_changed(measure(metric, run.clean_logits, batch), measure(metric, patched, batch))
+        clean = value_of(metric, run.clean_logits, batch, run)
+        return is_changed(clean, value_of(metric, patched, batch, run))
 
     def check_effect(self, metric: Metric | Literal["kl"]) -> None:
         """Raise a NoEffectError if the patch changes no pair."""
@@ -161,11 +135,21 @@ def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
 ) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
     """Logits of clean prompts at the positions read, batch by batch."""
-    batches = PairBatches(model, pairs, batch_size)
+    adapter = adapt(model)
+    batches = batches_of(adapter, pairs, batch_size)
     with tracked("running prompts", len(batches), progress) as step:
-        for batch in batches.batches:
-            yield batch, clean_outputs(batches.adapter, batch.clean, read_mask(batch))[1]
+        for batch in batches:
+            yield batch, clean_outputs(adapter, batch.clean, read_mask(batch))[1]
             step()
+
+
+def value_of(
+    metric: Metric | Literal["kl"], logits: Tensor, batch: PromptPairs, run: GatedRun
+) -> Float[Tensor, " pair"]:
+    """The metric, or the divergence from the clean run, of each pair of a batch."""
+    if isinstance(metric, str):
+        return divergence(logits, run.clean_logits)
+    return measure(metric, logits, batch)
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

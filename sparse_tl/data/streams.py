@@ -452,33 +452,30 @@ class TextStream:
             # The text ends before this row; now that its length is known, compute the row again.
 
     def _block(self, block: int) -> Windows:
-        """The windows of a block in the order of the text; none if the text ends before it."""
-        if block not in self._blocks:
-            known = max(other for other in self._places if other <= block)
-            for other in range(known, block + 1):
-                windows = self._fetched(other)
-                if len(windows) == 0:
-                    return windows
-                if other == block:
-                    self._blocks[block] = windows
-        return self._blocks[block]
+        """The windows of a block in the order of the text; none if the text ends before it.
 
-    def _fetched(self, block: int) -> Windows:
-        """A block whose place is known; the thread continues with the next one."""
-        if self._ended(block):
-            return torch.empty(0, self.window)
-        number, ahead = self._ahead
-        if ahead is None or number != block:
-            ahead = self._thread.submit(self._read, self._places[block])
-        self._ahead = -1, None
-        windows, after = ahead.result()
-        if len(windows) < self.shuffle:
-            self.n_windows = block * self.shuffle + len(windows)
-        else:
-            self._places.setdefault(block + 1, after)
-        following = 0 if self._ended(block + 1) else block + 1
-        if following not in (block, *self._blocks):
-            self._ahead = following, self._thread.submit(self._read, self._places[following])
+        All blocks from the last known place on are read; the thread continues with the next one.
+        """
+        if block in self._blocks:
+            return self._blocks[block]
+        windows = torch.empty(0, self.window)
+        for number in range(max(known for known in self._places if known <= block), block + 1):
+            if self._ended(number):
+                return torch.empty(0, self.window)
+            ahead, reading = self._ahead
+            if reading is None or ahead != number:
+                reading = self._thread.submit(self._read, self._places[number])
+            self._ahead = -1, None
+            windows, after = reading.result()
+            if len(windows) < self.shuffle:
+                self.n_windows = number * self.shuffle + len(windows)
+            else:
+                self._places.setdefault(number + 1, after)
+            following = 0 if self._ended(number + 1) else number + 1
+            if following not in (number, *self._blocks):
+                self._ahead = following, self._thread.submit(self._read, self._places[following])
+        if len(windows):
+            self._blocks[block] = windows
         return windows
 
     def _ended(self, block: int) -> bool:

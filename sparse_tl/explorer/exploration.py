@@ -22,7 +22,6 @@ from sparse_tl.backend import HookedModel, adapt, check_gates, check_head, heads
 from sparse_tl.circuits.prompt.attention import (
     MAX_EFFECTS,
     AttentionEdge,
-    AttentionGraph,
     Head,
     LeaveOneOut,
     PromptRun,
@@ -49,7 +48,7 @@ def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, Hooke
 
 
 class Exploration:
-    """Models on one prompt, from which heads and attention edges can be removed and restored.
+    """Models on one prompt; heads and attention edges of each of `models` can be removed.
 
     No hooks are left on the models between calls. Parameters are those of `CircuitExplorer`, whose
     metric and answers are the `quantity` (log-probability of the prediction).
@@ -71,7 +70,7 @@ class Exploration:
         quantity: Quantity | None = None,
     ) -> None:
         self._whole_models = by_title(models)
-        self._models: dict[str, AblatedModel] = {}
+        self.models: dict[str, AblatedModel] = {}
         quantity = Quantity() if quantity is None else quantity
         self._show(prompt, positions, labels, quantity)
         self.first_target = len(self.targets) - 1
@@ -104,18 +103,16 @@ class Exploration:
                     f"{first.n_columns} and {other!r} {model.n_columns}; explore models with "
                     "different tokenizers separately"
                 )
-            old = self._models.get(other)
+            old = self.models.get(other)
             if old is not None:
                 same = len(old.tokens) == len(model.tokens)
-                edges = {edge for edge in old.edges if same and edge[2] < model.n_read}
-                model.remove(old.heads, edges)
-        self._models, self._prompt, self._labels, self.quantity = new, prompt, labels, quantity
-
-    # ---- the prompt ----------------------------------------------------------------------------
+                edges = {edge for edge in old.removed_edges if same and edge[2] < model.n_read}
+                model.remove(old.removed_heads, edges)
+        self.models, self._prompt, self._labels, self.quantity = new, prompt, labels, quantity
 
     @property
     def titles(self) -> tuple[str, ...]:
-        return tuple(self._models)
+        return tuple(self.models)
 
     @property
     def prompt(self) -> str:
@@ -129,11 +126,6 @@ class Exploration:
     def targets(self) -> tuple[tuple[int, int], ...]:
         """The predicted columns, each with the column where it is read."""
         return self._first.targets
-
-    @property
-    def n_read(self) -> int:
-        """Number of columns that the models read; later columns only hold predictions."""
-        return self._first.n_read
 
     @property
     def predicted_columns(self) -> list[int]:
@@ -166,143 +158,34 @@ class Exploration:
 
     def refresh(self) -> tuple[str, ...]:
         """Run all again if weights or gates have changed; return the titles of those models."""
-        changed = tuple(title for title, model in self._models.items() if model.changed)
+        changed = tuple(title for title, model in self.models.items() if model.changed)
         if changed:
             self.measure(self.quantity)
         return changed
 
-    # ---- removing and restoring ------------------------------------------------------------------
-
-    def removed_heads(self, title: str) -> tuple[Head, ...]:
-        """The removed heads of a model, sorted."""
-        return tuple(sorted(self.model(title).heads))
-
-    def removed_attention_edges(self, title: str) -> tuple[AttentionEdge, ...]:
-        """The individually removed attention edges of a model, sorted."""
-        return tuple(sorted(self.model(title).edges))
-
-    def toggle_head(self, title: str, layer: int, head: int) -> None:
-        """Remove a head, or restore it."""
-        model = self.model(title)
-        check_head(model.adapter, layer, head)
-        model.remove(model.heads ^ {(layer, head)}, model.edges)
-
-    def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges (layer, head, query, key), or restore them if all are removed."""
-        model, toggled = self.model(title), set(edges)
-        for edge in toggled:
-            model.grid.index(edge)
-        removed = model.edges - toggled if toggled <= model.edges else model.edges | toggled
-        model.remove(model.heads, removed)
-
     def restore(self, title: str | None = None) -> None:
         """Restore everything, in one model or in all."""
         for name in self.titles if title is None else (title,):
-            self.model(name).remove(set(), set())
-
-    # ---- results, under the removals -------------------------------------------------------------
-
-    def graph(self, title: str) -> AttentionGraph:
-        """The remaining attention edges, with their effects."""
-        return self.model(title).now.graph
-
-    def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
-        """The logits under the removals, at every column that the model reads."""
-        return self.model(title).now.logits
-
-    def values(self, title: str) -> tuple[Float[Tensor, " target"], Float[Tensor, " target"]]:
-        """The quantity that effects change, in the whole model and under the removals."""
-        model = self.model(title)
-        pairs = model.whole.pairs
-        runs = (run.logits[pairs.positions].double() for run in (model.whole, model.now))
-        before, now = (measure(self.quantity.metric, logits, pairs) for logits in runs)
-        return before, now
-
-    def head_effects(self, title: str, layers: Sequence[int] | None = None) -> RemovalEffects:
-        """Effect on each predicted token of removing each head, on top of the removals.
-
-        The heads are those of some layers; by default of all, in order.
-        """
-        model = self.model(title)
-        layers = range(model.adapter.n_layers) if layers is None else layers
-        heads = list(product(layers, range(model.adapter.n_heads)))
-        with model.ablated():
-            return model.one_out.effects(heads=heads_of(model.adapter, heads))
-
-    def attention_edge_effects(
-        self, title: str, groups: Sequence[Sequence[AttentionEdge]]
-    ) -> RemovalEffects:
-        """Effect on each predicted token of removing each group of edges, on top of the removals.
-
-        The edges (layer, head, query, key) of a group are removed together.
-        """
-        model = self.model(title)
-        for edge in chain.from_iterable(groups):
-            model.grid.index(edge)
-        with model.ablated():
-            return model.one_out.effects(groups=groups)
-
-    def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
-        """The most likely tokens at a predicted column, before or after the removals.
-
-        Args:
-            title: title of the model.
-            target: index into `targets`.
-            top: number of tokens; the top predictions before and after are always included.
-
-        Returns:
-            token; logit, probability and log_probability, after and before the removals
-            (``logit_before`` etc.); most likely after the removals first.
-        """
-        model, (_, read_at) = self.model(title), self.targets[target]
-        before, after = (run.logits[read_at].double() for run in (model.whole, model.now))
-        largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
-        largest[before.argmax()] = largest[after.argmax()] = 2.0
-        tokens = largest.topk(min(top, len(largest))).indices
-        tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
-        return model.table(tokens, read_at, {"": after, "_before": before})
-
-    @torch.no_grad()
-    def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
-        """The most likely tokens by the logit lens: a node's residual stream through the final
-        normalisation and the unembedding, as if no later layer wrote anything.
-
-        Args:
-            title: title of the model.
-            level: 0 is the input, ``l + 1`` the residual stream after layer ``l``.
-            column: token position.
-            top: number of tokens.
-
-        Returns:
-            token, logit, probability, log_probability; most likely first.
-        """
-        model = self.model(title)
-        if not (0 <= level <= model.adapter.n_layers and 0 <= column < model.n_read):
-            raise ValueError(
-                f"there is no node at level {level} and column {column}: levels end at "
-                f"{model.adapter.n_layers}, and the model reads columns up to {model.n_read - 1}"
-            )
-        stream = model.now.streams[level, None]
-        logits = model.adapter.logits(stream)[0, column].cpu().double()
-        tokens = logits.topk(min(top, len(logits))).indices
-        return model.table(tokens, column, {"": logits})
+            self.models[name].remove(set(), set())
 
     @property
     def _first(self) -> AblatedModel:
-        return next(iter(self._models.values()))
-
-    def model(self, title: str) -> AblatedModel:
-        """One of the models on the prompt."""
-        if title not in self._models:
-            raise ValueError(f"there is no panel {title!r}, only {list(self._models)}")
-        return self._models[title]
+        return next(iter(self.models.values()))
 
 
 class AblatedModel:
-    """A model on a prompt: results of the whole model (`whole`) and under removals (`now`).
+    """A model on a prompt, from which heads and attention edges can be removed and restored.
 
     The whole model determines the answers of the quantity that effects change; they stay the same,
     whatever is removed.
+
+    Attributes:
+        whole: results of the whole model.
+        now: results under the removals; `now.graph` has the remaining edges with their effects, and
+            `now.logits` the logits at every column that the model reads.
+        removed_heads: the removed heads: layer and head.
+        removed_edges: the attention edges removed one by one: layer, head, query and key.
+        removed: whether each attention edge is removed, for either reason.
     """
 
     def __init__(
@@ -348,27 +231,107 @@ class AblatedModel:
                 graph = replace(run.graph, gates=run.graph.gates & ~removed)
                 run = replace(run, graph=graph)
             self.one_out = LeaveOneOut(self.model, run.pairs, self._quantity.metric)
-        self.heads, self.edges, self.removed, self.now = heads, edges, removed, run
+        self.removed_heads, self.removed_edges = heads, edges
+        self.removed, self.now = removed, run
         if int(run.graph.gates.sum()) <= MAX_EFFECTS:
             self.compute_edge_effects(None)
 
     def compute_edge_effects(self, seconds: float | None) -> bool:
         """Compute exact effects of the graph's edges; return whether any are left to compute."""
         if some_unknown(self.now.graph):
-            with self.ablated():
+            with self._without(self.removed):
                 graph = with_effects(self.now.graph, self.one_out, seconds)
             self.now = replace(self.now, graph=graph)
         return some_unknown(self.now.graph)
 
-    def ablated(self) -> AbstractContextManager[None]:
-        """Run the model without the removed parts inside the block."""
-        return self._without(self.removed)
+    def toggle_head(self, layer: int, head: int) -> None:
+        """Remove a head, or restore it."""
+        check_head(self.adapter, layer, head)
+        self.remove(self.removed_heads ^ {(layer, head)}, self.removed_edges)
+
+    def toggle_attention_edges(self, edges: Iterable[AttentionEdge]) -> None:
+        """Remove attention edges (layer, head, query, key), or restore them if all are removed."""
+        toggled = set(edges)
+        for edge in toggled:
+            self.grid.index(edge)
+        restore = toggled <= self.removed_edges
+        change = self.removed_edges - toggled if restore else self.removed_edges | toggled
+        self.remove(self.removed_heads, change)
+
+    def values(self) -> tuple[Float[Tensor, " target"], Float[Tensor, " target"]]:
+        """The quantity that effects change, in the whole model and under the removals."""
+        pairs = self.whole.pairs
+        runs = (run.logits[pairs.positions].double() for run in (self.whole, self.now))
+        before, now = (measure(self._quantity.metric, logits, pairs) for logits in runs)
+        return before, now
+
+    def head_effects(self, layers: Sequence[int] | None = None) -> RemovalEffects:
+        """Effect on each predicted token of removing each head, on top of the removals.
+
+        The heads are those of some layers; by default of all, in order.
+        """
+        layers = range(self.adapter.n_layers) if layers is None else layers
+        heads = list(product(layers, range(self.adapter.n_heads)))
+        with self._without(self.removed):
+            return self.one_out.effects(heads=heads_of(self.adapter, heads))
+
+    def attention_edge_effects(self, groups: Sequence[Sequence[AttentionEdge]]) -> RemovalEffects:
+        """Effect on each predicted token of removing each group of edges, on top of the removals.
+
+        The edges (layer, head, query, key) of a group are removed together.
+        """
+        for edge in chain.from_iterable(groups):
+            self.grid.index(edge)
+        with self._without(self.removed):
+            return self.one_out.effects(groups=groups)
+
+    def outputs(self, target: int = -1, top: int = 6) -> pd.DataFrame:
+        """The most likely tokens at a predicted column, before or after the removals.
+
+        Args:
+            target: index into `targets`.
+            top: number of tokens; the top predictions before and after are always included.
+
+        Returns:
+            token; logit, probability and log_probability, after and before the removals
+            (``logit_before`` etc.); most likely after the removals first.
+        """
+        _, read_at = self.targets[target]
+        before, after = (run.logits[read_at].double() for run in (self.whole, self.now))
+        largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
+        largest[before.argmax()] = largest[after.argmax()] = 2.0
+        tokens = largest.topk(min(top, len(largest))).indices
+        tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
+        return self._table(tokens, read_at, {"": after, "_before": before})
+
+    @torch.no_grad()
+    def logit_lens(self, level: int, column: int, top: int = 6) -> pd.DataFrame:
+        """The most likely tokens by the logit lens: a node's residual stream through the final
+        normalisation and the unembedding, as if no later layer wrote anything.
+
+        Args:
+            level: 0 is the input, ``l + 1`` the residual stream after layer ``l``.
+            column: token position.
+            top: number of tokens.
+
+        Returns:
+            token, logit, probability, log_probability; most likely first.
+        """
+        if not (0 <= level <= self.adapter.n_layers and 0 <= column < self.n_read):
+            raise ValueError(
+                f"there is no node at level {level} and column {column}: levels end at "
+                f"{self.adapter.n_layers}, and the model reads columns up to {self.n_read - 1}"
+            )
+        stream = self.now.streams[level, None]
+        logits = self.adapter.logits(stream)[0, column].cpu().double()
+        tokens = logits.topk(min(top, len(logits))).indices
+        return self._table(tokens, column, {"": logits})
 
     def output_text(self, output: int, read_at: int) -> str:
         """The text of an output token that is read at a column."""
         return output_text(self.model, output, self.tokens[: read_at + 1])
 
-    def table(
+    def _table(
         self, tokens: Int[Tensor, " token"], read_at: int, by_suffix: Mapping[str, Tensor]
     ) -> pd.DataFrame:
         """Tokens with their text and, by suffix of the columns, the numbers from some logits."""

@@ -48,7 +48,7 @@ function render({ model, el }) {
   // Updates the figure saved with the notebook, a while after the last change.
   function settleLater() {
     clearTimeout(settleTimer);
-    settleTimer = setTimeout(() => kernel.notify({ action: "settle" }), 700);
+    settleTimer = setTimeout(() => kernel.notify({ action: "update_saved" }), 700);
   }
 
   // Sends the reader's choices, before Python computes or saves anything.
@@ -85,7 +85,7 @@ function render({ model, el }) {
   // Python clears its message, so that the same one can appear again.
   function closeMessage() {
     message.hidden = true;
-    kernel.notify({ action: "read" });
+    kernel.notify({ action: "clear_message" });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ function render({ model, el }) {
     const form = make("form", {
       onsubmit: (event) => {
         event.preventDefault();
-        request({ action: "prompt", prompt: input.value });
+        request({ action: "show_prompt", prompt: input.value });
       },
     }, make("label", {}, "Prompt", input), make("button", { type: "submit" }, "Run"));
     // Jupyter's keyboard shortcuts must not act while the reader types.
@@ -117,7 +117,7 @@ function render({ model, el }) {
     const other = all.filter((column) => !known.includes(column));
     const select = make("select", {
       name: "position",
-      onchange: () => request({ action: "position", column: Number(select.value) }),
+      onchange: () => request({ action: "show_position", column: Number(select.value) }),
     }, new Option("another \u2026", ""), ...other.map((column) => new Option(`position ${column}`, column)));
     const label = other.length ? [make("label", {}, "Predict", select)] : [];
     top.querySelector(".position").replaceChildren(...label);
@@ -136,7 +136,7 @@ function render({ model, el }) {
       state,
       removed: model.get("_panels").map((panel) => removedLines(panel.removedEdges)),
       onState,
-      onEdges: (panel, edges) => request({ action: "edges", panel, edges }),
+      onEdges: (panel, edges) => request({ action: "toggle_attention_edges", panel, edges }),
     });
     if (scrolled) figure.querySelector(".canvas").scrollLeft = scrolled;
     drawPositions();
@@ -186,7 +186,7 @@ function render({ model, el }) {
     if (!before) return;
     if (before.target !== now.target) drawSide();
     if (JSON.stringify(before.focus) !== JSON.stringify(now.focus)) {
-      kernel.request(now.focus ? { action: "node", ...now.focus } : { action: "close" });
+      kernel.request(now.focus ? { action: "select", ...now.focus } : { action: "unselect" });
       return;
     }
     clearTimeout(choiceTimer);

@@ -15,7 +15,7 @@ function drawMetric(container, model, target, request) {
   if (container.dataset.shown === shown) return; // the reader may be typing
   container.dataset.shown = shown;
   const focused = container.contains(document.activeElement) ? document.activeElement.name : "";
-  const ask = (metric, wrong) => request({ action: "metric", metric, wrong });
+  const ask = (metric, wrong) => request({ action: "choose_metric", metric, wrong });
   const select = make("select", { name: "metric", onchange: () => ask(select.value, chosen.wrong) },
     ...chosen.offered.map((name) => new Option(METRIC_LABELS[name] ?? name, name)));
   select.value = chosen.name;

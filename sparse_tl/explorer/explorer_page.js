@@ -37,7 +37,7 @@ function connect(model, onChange) {
     if (!open || !isWaiting()) return;
     wait = Math.min(2 * wait, LONGEST_WAIT);
     // Only requests all traits if an update is known to be missing.
-    post({ action: latest !== null && isBehind() ? "send" : "hello" });
+    post({ action: latest !== null && isBehind() ? "send_again" : "hello" });
   }
 
   function report() {
@@ -69,7 +69,7 @@ function connect(model, onChange) {
     },
     // Requests effects, unless another request is unanswered.
     askEffects() {
-      if (open && answered === sent) post({ action: "effects", seconds: EFFECTS_SECONDS });
+      if (open && answered === sent) post({ action: "compute_effects", seconds: EFFECTS_SECONDS });
     },
     // Sends a message that needs no answer.
     notify(content) { if (open) model.send(content); },

@@ -216,8 +216,10 @@ function card(attributes, title, subtitle, ...content) {
 
 // The prediction of a panel at a target, its heads, and its removed parts.
 function panelCard({ panel, index, target, column, effects, request, onHover }) {
-  const onHead = (layer, head) => request({ action: "head", panel: index, layer, head });
-  const onEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
+  const onHead = (layer, head) => request({ action: "toggle_head", panel: index, layer, head });
+  const onEdge = (edge) => {
+    request({ action: "toggle_attention_edges", panel: index, edges: [edge] });
+  };
   const before = panel.outputs[target][0].token;
   const named = Object.entries(effects).map(([index, targets]) =>
     [headName(...index.split(",")), targets[target]]);
@@ -243,7 +245,9 @@ function nodeCard({ node, panel, target, effects, request, onHover }) {
     const subtitle = node.keys.length < node.nKeys
       ? `the ${node.keys.length} of ${node.nKeys} source positions with the most attention`
       : "by source position; click to remove";
-    const onToggle = (edge) => request({ action: "edges", panel: node.panel, edges: [edge] });
+    const onToggle = (edge) => {
+      request({ action: "toggle_attention_edges", panel: node.panel, edges: [edge] });
+    };
     const named = Object.entries(effects).filter(([edge]) => edge !== "all")
       .map(([edge, targets]) => [edgeName(edge.split(",")), targets[target]]);
     parts.append(make("div", { class: "rows" },

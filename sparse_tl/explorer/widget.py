@@ -1,10 +1,11 @@
 """The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
 1. The widget opens with all of its traits. The page (`explorer.js`) draws them and requests changes
-   by messages ``{"action": ..., "id": ...}``, whose other fields are arguments of a method;
-   ``panel`` is the index of a title. Traits are sent together, with a revision that counts updates.
-   Every request is answered with ``{"done": id}``, the latest revision, and whether effects are
-   left to compute, so a busy page that missed an update notices and requests it again.
+   by messages ``{"action": ..., "id": ...}``: the action is the name of a method, the other fields
+   are its arguments, and ``panel`` is the index of a title. Traits are sent together, with a
+   revision that counts updates. Every request is answered with ``{"done": id}``, the latest
+   revision, and whether effects are left to compute, so a busy page that missed an update notices
+   and requests it again.
 2. A request changes the `Exploration`, whose data returns as traits, as JSON with visible
    whitespace. If it fails, the widget shows a message, and nothing else changes.
 3. Exact effects follow in pieces (`ExactEffects`), since removing every head and every edge into a
@@ -37,7 +38,7 @@ from sparse_tl.circuits.prompt.attention import (
     RemovalEffects,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
-from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.explorer.exploration import AblatedModel, Exploration
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.diagrams.circuit_diagram import Threshold, quantity_data
@@ -52,22 +53,6 @@ MAX_KEYS = 48
 
 _PACKAGE = "sparse_tl.explorer"
 _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
-_METHODS = {
-    "prompt": "show_prompt",
-    "position": "show_position",
-    "head": "toggle_head",
-    "edges": "toggle_attention_edges",
-    "node": "select",
-    "choose": "choose",
-    "metric": "choose_metric",
-    "restore": "restore",
-    "close": "unselect",
-    "read": "clear_message",
-    "effects": "compute_effects",
-    "settle": "update_saved",
-    "send": "send_again",
-}
-"""The method that each request calls; "hello" only needs the answer."""
 _NO_LIVE_VIEW = (  # hides JupyterLab's "model not found"
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
     ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
@@ -168,13 +153,13 @@ class CircuitExplorer(anywidget.AnyWidget):
     # ---- requests ------------------------------------------------------------------------------
 
     def toggle_head(self, title: str, layer: int, head: int) -> None:
-        """Remove a head, or restore it; see `Exploration.toggle_head`."""
-        self.exploration.toggle_head(title, layer, head)
+        """Remove a head, or restore it; see `AblatedModel.toggle_head`."""
+        self.exploration.models[title].toggle_head(layer, head)
         self._refresh()
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or restore them; see `Exploration.toggle_attention_edges`."""
-        self.exploration.toggle_attention_edges(title, edges)
+        """Remove attention edges, or restore them; see `AblatedModel.toggle_attention_edges`."""
+        self.exploration.models[title].toggle_attention_edges(edges)
         self._refresh()
 
     def restore(self, title: str | None = None) -> None:
@@ -185,7 +170,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
         """Switch to another prompt; see `Exploration.show_prompt`."""
         exploration = self.exploration
-        had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
+        had_edges = any(model.removed_edges for model in exploration.models.values())
         same = exploration.show_prompt(prompt, labels)
         target = min(self._state["target"], len(exploration.targets) - 1)
         self._state = {**self._state, "target": target}
@@ -268,16 +253,14 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def _diagram(self, name: Callable[[str], str]) -> CircuitDiagram:
         """The diagram with the reader's choices; `name` maps titles to panel names."""
-        graph = self.exploration.graph
-        panels = {name(title): graph(title) for title in self.exploration.titles}
+        models = self.exploration.models
+        panels = {name(title): model.now.graph for title, model in models.items()}
         return circuit_diagram(panels, **self._state, **self._style)
 
     def _name(self, title: str) -> str:
         """A title with the number of heads and edges removed from that model."""
-        counts = {
-            "head": len(self.exploration.removed_heads(title)),
-            "edge": len(self.exploration.removed_attention_edges(title)),
-        }
+        model = self.exploration.models[title]
+        counts = {"head": len(model.removed_heads), "edge": len(model.removed_edges)}
         words = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
         return f"{title} without {' and '.join(words)}" if words else title
 
@@ -333,8 +316,8 @@ class CircuitExplorer(anywidget.AnyWidget):
             arguments["title"] = self.exploration.titles[arguments.pop("panel")]
         if "edges" in arguments:  # JSON has no tuples
             arguments["edges"] = [tuple(edge) for edge in arguments["edges"]]
-        if content["action"] != "hello":
-            getattr(self, _METHODS[content["action"]])(**arguments)
+        if content["action"] != "hello":  # which only needs the answer
+            getattr(self, content["action"])(**arguments)
         if changed:
             names = " and ".join(map(repr, changed))
             self._notify(f"The weights of {names} have changed: all results are new.", "info")
@@ -372,16 +355,16 @@ def _panels_data(exploration: Exploration) -> list[dict[str, Any]]:
     """For each panel: likely tokens at each predicted column, size of the model, and removals."""
     targets = range(len(exploration.targets))
     panels = []
-    for title in exploration.titles:
-        graph = exploration.graph(title)
-        before_and_after = zip(*(x.tolist() for x in exploration.values(title)), strict=True)
+    for title, model in exploration.models.items():
+        graph = model.now.graph
+        before_and_after = zip(*(x.tolist() for x in model.values()), strict=True)
         panels.append(
             {
                 "name": _shown(title),
                 "shape": [graph.n_layers, graph.n_heads],
-                "removedHeads": exploration.removed_heads(title),
-                "removedEdges": exploration.removed_attention_edges(title),
-                "outputs": [_rows(exploration.outputs(title, target)) for target in targets],
+                "removedHeads": sorted(model.removed_heads),
+                "removedEdges": sorted(model.removed_edges),
+                "outputs": [_rows(model.outputs(target)) for target in targets],
                 "quantity": quantity_data(graph),
                 "values": [[_short(x) for x in pair] for pair in before_and_after],
             }
@@ -391,11 +374,12 @@ def _panels_data(exploration: Exploration) -> list[dict[str, Any]]:
 
 def _node_data(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
     """What a node attends to, and its logit lens."""
-    tokens = exploration.logit_lens(title, level, column)  # first, since it checks the node
-    graph = exploration.graph(title)
-    n_keys = column + 1 if graph.causal else exploration.n_read
+    model = exploration.models[title]
+    tokens = model.logit_lens(level, column)  # first, since it checks the node
+    graph = model.now.graph
+    n_keys = column + 1 if graph.causal else model.n_read
     into = max(level - 1, 0), slice(None) if level else slice(0, 0), column, slice(n_keys)
-    attention, removed = graph.attention[into], exploration.model(title).removed[into]
+    attention, removed = graph.attention[into], model.removed[into]
     keys = list(range(n_keys))
     if n_keys > MAX_KEYS and level:
         weights = attention.amax(dim=0)
@@ -451,23 +435,23 @@ class ExactEffects:
     def __init__(
         self, exploration: Exploration, weight: EdgeWeight, node: Mapping[str, Any] | None
     ) -> None:
-        self._exploration, self.weight = exploration, weight
-        titles = exploration.titles
-        self._heads: list[dict[str, TargetEffects]] = [{} for _ in titles]
-        layers = [(layer, t) for t in titles for layer in range(exploration.graph(t).n_layers)]
+        self.weight, self._models = weight, list(exploration.models.values())
+        self._heads: list[dict[str, TargetEffects]] = [{} for _ in self._models]
+        depths = [model.adapter.n_layers for model in self._models]
+        layers = [(layer, panel) for panel, depth in enumerate(depths) for layer in range(depth)]
         self._layers_left = sorted(layers, key=lambda piece: -piece[0])  # the last are the fastest
-        self._seconds_left = dict.fromkeys(titles, EFFECT_SECONDS)
+        self._seconds_left = [EFFECT_SECONDS] * len(self._models)
         self.look_at(node)
 
     @property
     def more(self) -> bool:
         """Whether any effects are left to compute."""
-        return bool(self._layers_left or self._groups_left or self._diagram_left)
+        return bool(self._layers_left or self._groups_left) or self._diagram_left is not None
 
     @property
-    def _diagram_left(self) -> str | None:
-        """A model whose edges in the diagram are left to compute, if they are shown."""
-        left = (title for title, seconds in self._seconds_left.items() if seconds > 0)
+    def _diagram_left(self) -> int | None:
+        """A panel whose edges in the diagram are left to compute, if they are shown."""
+        left = (panel for panel, seconds in enumerate(self._seconds_left) if seconds > 0)
         return next(left, None) if self.weight == "effect" else None
 
     @property
@@ -482,9 +466,9 @@ class ExactEffects:
         self._groups_left: list[list[list[AttentionEdge]]] = []
         if node is None:
             return
-        self._title = self._exploration.titles[node["panel"]]
+        self._looked_at = self._models[node["panel"]]
         layer, column = node["level"] - 1, node["column"]
-        gates = self._exploration.graph(self._title).gates
+        gates = self._looked_at.now.graph.gates
         by_head = []
         if layer < 0:  # edges from the input token to other positions
             read = gates[..., column].clone()
@@ -512,10 +496,10 @@ class ExactEffects:
             start = time.monotonic()
             if self._groups_left:
                 self._compute_groups(self._groups_left.pop(0))
-            elif title := self._diagram_left:
-                diagram, left = True, self._seconds_left[title]
-                more = self._exploration.model(title).compute_edge_effects(min(1.0, left))
-                self._seconds_left[title] = left - (time.monotonic() - start) if more else 0.0
+            elif (panel := self._diagram_left) is not None:
+                diagram, left = True, self._seconds_left[panel]
+                more = self._models[panel].compute_edge_effects(min(1.0, left))
+                self._seconds_left[panel] = left - (time.monotonic() - start) if more else 0.0
             else:
                 self._compute_heads(*self._layers_left.pop(0))
             now = time.monotonic()
@@ -523,27 +507,28 @@ class ExactEffects:
                 break
         return diagram
 
-    def _compute_heads(self, layer: int, title: str) -> None:
-        effects = self._by_target(title, self._exploration.head_effects(title, [layer]))
-        known = self._heads[self._exploration.titles.index(title)]
-        known |= {f"{layer},{head}": by_target for head, by_target in enumerate(effects)}
+    def _compute_heads(self, layer: int, panel: int) -> None:
+        model = self._models[panel]
+        effects = _by_target(model, model.head_effects([layer]))
+        self._heads[panel] |= {f"{layer},{head}": each for head, each in enumerate(effects)}
 
     def _compute_groups(self, groups: Sequence[Sequence[AttentionEdge]]) -> None:
         assert self._node is not None
-        effects = self._exploration.attention_edge_effects(self._title, groups)
-        for group, by_target in zip(groups, self._by_target(self._title, effects), strict=True):
+        model = self._looked_at
+        effects = _by_target(model, model.attention_edge_effects(groups))
+        for group, by_target in zip(groups, effects, strict=True):
             self._node.setdefault("all", by_target)  # the first group has all edges of the node
             if len(group) == 1:  # also the first group, if the node has a single edge
                 self._node[",".join(map(str, group[0]))] = by_target
 
-    def _by_target(self, title: str, effects: RemovalEffects) -> list[TargetEffects]:
-        """For each part, its effects on every target."""
-        text_of, targets = self._exploration.model(title).output_text, self._exploration.targets
-        arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
-        return [
-            [
-                (_short(effect), _short(probability), _shown(text_of(token, read_at)))
-                for (_, read_at), effect, probability, token in zip(targets, *part, strict=True)
-            ]
-            for part in zip(*(array.tolist() for array in arrays), strict=True)
+
+def _by_target(model: AblatedModel, effects: RemovalEffects) -> list[TargetEffects]:
+    """For each part, its effects on every target."""
+    arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
+    return [
+        [
+            (_short(effect), _short(probability), _shown(model.output_text(token, read_at)))
+            for (_, read_at), effect, probability, token in zip(model.targets, *part, strict=True)
         ]
+        for part in zip(*(array.tolist() for array in arrays), strict=True)
+    ]

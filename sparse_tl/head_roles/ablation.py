@@ -22,9 +22,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.backend import HookedModel, in_evaluation_mode
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
+from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles.fitting import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
@@ -104,6 +105,9 @@ def ablation_curve(
         ValueError: the gates belong to another model, no seed fitted, or the prompts do not fit
             the model.
     """
+    adapter = adapt(model)
+    if roles.grid != (grid := HeadGrid(adapter.n_layers, adapter.n_heads)):
+        raise ValueError(f"the roles are of {roles.grid!r}, and the model has {grid!r}")
     roles.check_fitted()
     check_fits(model, dataset)
     baselines = roles.g_plus[roles.fitted].flatten(1)

@@ -75,21 +75,6 @@ class HeadRoles(Result):
         return self.trajectories[2, :, -1]
 
     @property
-    def facilitation(self) -> ByFitted:
-        """G-: high for heads that help, whose gates stay open although pushed shut."""
-        return self.score("facilitation")
-
-    @property
-    def interference(self) -> ByFitted:
-        """1 - G+: high for heads that harm, whose gates stay shut although pushed open."""
-        return self.score("interference")
-
-    @property
-    def irrelevance(self) -> ByFitted:
-        """G+ (1 - G-): high for heads that do not matter, whose gates follow both penalties."""
-        return self.score("irrelevance")
-
-    @property
     def grid(self) -> HeadGrid:
         """The heads of the model."""
         return HeadGrid(*self.removed.shape)
@@ -109,7 +94,12 @@ class HeadRoles(Result):
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
     def score(self, role: str) -> ByFitted:
-        """The score of a role, 0 to 1, for each seed that fitted."""
+        """The score of a role, 0 to 1, for each seed that fitted.
+
+        - "facilitation": G-: high for heads that help, whose gates stay open although pushed shut.
+        - "irrelevance": G+ (1 - G-): high for heads whose gates follow both penalties.
+        - "interference": 1 - G+: high for heads that harm, which stay shut although pushed open.
+        """
         return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 
     def members(self, role: str, threshold: float = THRESHOLD) -> Bool[Tensor, "fitted layer head"]:
@@ -161,35 +151,31 @@ class HeadRoles(Result):
         irrelevant, or all of them together costing more than their number times `price`.
         """
         notes = []
-        stuck = [i for i, fitted in enumerate(self.fitted.tolist()) if not fitted]
-        if stuck:
-            losses = [
+        if stuck := (~self.fitted).nonzero()[:, 0].tolist():
+            losses = "; ".join(
                 f"seed {self.seeds[i]}: {self.losses[1, i]:.4g} with G+, "
                 f"{self.losses[2, i]:.4g} with G-"
                 for i in stuck
-            ]
+            )
             notes.append(
                 f"The gates of {len(stuck)} of {len(self.seeds)} seeds did not fit and are left "
                 f"out of all classes: the NLL is {self.dense_loss:.4g} without gates, but for "
-                f"{'; '.join(losses)}. More updates or other seeds may fit."
+                f"{losses}. More updates or other seeds may fit."
             )
         mostly_irrelevant = self.members("irrelevance").double().mean(dim=0) >= 0.5
         costs = self.removed.masked_fill(~mostly_irrelevant, 0)
-        highest = costs.flatten().topk(min(MOST_NAMED, costs.numel()))
-        named = [
-            "a{}.h{} {:+.3g}".format(*divmod(index, costs.shape[1]), cost)
-            for cost, index in zip(highest.values.tolist(), highest.indices.tolist(), strict=True)
-            if cost > self.price
-        ]
+        costly = sorted((costs > self.price).nonzero().tolist(), key=lambda at: -costs[*at].item())
+        named = ", ".join(
+            f"a{layer}.h{head} {costs[layer, head]:+.3g}" for layer, head in costly[:MOST_NAMED]
+        )
         heads, cost, _ = self.classes().to_numpy()[ROLES.index("irrelevance")]
         if named or cost > heads * self.price:
-            alone = f"{', '.join(named)} alone, " if named else ""
             notes.append(
                 "Heads called irrelevant matter when they are removed. In nats per target token, "
-                f"removal from the model costs {alone}all of them {cost:+.3g}; the penalty accepts "
-                f"{self.price:.3g} for closing a head. A small gate may suffice where a "
-                "normalisation cancels scale or one head can replace another: see `removed` in the "
-                "table."
+                f"removal from the model costs {named}{' alone, ' if named else ''}all of them "
+                f"{cost:+.3g}; the penalty accepts {self.price:.3g} for closing a head. A small "
+                "gate may suffice where a normalisation cancels scale or one head can replace "
+                "another: see `removed` in the table."
             )
         return notes
 
@@ -219,10 +205,8 @@ class HeadRoles(Result):
 
     def _repr_html_(self) -> str:
         words = " ".join([repr(self), *self.notes()])
-        return table_html(self.classes(), words) + table_html(self._summary())
-
-    def _summary(self) -> pd.DataFrame:
-        return mean_table(self.to_pandas().dropna())
+        summary = mean_table(self.to_pandas().dropna())
+        return table_html(self.classes(), words) + table_html(summary)
 
 
 def role_scores(

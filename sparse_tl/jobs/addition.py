@@ -11,13 +11,13 @@ from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
-from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import AdditionJob, takes
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import digest, write_json
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, decode
-from sparse_tl.training import TargetLoss, evaluate_held_out
+from sparse_tl.training import Target, evaluate_held_out
 from sparse_tl.zoo import addition_recipe, build_pair, read_pair
 
 PROMPT = "36+28"
@@ -58,7 +58,7 @@ def run_addition(
     recorded = job.settings(
         dense_steps=recipe.dense["steps"],
         steps=recipe.sparse["steps"],
-        target_loss=str(TargetLoss.parse(recipe.sparse["target_loss"])),
+        target_loss=str(Target.parse(recipe.sparse["target_loss"])),
     )
     folder = RunFolder(out, recorded, restart=restart)
     with folder.stage("models"):
@@ -72,7 +72,7 @@ def run_addition(
             positions=range(ANSWER.start, ANSWER.stop),
             position=ANSWER.stop - 1,
         )
-        save_figure(diagram, folder.path, "addition")
+        save_figures({"addition": diagram}, folder.path)
     test = task.split(seed=seed)[2]
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
     metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}

@@ -37,7 +37,7 @@ from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import PatchName, SparseTransformer
-from sparse_tl.jobs.folder import SIDES, RunFolder, save_figure, saved
+from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
 from sparse_tl.jobs.settings import BuiltInTask, CircuitsJob, takes
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
@@ -201,9 +201,8 @@ def report(
                 ends = [found.min(), found.max()] if len(found) else None
                 metrics[task][f"{name}_range"] = ends
         metrics[task]["seeds"] = by_seed
-    for parts in PARTS:
-        figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
-        save_figure(figure, folder, f"{parts}_kept")
+    figures = {f"{p}_kept": effect_figure(panels[p], parts=p, level=LEVEL) for p in PARTS}
+    save_figures(figures, folder)
     table = pd.concat(tables, ignore_index=True)
     table = table[[*_LABELS, *table.columns.drop(_LABELS)]]
     write_csv(folder / "curves.csv", table)
@@ -262,7 +261,7 @@ def _draw_circuits(
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / f"{side}_circuit.json", listed)
     title = f"{title}: circuit edges for an explained effect of {LEVEL}"
-    save_figure(component_diagram(circuits, scores=by_name, title=title), folder, "circuit")
+    save_figures({"circuit": component_diagram(circuits, scores=by_name, title=title)}, folder)
 
 
 def _smallest(scores: Scores, size: int, patch: PatchName) -> Circuit:

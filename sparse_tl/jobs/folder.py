@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +15,7 @@ import pandas as pd
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.page.rendering import Figure
+from sparse_tl.plots.panels.grid import GridFigure, draw_images
 from sparse_tl.results import Result, from_fields, table_html
 from sparse_tl.storage.files import check_writable, locked, read_json, write_json
 from sparse_tl.training import DenseAndSparse, HeldOut
@@ -29,10 +30,16 @@ _LEFT = re.compile(r"\..+\.[0-9a-f]{8}")
 """Names of what a killed write left."""
 
 
-def save_figure(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure as interactive HTML and, if it has images on this machine, as SVG and PNG."""
-    for suffix in ("html", "svg", "png") if figure.has_images else ("html",):
-        figure.save(folder / f"{name}.{suffix}")
+def save_figures(
+    figures: Mapping[str, Figure], folder: Path, suffixes: Sequence[str] = ("html", "svg", "png")
+) -> None:
+    """Write figures by name, as SVG and PNG only if they have images on this machine."""
+    plots = [each for each in figures.values() if isinstance(each, GridFigure) and each.has_images]
+    if plots:
+        draw_images(plots)
+    for name, figure in figures.items():
+        for suffix in suffixes if figure.has_images else {"html"}.intersection(suffixes):
+            figure.save(folder / f"{name}.{suffix}")
 
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:

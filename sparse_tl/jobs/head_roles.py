@@ -30,7 +30,7 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.jobs.folder import SIDES, RunFolder, save_figure, saved
+from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
 from sparse_tl.jobs.settings import HeadRolesJob, takes
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.progress import say
@@ -146,9 +146,8 @@ def _measure(
     for role in ROLES:
         ablate = partial(ablation_curve, model, roles, held_out, role, max_heads=job.max_heads)
         saved(cell / role, AblationCurve, partial(ablate, control=role == ROLES[0], **shared))
-    for name, figure in {"heads": roles.figure(), "gates": gate_trajectories(roles)}.items():
-        if figure.has_images:  # a page of each would take 5 MB
-            figure.save(cell / f"{name}.png")
+    figures = {"heads": roles.figure(), "gates": gate_trajectories(roles)}
+    save_figures(figures, cell, ["png"])  # a page of each would take 5 MB
     write_json(cell / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
 
 
@@ -177,7 +176,7 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
             curve.to_pandas().drop(columns="control", errors="ignore").assign(**labels, by=by)
             for by, curve in {**curves, "random": random}.items()
         ]
-    save_figure(ablation_grid(panels), folder.path, "ablation_grid")
+    save_figures({"ablation_grid": ablation_grid(panels)}, folder.path)
     all_scores = pd.concat(scores, ignore_index=True)
     all_curves = pd.concat(tables, ignore_index=True)
     write_csv(folder / "scores.csv", all_scores)

@@ -32,7 +32,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream, cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figure
+from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
@@ -286,7 +286,7 @@ def run_post_training(
     if job.prompt is not None and ranks.is_main_process:
         models = {"Dense": load(), "Sparse": sparse}
         diagram = circuit_diagram(models, job.prompt, weight="carried")
-        save_figure(diagram, folder.path, "circuit_diagram")
+        save_figures({"circuit_diagram": diagram}, folder.path)
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
 

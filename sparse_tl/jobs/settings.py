@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -70,18 +70,15 @@ Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
 Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
 
 
-def _read_by(kind: Literal["TargetLoss", "TargetEdges"]) -> AfterValidator:
-    def check(target: float | str) -> float | str:
-        from sparse_tl.training import constraint  # slow import: not needed for help
+def _parsed(target: float | str, *, edges: bool = False) -> float | str:
+    from sparse_tl.training.constraint import Target  # slow import: not needed for help
 
-        getattr(constraint, kind).parse(target)
-        return target
-
-    return AfterValidator(check)
+    Target.parse(target, edges=edges)
+    return target
 
 
-Loss = Annotated[float | str, _read_by("TargetLoss")]
-Edges = Annotated[float | str, _read_by("TargetEdges")]
+Loss = Annotated[float | str, AfterValidator(_parsed)]
+Edges = Annotated[float | str, AfterValidator(partial(_parsed, edges=True))]
 
 
 class Job(BaseModel):
@@ -307,9 +304,7 @@ class CircuitsJob(Job):
     pairs: Annotated[int, Field(ge=4, le=MOST)] = setting(
         128, "Prompt pairs per task: half score, half evaluate."
     )
-    method: Literal["eap", "eap-ig", "eap-ig-activations", "relp"] = setting(
-        "eap-ig", "eap, eap-ig, eap-ig-activations, relp.", "NAME"
-    )
+    method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "eap, eap-ig, relp.", "NAME")
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
         "corrupted", "corrupted, mean, resample or zero.", "NAME"
     )

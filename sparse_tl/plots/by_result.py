@@ -28,7 +28,7 @@ from sparse_tl.plots.diagrams.circuit_diagram import circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import component_diagram
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.plots.panels.curves import Parts, ablation_grid, effect_figure
-from sparse_tl.plots.panels.maps import Mapped, head_map, head_roles_figure, layer_map
+from sparse_tl.plots.panels.maps import head_map, head_roles_figure, layer_map
 from sparse_tl.plots.panels.points import neuron_figure, score_figure, skill_figure
 from sparse_tl.tasks import SkillComparison
 
@@ -70,12 +70,9 @@ def _score_check(result: ScoreCheck, title: str = "", **style: Any) -> Figure:
     return score_figure({title or result.method: result}, **style)
 
 
-def _head_behaviour(result: HeadBehaviour, title: str = "Model", **style: Any) -> Figure:
-    return head_map({title: result}, **style)
-
-
-def _layer_map(result: Mapped, title: str = "Model") -> Figure:
-    return layer_map({title: result})
+def _titled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """How one result is drawn by a function that takes results by title."""
+    return lambda result, title="Model", **style: draw({title: result}, **style)
 
 
 def _attention_graph(result: AttentionGraph, **style: Any) -> Figure:
@@ -111,10 +108,10 @@ DRAWN: dict[type, Callable[..., Figure]] = {
     Scores: _scores,
     ScoreCheck: _score_check,
     NeuronEffects: neuron_figure,
-    HeadBehaviour: _head_behaviour,
-    ActivationPatching: _layer_map,
-    LogitLens: _layer_map,
-    LogitAttribution: _layer_map,
+    HeadBehaviour: _titled(head_map),
+    ActivationPatching: _titled(layer_map),
+    LogitLens: _titled(layer_map),
+    LogitAttribution: _titled(layer_map),
     AttentionGraph: _attention_graph,
     AttributionGraph: attribution_diagram,
     EffectCurve: _curve,

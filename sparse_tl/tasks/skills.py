@@ -10,25 +10,28 @@ noise if the exact sign test on the prompts that only one of the models has so h
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.backend import HookedModel, Model, evaluation_mode
+from sparse_tl.backend import HookedModel, Model, adapt, evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.circuits.evaluation import mean_interval, sign_test, wilson_interval
-from sparse_tl.circuits.pair_runs import PairBatches
+from sparse_tl.circuits.evaluation import ENDS, effect_draws
+from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import start_of_prompts
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.metrics import check_wrong, chooses_right, is_right
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result, table_html
+from sparse_tl.results import Result
 from sparse_tl.tasks.docstring import DocstringTask
 from sparse_tl.tasks.greater_than import GreaterThanTask
 from sparse_tl.tasks.induction import InductionTask
@@ -36,9 +39,6 @@ from sparse_tl.tasks.ioi import IOILongTask, IOITask
 from sparse_tl.tasks.templates import BATTERY, AnaphorTask, CapitalsTask, SubjectVerbTask
 from sparse_tl.tasks.words import Pairs, Task
 from sparse_tl.training.distillation import DensePredictions, losses_and_divergences
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _ALL: tuple[Task, ...] = (
     GreaterThanTask(),
@@ -77,8 +77,6 @@ class TaskReport(Result):
 
         A task has no numbers if the model cannot be tested on it.
         """
-        import pandas as pd
-
         rows = []
         for name, lack in self.lacks.items():
             row: dict[str, Any] = {"task": name}
@@ -100,9 +98,8 @@ class TaskReport(Result):
             f"{name}: {lack or self.skills[name]}" for name, lack in self.lacks.items()
         )
 
-    def _repr_html_(self) -> str:
-        reasons = [f"{name}: {lack}" for name, lack in self.lacks.items() if lack]
-        return table_html(self.to_pandas(), "; ".join([repr(self), *reasons]))
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas().assign(lack=[*self.lacks.values()])
 
 
 @checked
@@ -247,8 +244,6 @@ def measure_skills(
         ValueError: a name is unknown or given twice, the dense model is the one inside the sparse
             one, or a prompt does not fit a model.
     """
-    import pandas as pd
-
     names = [task.name for task in families]
     if len({*names}) < len(names) or not {*leave_out} <= {*names}:
         raise ValueError(
@@ -280,10 +275,10 @@ def _measured(
 ) -> dict[str, Any]:
     """The numbers of one family, and its outcome."""
     check_wrong(pairs)
-    batches, parts = PairBatches(sparse, pairs, batch_size), []
-    for batch in batches.batches:
+    adapter, parts = adapt(sparse), []
+    for batch in batches_of(adapter, pairs, batch_size):
         rows = batch.answer_rows()
-        with batches.adapter.only_at(rows.loss_mask) as logits_at:
+        with adapter.only_at(rows.loss_mask) as logits_at:
             output, counts = sparse.run_with_counts(rows.tokens, **rows.model_kwargs)
         both = reference.logits(rows), logits_at(output)
         edges = [x.sum(dim=(0, 2)) for x in (counts.active, counts.possible)]
@@ -328,6 +323,34 @@ def numbers(
     elif row["change"] < -FALL:
         row["outcome"] = _FELL if row["p"] < NOISE else f"{_FELL} (within noise)"
     return row
+
+
+def mean_interval(values: Float[Tensor, " pair"]) -> tuple[float, float]:
+    """Lower and upper ends of a 95 % bootstrap interval of a mean over pairs; includes the mean."""
+    drawn = effect_draws(values, torch.ones_like(values), torch.zeros_like(values))
+    low, high = drawn.quantile(torch.tensor(ENDS).to(values)).tolist()
+    mean = values.mean().item()
+    return min(low, mean), max(high, mean)
+
+
+def wilson_interval(n_true: int, n: int) -> tuple[float, float]:
+    """Lower and upper ends of Wilson's 95 % interval of a share, 0 to 1.
+
+    Reference: Wilson (1927), Journal of the American Statistical Association 22, 209-212.
+    """
+    z = statistics.NormalDist().inv_cdf(ENDS[1])
+    half = z * math.sqrt(n_true * (n - n_true) / n + z**2 / 4)
+    middle, total = n_true + z**2 / 2, n + z**2
+    return max(0.0, (middle - half) / total), min(1.0, (middle + half) / total)
+
+
+def sign_test(lost: int, won: int) -> float:
+    """The two-sided p of as unequal a split of the pairs that only one of two models has right.
+
+    Reference: McNemar (1947), Psychometrika 12, 153-157, with exact probabilities.
+    """
+    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2 ** (lost + won))
 
 
 def _distinct(pairs: PromptPairs) -> PromptPairs:

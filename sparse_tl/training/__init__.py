@@ -2,8 +2,7 @@
 
 from sparse_tl.training.constraint import (
     LossConstraint as LossConstraint,
-    TargetEdges as TargetEdges,
-    TargetLoss as TargetLoss,
+    Target as Target,
 )
 from sparse_tl.training.evaluation import (
     DenseAndSparse as DenseAndSparse,

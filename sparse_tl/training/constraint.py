@@ -41,13 +41,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-Measured = Literal["loss", "increase", "divergence"]
 
 START = 10.0
 """lambda before the first step."""
@@ -81,98 +79,94 @@ TINY = 1e-6
 
 
 @dataclass(frozen=True)
-class TargetLoss:
-    """The target that every group of rows must meet.
+class Target:
+    """What training has to reach: a bound for every group of rows, or a number of attention edges.
 
     Args:
-        nats: upper bound on the quantity `of`, in nats per label.
-        of: the bounded quantity: the model's "loss", its "increase" over the frozen dense model's,
-            or the "divergence" from that model, ``KL(dense || sparse)``.
-    """
-
-    nats: float
-    of: Measured
-
-    @staticmethod
-    def parse(target: float | str) -> TargetLoss:
-        """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence."""
-        text = str(target).strip()
-        signs: dict[str, Measured] = {"kl+": "divergence", "+": "increase", "": "loss"}
-        sign = next(sign for sign in signs if text.startswith(sign))
-        problem = (
-            f"{target!r} is not a target loss in nats above 0: give a loss, such as 0.01, an "
-            'increase over the dense model, "+0.05", or a divergence from it, "kl+0.05"'
-        )
-        nats = _above_zero(text.removeprefix(sign.removesuffix("+")), problem)
-        return TargetLoss(nats, signs[sign])
-
-    def budget(self, dense_loss: float) -> float:
-        """The largest gap to the dense model, in nats, that the target allows."""
-        return self.nats - dense_loss if self.of == "loss" else self.nats
-
-    def __str__(self) -> str:
-        sign = {"loss": "", "increase": "+", "divergence": "kl+"}[self.of]
-        return f"{sign}{self.nats:.15g}"
-
-
-@dataclass(frozen=True)
-class TargetEdges:
-    """The number of attention edges to which training brings the model.
-
-    Args:
-        amount: active edges per token, as a mean over groups, or how many times fewer these are
-            than in the dense model.
-        times_fewer: whether `amount` is relative to the dense model.
+        amount: upper bound in nats per label; or active edges per token, as a mean over groups; or
+            how many times fewer these are than in the dense model.
+        of: what is bounded in each group: the model's "loss", its "increase" over the frozen dense
+            model's, or the "divergence" from that model, ``KL(dense || sparse)``; or "edges" per
+            token, or "times fewer" edges.
     """
 
     amount: float
-    times_fewer: bool
-    of: ClassVar[Measured] = "divergence"
-    """What is minimised."""
+    of: Literal["loss", "increase", "divergence", "edges", "times fewer"]
 
     @staticmethod
-    def parse(target: float | str) -> TargetEdges:
-        """Read ``300`` as edges per token and ``"100x"`` as a hundred times fewer than dense."""
-        text = str(target).strip()
-        problem = (
-            f"{target!r} is not a number of target edges: give edges per token, such as 300, or "
-            'how many times fewer than in the dense model, "100x"'
-        )
-        return TargetEdges(_above_zero(text.removesuffix("x"), problem), text.endswith("x"))
+    def parse(target: float | str, *, edges: bool = False) -> Target:
+        """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence.
 
-    def per_token(self, dense: float) -> float:
-        """The target in edges per token, given the dense model's."""
-        return dense / self.amount if self.times_fewer else self.amount
+        Of edges, ``300`` is a number per token, and ``"100x"`` a hundred times fewer than dense.
+        """
+        text = str(target).strip()
+        if edges:
+            of, number = ("times fewer" if text.endswith("x") else "edges"), text.removesuffix("x")
+            problem = (
+                "is not a number of target edges: give edges per token, such as 300, or how many "
+                'times fewer than in the dense model, "100x"'
+            )
+        else:
+            sign = next(sign for sign in _SIGNS if text.startswith(sign))
+            of, number = _SIGNS[sign], text.removeprefix(sign.removesuffix("+"))
+            problem = (
+                "is not a target loss in nats above 0: give a loss, such as 0.01, an increase over "
+                'the dense model, "+0.05", or a divergence from it, "kl+0.05"'
+            )
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = math.nan
+        if not 0 < amount < math.inf:
+            raise ValueError(f"{target!r} {problem}")
+        return Target(amount, of)
+
+    @property
+    def of_edges(self) -> bool:
+        """Whether the number of edges is given, and the divergence is minimised."""
+        return self.of in ("edges", "times fewer")
+
+    @property
+    def of_divergence(self) -> bool:
+        """Whether the gap to the dense model is a divergence."""
+        return self.of_edges or self.of == "divergence"
+
+    def edges(self, dense: float) -> float | None:
+        """The target in edges per token, given the dense model's; None for a target loss."""
+        if not self.of_edges:
+            return None
+        return self.amount if self.of == "edges" else dense / self.amount
 
     def budget(self, dense_loss: float) -> float:
-        """The largest gap to the dense model: any."""
-        return math.inf
+        """The largest gap to the dense model, in nats, that the target allows."""
+        if self.of_edges:
+            return math.inf
+        return self.amount - dense_loss if self.of == "loss" else self.amount
 
     def __str__(self) -> str:
-        fewer = " times fewer" * self.times_fewer
-        return f"{self.amount:.15g}{fewer} edges per token"
+        if self.of_edges:
+            fewer = " times fewer" * (self.of == "times fewer")
+            return f"{self.amount:.15g}{fewer} edges per token"
+        sign = next(sign for sign, of in _SIGNS.items() if of == self.of)
+        return f"{sign}{self.amount:.15g}"
+
+
+_SIGNS: dict[str, Literal["loss", "increase", "divergence"]] = {
+    "kl+": "divergence",
+    "+": "increase",
+    "": "loss",
+}
 
 
 def parse_target(
     target_loss: float | str | None, target_edges: float | str | None, default: str
-) -> TargetLoss | TargetEdges:
+) -> Target:
     """The target that is given."""
     if target_edges is None:
-        return TargetLoss.parse(default if target_loss is None else target_loss)
+        return Target.parse(default if target_loss is None else target_loss)
     if target_loss is not None:
         raise ValueError("give a target loss or target edges: each determines the other")
-    return TargetEdges.parse(target_edges)
-
-
-def _above_zero(text: str, problem: str) -> float:
-    """The finite number above 0 that is written."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(problem)
-    return number
+    return Target.parse(target_edges, edges=True)
 
 
 class LossConstraint:

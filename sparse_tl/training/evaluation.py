@@ -20,7 +20,7 @@ from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.computed_gates import costs_of_first
 from sparse_tl.results import Result
-from sparse_tl.training.constraint import TargetEdges, TargetLoss
+from sparse_tl.training.constraint import Target
 from sparse_tl.training.distillation import (
     DensePredictions,
     Reference,
@@ -134,9 +134,9 @@ class _Compared:
         active = self.sparse.active_attention_edges
         return self.sparse.possible_attention_edges / active if active else math.inf
 
-    def used(self, target: TargetLoss) -> float:
+    def used(self, target: Target) -> float:
         """The share of the loss budget that the rows used; NaN without a measured divergence."""
-        gap = self.sparse.divergence if target.of == "divergence" else self.loss_increase
+        gap = self.sparse.divergence if target.of_divergence else self.loss_increase
         return math.nan if gap is None else gap / max(target.budget(self.dense.loss), 1e-12)
 
     def row(self) -> dict[str, float]:
@@ -173,7 +173,7 @@ class PostTraining(_Compared, Result):
     """
 
     feasible: bool
-    target: TargetLoss | TargetEdges
+    target: Target
     best_step: int
     history: pd.DataFrame
     groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
@@ -196,12 +196,12 @@ class PostTraining(_Compared, Result):
         )
         if self.sparse.divergence is not None:
             edges += f", {self.sparse.divergence:.4f} divergence from it"
-        if isinstance(self.target, TargetEdges):
+        if self.target.of_edges:
             target, among = f"Target of {self.target}", f", on average over {n_groups} groups,"
             advice = "or allow more edges"
         else:
-            divergence = f"divergence of {self.target.nats:g}"
-            nats = divergence if self.target.of == "divergence" else self.target
+            divergence = f"divergence of {self.target.amount:g}"
+            nats = divergence if self.target.of_divergence else self.target
             target, among = f"Target {nats} nats", f" in each of {n_groups} groups"
             advice = "start from a smaller threshold or a larger bias, or allow more loss"
         target += among if n_groups > 1 else ""
@@ -219,7 +219,7 @@ class PostTraining(_Compared, Result):
     def _advice(self) -> str:
         """Advice for a longer run after a target that was met; empty if there is none."""
         column = "validation_active_attention_edges"
-        if isinstance(self.target, TargetEdges) or column not in self.history:
+        if self.target.of_edges or column not in self.history:
             return ""
         edges = self.history.set_index("step")[column].dropna()
         last = edges.index[-1]

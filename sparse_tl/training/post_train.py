@@ -44,8 +44,7 @@ from sparse_tl.training.constraint import (
     GAP_LEAD,
     OF_EDGES,
     LossConstraint,
-    TargetEdges,
-    TargetLoss,
+    Target,
     parse_target,
     remaining,
 )
@@ -135,18 +134,16 @@ def post_train(
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
             without adapters. Weights in bfloat16 are trained through float32 copies.
-        stream: training batches, in which any positions may carry the loss; or one stream for each
-            group, by name, which become a `MixedStream`.
-        validation: rows for the loss constraint and model selection, or those of each group, by
-            name, in the same order as the streams. Report results on other rows.
+        stream: training batches, with a loss at any positions; or a stream for each group, by name.
+        validation: rows for the constraint and model selection, or those of each group, in the same
+            order. Report results on other rows.
         target_loss: in nats per label: the loss (``0.01``), its increase over the frozen dense
             model's on the same rows (``"+0.05"``), or the divergence ``KL(dense || sparse)``
             (``"kl+0.05"``, the default), which fitting the training text does not lower.
         target_edges: instead of a target loss, active attention edges per token (``300``), or how
             many times fewer than in the dense model (``"100x"``): the mean over groups of edges per
             token, summed over layers and heads, on validation rows under deterministic gates.
-        held_out: rows used neither for training nor for selection, by name, measured before and
-            after training: further rows of a group, under its name, or rows of another text.
+        held_out: other rows to report on, by name: of a group, under its name, or another text.
         steps: number of optimizer steps.
         learning_rate: peak learning rate of all weights, or of the adapters; or rates by
             parameter, which freeze all other parameters but the gates: ``"qk"`` (weights of queries
@@ -156,13 +153,11 @@ def post_train(
         gate_learning_rate: peak learning rate of the gates on attention edges and MLPs, unless
             `learning_rate` names them.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
-            broadcastable to ``[layer, head, query, key]``; 1 by default. Reported counts of
-            attention edges are never weighted.
+            broadcastable to ``[layer, head, query, key]``. Reported counts are never weighted.
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
             edge; above 0, rarely used heads close permanently.
         seed: random seed for gate noise.
-        precision: "bf16" runs all forward passes under autocast, including those of evaluations,
-            and keeps the copy of the dense model in bfloat16, if the target needs one.
+        precision: "bf16" runs all forward passes under autocast, with the dense copy in bfloat16.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -208,7 +203,7 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
-        of_model = target.of == "divergence"
+        of_model = target.of_divergence
         # Separate from the objective's, which keep training rows in the run's checkpoints.
         predicted = DensePredictions(dense) if of_model and dense is not None else None
         measuring = Validation(
@@ -466,7 +461,7 @@ class Validation:
         sparse: SparseTransformer,
         rows: TokenBatch | Mapping[str, TokenBatch],
         held_out: Mapping[str, TokenBatch],
-        target: TargetLoss | TargetEdges,
+        target: Target,
         edge_cost: Float[Tensor, "*#edge"] | None,
         precision: Precision,
         predictions: DensePredictions | None,
@@ -488,7 +483,7 @@ class Validation:
                 f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
                 f"{max(losses) + 1} groups"
             )
-        self.target_edges = target.per_token(most) if isinstance(target, TargetEdges) else None
+        self.target_edges = target.edges(most)
         """The target in edges per token, if it is one of edges."""
         if self.target_edges is not None and self.target_edges > most:
             raise ValueError(
@@ -521,7 +516,7 @@ class Validation:
         def evaluate() -> Metrics:
             measured = self.measured(self.rows)
             edges, target = measured.edges_per_token, self.target_edges
-            if self.target.of == "divergence":
+            if self.target.of_divergence:
                 gaps = _by_group(measured.group_divergences)
             else:
                 gaps = _by_group(measured.group_losses) - _by_group(self.dense.group_losses)

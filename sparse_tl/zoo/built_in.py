@@ -93,14 +93,13 @@ def load_addition_models(
     device: str | None = None,
     progress: bool = True,
 ) -> tuple[Model, SparseTransformer]:
-    """The dense addition model and the sparse one made from it; see `load_task_models`.
+    """The dense addition model and the sparse one made from it.
+
+    Other arguments, errors and warnings are those of `load_task_models`.
 
     Args:
         seed: random seed of the pair; 0 comes with the package in the placeholder form.
         form: form of the sums.
-        cache: folder for pairs that are built; the user's cache folder by default.
-        device: device of the models, also for building; a GPU by default if there is one.
-        progress: whether to show a progress bar while building.
     """
     recipe = addition_recipe(form)
     return load_built_in(recipe, seed, cache=cache, device=device, progress=progress)

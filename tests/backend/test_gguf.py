@@ -14,12 +14,10 @@ from made_gguf import (
     field,
     header,
     tokenizer,
-    vocabulary_fields,
     write_llama,
-    write_model,
 )
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from sparse_tl.backend import check_folder, load_model, save_model
 from sparse_tl.storage.files import read_json
@@ -139,69 +137,6 @@ def test_a_file_that_is_no_whole_model(tmp_path: Path, change: dict[str, Any], w
     write_llama(tmp_path / "model.gguf", **change)
     with pytest.raises(ValueError, match=why):
         load_model(tmp_path / "model.gguf", device="cpu")
-
-
-def _write_qwen(file: Path, architecture: str, **said: Any) -> Any:
-    head = 128 if architecture == "qwen3" else 16
-    config = AutoConfig.for_model(
-        architecture,
-        vocab_size=len(tokenizer()),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head,
-        intermediate_size=256,
-        pad_token_id=0,
-        rms_norm_eps=0.5,
-        rope_theta=1e4,
-    )
-    fields = {
-        "context_length": 64,
-        "embedding_length": 64,
-        "block_count": 2,
-        "feed_forward_length": 256,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.key_length": head,
-        "attention.layer_norm_rms_epsilon": 0.5,
-        **said,
-    }
-    metadata = {f"{architecture}.{name}": value for name, value in fields.items()}
-    return write_model(file, architecture, config, metadata | vocabulary_fields())
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_the_model_has_the_hyperparameters_of_the_file(tmp_path: Path, architecture: str) -> None:
-    """And llama.cpp's base of rotary positions, which is not transformers' for these models."""
-    expected = _write_qwen(tmp_path / "model.gguf", architecture)
-    found = load_model(tmp_path / "model.gguf", device="cpu")
-    assert (_logits(found) - _logits(expected)).abs().max() < 2e-5
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("llama.rope.scaling.factor", 8.0, "'llama.rope.scaling.factor' = 8.0"),
-        ("llama.attention.sliding_window", 8, "'llama.attention.sliding_window' = 8"),
-        ("llama.attention.causal", False, "'llama.attention.causal' = False"),
-        ("llama.attention.layer_norm_rms_epsilon", None, "it lacks .*rms_epsilon'"),
-        ("general.architecture", "gemma2", "not of 'gemma2'; use its Hugging Face folder"),
-    ],
-)
-def test_a_field_that_would_be_ignored(tmp_path: Path, name: str, value: Any, why: str) -> None:
-    write_llama(tmp_path / "model.gguf", fields={name: value})
-    with pytest.raises(ValueError, match=why):
-        load_model(tmp_path / "model.gguf", device="cpu")
-
-
-def test_rotary_positions_that_are_not_scaled(tmp_path: Path) -> None:
-    said = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0}
-    expected = write_llama(tmp_path / "model.gguf", fields=said)
-    found = load_model(tmp_path / "model.gguf", device="cpu")
-    assert (_logits(found) - _logits(expected)).abs().max() < 1e-5
 
 
 SPLITS = {

@@ -116,7 +116,7 @@ def test_head_gates_are_fitted(halves: tuple[Model, Model]) -> None:
     dataset = TargetDataset(TokenBatch.next_token(tokens(16)))
     with warnings.catch_warnings(action="ignore"):  # three updates fit nothing
         roles = fit_head_gates(halves[0], dataset, seeds=2, updates=3, batch_size=4, progress=False)
-    assert bool(roles.facilitation.isfinite().all())
+    assert bool(roles.score("facilitation").isfinite().all())
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))

@@ -386,17 +386,14 @@ def test_an_edge_under_a_norm_of_what_attention_writes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("method", ["eap-ig", "eap-ig-activations"])
-def test_attribution(name: str, method: str) -> None:
+def test_attribution(name: str) -> None:
     """The effects of a small change add up, over sources, to what it does."""
     model, some = build(name), pairs()
-    edges = attribute_circuit_edges(
-        model, some, logit_difference, method=method, steps=3, progress=False
-    )
+    edges = attribute_circuit_edges(model, some, logit_difference, steps=3, progress=False)
     assert bool(edges.values.isfinite().all()) and edges.values.abs().max() > 1e-3
-    heads = attribute_heads(model, some, logit_difference, method=method, steps=3, progress=False)
+    heads = attribute_heads(model, some, logit_difference, steps=3, progress=False)
     assert bool(heads.values.isfinite().all())
-    if name not in POST_NORMS and method == "eap-ig":
+    if name not in POST_NORMS:
         graph = adapt(model).graph
         rows = [graph.source_index(f"a2.h{head}") for head in range(N_HEADS)]
         assert off(edges.values[rows].sum(dim=1), heads.values[2]) < 2e-4

@@ -104,15 +104,12 @@ def test_hooks_see_one_copy_of_the_prompts(build_tiny: Build) -> None:
 
 
 @pytest.mark.usefixtures("double_precision")
-@pytest.mark.parametrize("method", ["eap-ig", "eap-ig-activations"])
 @pytest.mark.parametrize("by_pair", [False, True])
 def test_a_few_places_at_a_time(
-    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, method: str, by_pair: bool
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, by_pair: bool
 ) -> None:
-    model, options = shaken(build_tiny(dtype="float64")), {"method": method, "by_pair": by_pair}
-    attribute = partial(
-        attribute_circuit_edges, model, random_pairs(), logit_difference, batch_size=3, **options
-    )
+    model, options = shaken(build_tiny(dtype="float64")), {"by_pair": by_pair, "batch_size": 3}
+    attribute = partial(attribute_circuit_edges, model, random_pairs(), logit_difference, **options)
     whole, sizes = attribute().values, []
 
     def noted(adapter: Adapter, values: Activations) -> torch.Tensor:
@@ -217,10 +214,6 @@ def test_one_step_of_integration_is_plain_attribution(model: Model) -> None:
         for method in ("eap", "eap-ig")
     )
     assert torch.equal(plain, one)
-    activations = attribute_circuit_edges(
-        model, pairs, logit_difference, method="eap-ig-activations", steps=1
-    ).values
-    torch.testing.assert_close(activations, plain, rtol=1e-9, atol=1e-12)
 
 
 def test_nothing_is_left_behind(model: Model) -> None:

@@ -52,7 +52,7 @@ def explorer(shared_explorer: CircuitExplorer) -> CircuitExplorer:
     if shared_explorer.exploration.prompt != PROMPT:
         shared_explorer.show_prompt(PROMPT)
     shared_explorer._state = {"target": 4, "weight": "attention", "threshold": 0.1}
-    shared_explorer._handle_custom_msg({"action": "close"}, [])
+    shared_explorer._handle_custom_msg({"action": "unselect"}, [])
     if shared_explorer._metric["name"] != "log_probability":
         shared_explorer.choose_metric("log_probability")
     shared_explorer.restore()

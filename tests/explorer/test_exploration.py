@@ -69,7 +69,7 @@ METRICS = {
 def test_effects_of_heads_are_those_of_exact_patching_with_zero(models, panel, metric):
     model = models[panel]
     exploration = Exploration(models, PROMPT, quantity=Quantity(metric))
-    found = exploration.head_effects(panel)
+    found = exploration.models[panel].head_effects()
     names = [f"a{layer}.h{head}" for layer in range(2) for head in range(2)]
     for target, (_, read_at) in enumerate(exploration.targets):
         tokens = model.to_tokens(PROMPT)
@@ -95,9 +95,9 @@ def test_another_metric_beside_what_is_removed(exploration, models):
         (Quantity(answer_logit, answer="7"), lambda logits, *_: logits[seven]),
     ):
         exploration.measure(quantity)
-        assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
-        effects = exploration.head_effects("Dense").effects[:, 3].tolist()
-        before, now = (each.tolist() for each in exploration.values("Dense"))
+        assert exploration.models["Dense"].removed_edges == set(EDGES)
+        effects = exploration.models["Dense"].head_effects().effects[:, 3].tolist()
+        before, now = (each.tolist() for each in exploration.models["Dense"].values())
         for target, (_, read_at) in enumerate(exploration.targets):
             best, second = whole[read_at].topk(2).indices.tolist()
             expected = [
@@ -112,53 +112,56 @@ def test_another_metric_beside_what_is_removed(exploration, models):
 
 def remove_some(exploration: Exploration, panel: str) -> None:
     for layer, head in HEADS:
-        exploration.toggle_head(panel, layer, head)
-    exploration.toggle_attention_edges(panel, EDGES)
+        exploration.models[panel].toggle_head(layer, head)
+    exploration.models[panel].toggle_attention_edges(EDGES)
 
 
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
 def test_logits_under_removals_are_those_of_hooks_by_hand(exploration, models, panel):
     def check(*removed):
         expected = by_hand(models[panel], *removed)
-        torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
+        found = exploration.models[panel].now.logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         return expected
 
     (other,) = {"Dense", "Sparse"} - {panel}
-    beside, plain = exploration.logits(other).clone(), check()
-    exploration.toggle_head(panel, 0, 1)
+    beside, plain = exploration.models[other].now.logits.clone(), check()
+    exploration.models[panel].toggle_head(0, 1)
     check(HEADS)
-    exploration.toggle_attention_edges(panel, EDGES)
+    exploration.models[panel].toggle_attention_edges(EDGES)
     assert not torch.allclose(check(HEADS, EDGES), plain, atol=1e-4)
     # Panels are independent.
-    assert torch.equal(exploration.logits(other), beside)
-    assert exploration.removed_heads(panel) == ((0, 1),)
-    assert exploration.removed_attention_edges(panel) == tuple(sorted(EDGES))
-    assert exploration.removed_attention_edges(other) == ()
+    assert torch.equal(exploration.models[other].now.logits, beside)
+    assert exploration.models[panel].removed_heads == {(0, 1)}
+    assert exploration.models[panel].removed_edges == set(EDGES)
+    assert exploration.models[other].removed_edges == set()
 
 
 def test_the_gates_of_the_sparse_model_are_on(exploration, models):
     model = models["Sparse"]
     with model.opened(), torch.no_grad():
         opened = model(model.to_tokens(PROMPT))[0]
-    assert not torch.allclose(exploration.logits("Sparse"), opened, atol=1e-6)
-    closed = ~exploration.graph("Sparse").gates & torch.ones(11, 11, dtype=torch.bool).tril()
-    assert closed.any() and not exploration.graph("Sparse").attention[closed].any()
+    assert not torch.allclose(exploration.models["Sparse"].now.logits, opened, atol=1e-6)
+    graph = exploration.models["Sparse"].now.graph
+    closed = ~graph.gates & torch.ones(11, 11, dtype=torch.bool).tril()
+    assert closed.any() and not graph.attention[closed].any()
 
 
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
 def test_restoring_gives_the_first_logits_exactly(exploration, panel):
-    first = exploration.logits(panel).clone()
-    graph = exploration.graph(panel)
+    first = exploration.models[panel].now.logits.clone()
+    graph = exploration.models[panel].now.graph
     remove_some(exploration, panel)
-    assert not torch.equal(exploration.logits(panel), first)
+    assert not torch.equal(exploration.models[panel].now.logits, first)
     exploration.restore()
-    assert torch.equal(exploration.logits(panel), first)
-    assert torch.equal(exploration.graph(panel).attention, graph.attention)
+    assert torch.equal(exploration.models[panel].now.logits, first)
+    assert torch.equal(exploration.models[panel].now.graph.attention, graph.attention)
     # One by one instead of all at once.
     remove_some(exploration, panel)
     remove_some(exploration, panel)
-    assert exploration.removed_heads(panel) == exploration.removed_attention_edges(panel) == ()
-    assert torch.equal(exploration.logits(panel), first)
+    assert exploration.models[panel].removed_heads == set()
+    assert exploration.models[panel].removed_edges == set()
+    assert torch.equal(exploration.models[panel].now.logits, first)
 
 
 def test_nothing_is_left_on_the_models(exploration, models):
@@ -170,9 +173,9 @@ def test_nothing_is_left_on_the_models(exploration, models):
     weights = {t: [p.clone() for p in m.parameters()] for t, m in models.items()}
     for panel in models:
         remove_some(exploration, panel)
-        exploration.logit_lens(panel, 2, 10)
+        exploration.models[panel].logit_lens(2, 10)
         with pytest.raises(ValueError, match="there is no head"):
-            exploration.toggle_head(panel, 5, 0)
+            exploration.models[panel].toggle_head(5, 0)
     assert before == {title: hooks_of(model) for title, model in models.items()}
     for title, model in models.items():
         assert all(map(torch.equal, weights[title], model.parameters()))
@@ -181,11 +184,11 @@ def test_nothing_is_left_on_the_models(exploration, models):
 
 def test_the_graph_has_no_removed_edge(exploration, models):
     whole = trace_attention(models["Sparse"], PROMPT, attribution=True)
-    first = exploration.graph("Sparse")
+    first = exploration.models["Sparse"].now.graph
     assert torch.equal(first.attention, whole.attention)
     assert torch.equal(first.attribution, whole.attribution)
     remove_some(exploration, "Sparse")
-    graph = exploration.graph("Sparse")
+    graph = exploration.models["Sparse"].now.graph
     assert not graph.attention[0, 1].any() and not graph.gates[0, 1].any()
     assert not graph.attribution[:, 0, 1].any()
     for edge in EDGES:
@@ -195,12 +198,12 @@ def test_the_graph_has_no_removed_edge(exploration, models):
 
 def test_the_graph_reads_later_layers_under_the_removals(exploration, models):
     model, edges = models["Dense"], [(0, 1, 10, 3)]
-    exploration.toggle_head("Dense", 0, 0)
-    exploration.toggle_attention_edges("Dense", edges)
+    exploration.models["Dense"].toggle_head(0, 0)
+    exploration.models["Dense"].toggle_attention_edges(edges)
     with torch.no_grad(), model.hooks(fwd_hooks=hooks([(0, 0)], edges)):
         _, cache = model.run_with_cache(model.to_tokens(PROMPT))
     pattern = cache["blocks.1.attn.hook_pattern"][0]
-    torch.testing.assert_close(exploration.graph("Dense").attention[1], pattern)
+    torch.testing.assert_close(exploration.models["Dense"].now.graph.attention[1], pattern)
 
 
 def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, models):
@@ -209,7 +212,7 @@ def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, mod
     for target, (_, read_at) in enumerate(exploration.targets):
         before = by_hand(model)[read_at]
         after = by_hand(model, HEADS, EDGES)[read_at]
-        table = exploration.outputs("Dense", target, top=4)
+        table = exploration.models["Dense"].outputs(target, top=4)
         tokens = tokenizer.convert_tokens_to_ids(table["token"].tolist())
         for suffix, logits in (("_before", before), ("", after)):
             expected = {
@@ -230,13 +233,14 @@ def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, model
         _, cache = model.run_with_cache(model.to_tokens(PROMPT))
         for level, name in enumerate(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")):
             logits = model.unembed(model.ln_final(cache[name]))[0, 7]
-            best = exploration.logit_lens("Dense", level, 7).iloc[0]
+            best = exploration.models["Dense"].logit_lens(level, 7).iloc[0]
             assert best["token"] == model.tokenizer.decode([int(logits.argmax())])
             assert best["logit"] == pytest.approx(logits.max().item(), abs=1e-9)
     # At the last level it reads the model's own output, without what is removed.
     remove_some(exploration, "Dense")
-    best = exploration.logit_lens("Dense", 2, 10, top=1).iloc[0]
-    assert best["logit"] == pytest.approx(exploration.logits("Dense")[10].max().item(), abs=1e-9)
+    best = exploration.models["Dense"].logit_lens(2, 10, top=1).iloc[0]
+    largest = exploration.models["Dense"].now.logits[10].max().item()
+    assert best["logit"] == pytest.approx(largest, abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "attention_only"])
@@ -245,7 +249,7 @@ def test_other_architectures(build_small, kind):
     exploration = Exploration({"m": model}, PROMPT)
     remove_some(exploration, "m")
     expected = by_hand(model, HEADS, EDGES)
-    torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(exploration.models["m"].now.logits, expected, rtol=0, atol=1e-12)
 
 
 # ---- prompts and positions -----------------------------------------------------------------------
@@ -273,17 +277,17 @@ def test_tokens_are_a_prompt_too(models):
     tokens = models["Dense"].to_tokens(PROMPT)[0]
     by_tokens, by_text = Exploration(models, tokens), Exploration(models, PROMPT)
     assert by_tokens.prompt == PROMPT
-    assert torch.equal(by_tokens.logits("Dense"), by_text.logits("Dense"))
+    assert torch.equal(by_tokens.models["Dense"].now.logits, by_text.models["Dense"].now.logits)
 
 
 def test_another_prompt_of_the_same_length_keeps_what_is_removed(exploration, models):
     remove_some(exploration, "Dense")
     assert exploration.show_prompt("11+11=?????")
-    assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
+    assert exploration.models["Dense"].removed_heads == {(0, 1)}
+    assert exploration.models["Dense"].removed_edges == set(EDGES)
     fresh = Exploration(models, "11+11=?????")
     remove_some(fresh, "Dense")
-    assert torch.equal(exploration.logits("Dense"), fresh.logits("Dense"))
+    assert torch.equal(exploration.models["Dense"].now.logits, fresh.models["Dense"].now.logits)
     # It is read at the same columns.
     exploration = Exploration(models, "36+28=00064", positions=[7, 10])
     exploration.show_prompt("11+11=00022")
@@ -293,8 +297,8 @@ def test_another_prompt_of_the_same_length_keeps_what_is_removed(exploration, mo
 def test_another_length_restores_edges_and_keeps_heads(exploration):
     remove_some(exploration, "Dense")
     assert not exploration.show_prompt("11+11=")
-    assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_attention_edges("Dense") == ()
+    assert exploration.models["Dense"].removed_heads == {(0, 1)}
+    assert exploration.models["Dense"].removed_edges == set()
     assert exploration.targets == ((6, 5),)
 
 
@@ -304,20 +308,20 @@ def test_another_length_restores_edges_and_keeps_heads(exploration):
 def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):
     model, tokens = build_tiny("float64"), torch.tensor([3, 1, 4])
     exploration = Exploration({"m": model}, tokens, labels=["x", "y", "z"])
-    assert exploration.graph("m").input_tokens == ("x", "y", "z", "?")
+    assert exploration.models["m"].now.graph.input_tokens == ("x", "y", "z", "?")
     best = model(tokens[None])[0, 2].argmax().item()
-    assert exploration.outputs("m")["token"][0] == str(best) and exploration.prompt == ""
+    assert exploration.models["m"].outputs()["token"][0] == str(best) and exploration.prompt == ""
     with pytest.raises(ValueError, match="no tokenizer for the text '1'"):
         exploration.show_prompt("1")
 
 
 def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
     model, tokens = build_tiny("float64", attention_dir="bidirectional"), torch.tensor([3, 1, 4])
-    exploration = Exploration({"m": model}, tokens, positions=[0])
-    exploration.toggle_attention_edges("m", [(0, 1, 0, 2)])
+    explored = Exploration({"m": model}, tokens, positions=[0]).models["m"]
+    explored.toggle_attention_edges([(0, 1, 0, 2)])
     expected = by_hand(model, edges=[(0, 1, 0, 2)], tokens=tokens)
-    torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
-    assert not exploration.graph("m").gates[0, 1, 0, 2] and exploration.n_read == 3
+    torch.testing.assert_close(explored.now.logits, expected, rtol=0, atol=1e-12)
+    assert not explored.now.graph.gates[0, 1, 0, 2] and explored.n_read == 3
 
 
 def test_models_that_see_other_columns_are_refused(build_small, models):
@@ -338,17 +342,18 @@ def test_closed_mlps_are_part_of_every_run(build_small):
     assert 0.2 < counts.mlp_gates.double().mean() < 0.8
     exploration = Exploration({"Sparse": sparse}, PROMPT)
     plain = by_hand(sparse)
-    torch.testing.assert_close(exploration.logits("Sparse"), plain, rtol=0, atol=1e-12)
-    graph = exploration.graph("Sparse")
+    torch.testing.assert_close(exploration.models["Sparse"].now.logits, plain, rtol=0, atol=1e-12)
+    graph = exploration.models["Sparse"].now.graph
     assert torch.equal(graph.gates[:, :, :11, :11], counts.gates[:, 0])
     edge = tuple(graph.gates.nonzero()[-1].tolist())
     _, read_at = exploration.targets[-1]
     predicted = int(plain[read_at].argmax())
     change = by_hand(sparse, edges=[edge])[read_at].log_softmax(-1) - plain[read_at].log_softmax(-1)
     torch.testing.assert_close(graph.effect[-1][edge], change[predicted], rtol=0, atol=1e-12)
-    exploration.toggle_head("Sparse", 0, 1)
+    exploration.models["Sparse"].toggle_head(0, 1)
     expected = by_hand(sparse, heads=HEADS)
-    torch.testing.assert_close(exploration.logits("Sparse"), expected, rtol=0, atol=1e-12)
+    logits = exploration.models["Sparse"].now.logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
     exploration.restore()
-    last = exploration.logit_lens("Sparse", 2, read_at, top=1)
+    last = exploration.models["Sparse"].logit_lens(2, read_at, top=1)
     assert last["logit"].iloc[0] == pytest.approx(plain[read_at].max().item(), rel=1e-9)

@@ -14,7 +14,7 @@ from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-QUIET = ("settle", "hello", "effects", "choose")
+QUIET = ("update_saved", "hello", "compute_effects", "choose")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
 STUB = """
@@ -80,11 +80,11 @@ def test_clicks_become_requests(page, tmp_path, explorer):
     page.locator("g[data-panel='1'] circle[data-level='1'][data-column='3']").click()
     page.keyboard.press("Escape")
     assert [{k: v for k, v in m.items() if k != "id"} for m in sent(page)] == [
-        {"action": "head", "panel": 1, "layer": 1, "head": 0},
-        {"action": "edges", "panel": 0, "edges": [[1, 1, 10, 4]]},
-        {"action": "prompt", "prompt": "1+1="},
-        {"action": "node", "panel": 1, "level": 1, "column": 3},
-        {"action": "close"},
+        {"action": "toggle_head", "panel": 1, "layer": 1, "head": 0},
+        {"action": "toggle_attention_edges", "panel": 0, "edges": [[1, 1, 10, 4]]},
+        {"action": "show_prompt", "prompt": "1+1="},
+        {"action": "select", "panel": 1, "level": 1, "column": 3},
+        {"action": "unselect"},
     ]
 
 
@@ -99,10 +99,10 @@ def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_
     x, y = (start[k] + 0.25 * (end[k] - start[k]) + 4 for k in ("x", "y"))
     page.mouse.click(x, y)
     (request,) = sent(page)
-    assert request["action"] == "edges"
+    assert request["action"] == "toggle_attention_edges"
     layer, _, query, key = request["edges"][0]
     heads = [edge[1] for edge in request["edges"]]
-    weights = explorer.exploration.graph("Dense").attention[layer, :, query, key]
+    weights = explorer.exploration.models["Dense"].now.graph.attention[layer, :, query, key]
     assert sorted(heads) == [head for head in range(2) if weights[head] >= 0.0005]
 
 
@@ -149,7 +149,7 @@ def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, e
     # The kernel answers, and says that more was sent than has arrived.
     page.evaluate("fire('msg:custom', {done: 3, revision: traits._revision + 1, more: false})")
     page.clock.run_for(2100)
-    assert actions(page)[3:] == ["send"]
+    assert actions(page)[3:] == ["send_again"]
     page.evaluate("change('_revision', traits._revision + 1)")
     answer(page)
     page.clock.run_for(60_000)
@@ -162,7 +162,7 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
     for done, more in ((1, "true"), (2, "true"), (3, "false")):
         told = f"{{done: {done}, revision: traits._revision, more: {more}}}"
         page.evaluate(f"fire('msg:custom', {told})")
-    assert actions(page) == ["hello", "effects", "effects"]
+    assert actions(page) == ["hello", "compute_effects", "compute_effects"]
 
 
 def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
@@ -173,7 +173,7 @@ def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monk
     answer(page)
     page.locator("select[name=weight]").select_option("effect")
     page.clock.run_for(300)
-    assert actions(page)[-2:] == ["choose", "effects"]
+    assert actions(page)[-2:] == ["choose", "compute_effects"]
     assert page.locator("[data-estimate]").count() > 0
     explorer.choose(target=0, weight="effect", threshold=0.1)
     explorer.compute_effects()
@@ -208,7 +208,7 @@ def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
 
 def models_best(explorer: CircuitExplorer) -> list[str]:
     """The two likeliest tokens of the whole dense model at the last position."""
-    table = explorer.exploration.outputs("Dense", top=13)
+    table = explorer.exploration.models["Dense"].outputs(top=13)
     return table.sort_values("logit_before", ascending=False)["token"].tolist()[:2]
 
 
@@ -233,8 +233,8 @@ def test_the_metric_is_chosen_and_the_second_token_typed(page, tmp_path, explore
     assert page.locator("input[name=wrong]").get_attribute("placeholder") == second
     asked = [{k: v for k, v in m.items() if k != "id"} for m in sent(page)]
     assert asked == [
-        {"action": "metric", "metric": "logit_difference", "wrong": ""},
-        {"action": "metric", "metric": "logit_difference", "wrong": "7"},
+        {"action": "choose_metric", "metric": "logit_difference", "wrong": ""},
+        {"action": "choose_metric", "metric": "logit_difference", "wrong": "7"},
     ]
     # What is asked for is what Python understands.
     explorer._handle_custom_msg(asked[1], [])
@@ -247,8 +247,8 @@ def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models
     select = page.locator("select[name=position]")
     assert select.locator("option").count() == 6  # five columns besides the last
     select.select_option("3")
-    assert [(m["action"], m["column"]) for m in sent(page)] == [("position", 3)]
-    explorer._handle_custom_msg({"action": "position", "column": 3}, [])
+    assert [(m["action"], m["column"]) for m in sent(page)] == [("show_position", 3)]
+    explorer._handle_custom_msg({"action": "show_position", "column": 3}, [])
     assert explorer.exploration.targets == ((3, 2), (6, 5)) and explorer._state["target"] == 0
 
 
@@ -261,4 +261,4 @@ def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
     message.locator("button").click()
     assert not message.is_visible()
     # Python knows that it is closed: the same words again are a change.
-    assert [m["action"] for m in sent(page)] == ["read"]
+    assert [m["action"] for m in sent(page)] == ["clear_message"]

@@ -53,44 +53,44 @@ def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
 def test_a_clicked_head_is_removed_and_restored(explorer):
     before = explorer._panels[0]["outputs"][-1]
     assert all(row["logit_before"] == row["logit"] for row in before)
-    ask(explorer, action="head", panel=0, layer=0, head=1)
+    ask(explorer, action="toggle_head", panel=0, layer=0, head=1)
     assert explorer._message is None
-    assert explorer._panels[0]["removedHeads"] == ((0, 1),)
+    assert explorer._panels[0]["removedHeads"] == [(0, 1)]
     rows = explorer._panels[0]["outputs"][-1]
     for row, expected in zip(
-        rows, explorer.exploration.outputs("Dense").to_dict("records"), strict=True
+        rows, explorer.exploration.models["Dense"].outputs().to_dict("records"), strict=True
     ):
         assert row.pop("text") == row.pop("token") == expected.pop("token")
         assert row == pytest.approx(expected, rel=1e-4)
     assert any(row["logit_before"] != row["logit"] for row in rows)
-    ask(explorer, action="head", panel=0, layer=0, head=1)
+    ask(explorer, action="toggle_head", panel=0, layer=0, head=1)
     assert explorer._panels[0]["outputs"][-1] == before
-    assert explorer._panels[0]["removedHeads"] == ()
+    assert explorer._panels[0]["removedHeads"] == []
 
 
 def test_a_clicked_line_is_removed_from_the_figure(explorer):
     counts = caption_counts(explorer._figure["svg"])
-    attention = explorer.exploration.graph("Dense").attention
+    attention = explorer.exploration.models["Dense"].now.graph.attention
     edge = tuple(int(i) for i in torch.unravel_index(attention.argmax(), attention.shape))
-    ask(explorer, action="edges", panel=0, edges=[list(edge)])
+    ask(explorer, action="toggle_attention_edges", panel=0, edges=[list(edge)])
     assert caption_counts(explorer._figure["svg"])[1] == counts[1]
-    assert explorer._panels[0]["removedEdges"] == (edge,)
-    assert explorer.exploration.graph("Dense").attention[edge] == 0
+    assert explorer._panels[0]["removedEdges"] == [edge]
+    assert explorer.exploration.models["Dense"].now.graph.attention[edge] == 0
     ask(explorer, action="restore")
     assert caption_counts(explorer._figure["svg"]) == counts
 
 
 def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
-    ask(explorer, action="node", panel=1, level=2, column=10)
+    ask(explorer, action="select", panel=1, level=2, column=10)
     node = explorer._node
     assert (node["panel"], node["level"], node["column"], node["nKeys"]) == (1, 2, 10, 11)
     for head in range(2):
-        row = explorer.exploration.graph("Sparse").attention[1, head, 10].tolist()
+        row = explorer.exploration.models["Sparse"].now.graph.attention[1, head, 10].tolist()
         assert node["attention"][head] == pytest.approx(row, abs=1e-4)
     assert [key["text"] for key in node["keys"]] == list(PROMPT)
-    ask(explorer, action="edges", panel=1, edges=[[1, 0, 10, 3]])
+    ask(explorer, action="toggle_attention_edges", panel=1, edges=[[1, 0, 10, 3]])
     assert explorer._node["removed"][0][3] and explorer._node["attention"][0][3] == 0
-    ask(explorer, action="close")
+    ask(explorer, action="unselect")
     assert explorer._node is None
 
 
@@ -100,7 +100,7 @@ def test_models_of_other_depths_have_the_effects_of_all_their_heads(build_small)
     explorer = explore(models, PROMPT, positions=[9])
     explorer.compute_effects()
     for known, (title, n_layers) in zip(explorer._effects["heads"], depths.items(), strict=True):
-        expected = explorer.exploration.head_effects(title).effects[0]
+        expected = explorer.exploration.models[title].head_effects().effects[0]
         names = [f"{layer},{head}" for layer in range(n_layers) for head in (0, 1)]
         found = [known[name][0][0] for name in names]
         assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)
@@ -120,9 +120,9 @@ def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
 
 def test_another_metric_is_chosen(explorer, models):
     edge = [1, 0, 10, 3]
-    ask(explorer, action="edges", panel=0, edges=[edge])
+    ask(explorer, action="toggle_attention_edges", panel=0, edges=[edge])
     explorer.choose(target=4, weight="first-order", threshold=0.1)
-    ask(explorer, action="metric", metric="logit_difference", wrong="7")
+    ask(explorer, action="choose_metric", metric="logit_difference", wrong="7")
     assert explorer._message is None
     assert explorer._metric == {
         "name": "logit_difference",
@@ -130,13 +130,13 @@ def test_another_metric_is_chosen(explorer, models):
         "offered": ["log_probability", "logit_difference", "answer_logit"],
     }
     panel = explorer._panels[0]
-    assert panel["removedEdges"] == (tuple(edge),)
+    assert panel["removedEdges"] == [tuple(edge)]
     assert panel["quantity"] | {"answers": 0, "wrong": 0} == {
         "metric": "logit_difference", "unit": "logits", "answers": 0, "wrong": 0,
     }  # fmt: skip
     best = panel["quantity"]["answers"][4]
     assert panel["quantity"]["wrong"][4] == "7" != best
-    values = explorer.exploration.values("Dense")
+    values = explorer.exploration.models["Dense"].values()
     assert panel["values"][4] == pytest.approx([each[4].item() for each in values], rel=1e-4)
     figure = figures.circuit_diagram(
         models, PROMPT, positions=range(6, 11), metric=logit_difference, wrong="7",
@@ -146,7 +146,7 @@ def test_another_metric_is_chosen(explorer, models):
     assert words in figure.svg and words in explorer._figure["svg"]
     ask(explorer, action="restore")
     assert explorer._figure["svg"] == figure.svg
-    ask(explorer, action="metric", metric="log_probability", wrong="")
+    ask(explorer, action="choose_metric", metric="log_probability", wrong="")
     assert explorer._metric["wrong"] == "" and explorer._panels[0]["quantity"]["unit"] == "nats"
 
 
@@ -156,19 +156,19 @@ def test_the_strongest_lines_get_their_exact_effects_while_they_are_shown(models
     explorer = explore(models, PROMPT, positions=[10])
     exploration = explorer.exploration
     explorer.compute_effects()
-    assert exploration.graph("Dense").effect is None  # attention is shown
+    assert exploration.models["Dense"].now.graph.effect is None  # attention is shown
     ask(explorer, action="choose", target=0, weight="effect", threshold=0.1)
     monkeypatch.setattr(widget, "EFFECT_SECONDS", 0.0)
     explorer.restore()  # a figure with new effects, and no time for them
     assert "data-estimate" in explorer._figure["svg"]
     explorer.compute_effects()
-    assert exploration.graph("Dense").effect is None
+    assert exploration.models["Dense"].now.graph.effect is None
     monkeypatch.setattr(widget, "EFFECT_SECONDS", 60.0)
     explorer.restore()
     old = explorer._figure
     explorer.compute_effects()
     for title in models:
-        graph = exploration.graph(title)
+        graph = exploration.models[title].now.graph
         assert not graph.effect.isnan().any()
         expected = trace_attention(models[title], PROMPT, positions=[10], max_effects=1000).effect
         torch.testing.assert_close(graph.effect, expected, rtol=0, atol=1e-12)
@@ -195,7 +195,7 @@ def test_a_metric_of_ones_own(models):
 
 def test_another_prompt(explorer):
     explorer.select("Dense", 1, 9)
-    ask(explorer, action="prompt", prompt="11+11=?????")
+    ask(explorer, action="show_prompt", prompt="11+11=?????")
     assert explorer._prompt == "11+11=?????" and explorer._message is None
     data = json.loads(explorer._figure["json"])
     assert data["panels"][0]["input"] == list("11+11=?????")
@@ -204,7 +204,7 @@ def test_another_prompt(explorer):
 
 def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
     explorer.toggle_attention_edges("Dense", [(0, 0, 3, 3)])
-    ask(explorer, action="prompt", prompt="11+11=")
+    ask(explorer, action="show_prompt", prompt="11+11=")
     assert explorer._message == {
         "kind": "info",
         "text": "The number of tokens changed: removed edges were restored.",
@@ -216,9 +216,15 @@ def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
 
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
-    ({"action": "prompt", "prompt": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
-    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "has no (0, 0, 3, 4)"),
-    ({"action": "dance"}, "KeyError"),
+    (
+        {"action": "show_prompt", "prompt": "1" * 17},
+        "at most 16 tokens, the model's context; got 17",
+    ),
+    (
+        {"action": "toggle_attention_edges", "panel": 0, "edges": [[0, 0, 3, 4]]},
+        "has no (0, 0, 3, 4)",
+    ),
+    ({"action": "dance"}, "AttributeError"),
 ]
 
 
@@ -257,7 +263,7 @@ def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
 def test_changed_weights_are_noticed_and_all_is_computed_again(build_small):
     model = build_small()
     explorer = explore({"m": model}, PROMPT)
-    ask(explorer, action="head", panel=0, layer=0, head=1)
+    ask(explorer, action="toggle_head", panel=0, layer=0, head=1)
     old = explorer._panels
     ask(explorer, action="hello")
     assert explorer._message is None and explorer._panels == old

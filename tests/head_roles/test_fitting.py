@@ -260,9 +260,9 @@ def _roles(
 
 def test_scores_and_classes_by_hand() -> None:
     roles = _roles([[0.9, 0.2], [0.8, 0.6]], [[0.7, 0.1], [0.4, 0.0]])
-    assert torch.allclose(roles.facilitation, torch.tensor([[[0.7, 0.1]], [[0.4, 0.0]]]))
-    assert torch.allclose(roles.interference, torch.tensor([[[0.1, 0.8]], [[0.2, 0.4]]]))
-    assert torch.allclose(roles.irrelevance, torch.tensor([[[0.27, 0.18]], [[0.48, 0.6]]]))
+    assert torch.allclose(roles.score("facilitation"), torch.tensor([[[0.7, 0.1]], [[0.4, 0.0]]]))
+    assert torch.allclose(roles.score("interference"), torch.tensor([[[0.1, 0.8]], [[0.2, 0.4]]]))
+    assert torch.allclose(roles.score("irrelevance"), torch.tensor([[[0.27, 0.18]], [[0.48, 0.6]]]))
     assert roles.members("facilitation").tolist() == [[[True, False]], [[False, False]]]
     assert roles.ranking("interference") == [[(0, 1), (0, 0)], [(0, 1), (0, 0)]]
     table = roles.consistency().set_index(["role", "layer", "head"])

@@ -37,18 +37,18 @@ def _planted_damage(model: Model, rows: TargetDataset, gates: torch.Tensor) -> f
 
 @pytest.mark.long
 def test_a_dead_head_is_irrelevant(roles: HeadRoles) -> None:
-    assert (roles.irrelevance[:, *DEAD] >= 0.9).all()
+    assert (roles.score("irrelevance")[:, *DEAD] >= 0.9).all()
 
 
 def test_the_interferer_ranks_first(roles: HeadRoles) -> None:
     assert all(ranking[0] == INTERFERER for ranking in roles.ranking("interference"))
-    assert (roles.interference[:, *INTERFERER] > 0.5).all()
+    assert (roles.score("interference")[:, *INTERFERER] > 0.5).all()
 
 
 def test_trained_heads_facilitate(roles: HeadRoles) -> None:
-    trained = roles.facilitation[:, :, :2]
+    trained = roles.score("facilitation")[:, :, :2]
     assert (trained >= 0.5).any(dim=2).any(dim=1).all()
-    assert (roles.facilitation[:, :, 2:] < 0.5).all()
+    assert (roles.score("facilitation")[:, :, 2:] < 0.5).all()
 
 
 def test_ablating_the_interferer_gives_back_what_it_took(

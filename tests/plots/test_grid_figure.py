@@ -15,7 +15,7 @@ from PIL import Image
 
 from sparse_tl.circuits import EffectCurve
 from sparse_tl.head_roles import AblationCurve, HeadRoles
-from sparse_tl.jobs.folder import save_figure
+from sparse_tl.jobs.folder import save_figures
 from sparse_tl.plots import (
     GridFigure,
     ablation_grid,
@@ -121,5 +121,5 @@ def test_without_a_browser_a_page_is_offered(tmp_path: Path, monkeypatch: Any) -
     for suffix in ("svg", "png"):
         with pytest.raises(RuntimeError, match=r"none was found: .* as \.html"):
             effects().save(tmp_path / f"figure.{suffix}")
-    save_figure(effects(), tmp_path, "figure")
+    save_figures({"figure": effects()}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["figure.html"]

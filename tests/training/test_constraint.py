@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.training import LossConstraint, TargetEdges, TargetLoss
+from sparse_tl.training import LossConstraint, Target
 from sparse_tl.training.constraint import (
     BOUNDS,
     INTEGRAL,
@@ -53,10 +53,10 @@ def _moved(constraint: LossConstraint, *violations: Any) -> list[list[float]]:
     ],
 )
 def test_targets(written: Any, nats: float, of: str, shown: str) -> None:
-    target = TargetLoss.parse(written)
-    assert target == TargetLoss(nats, of)  # type: ignore[arg-type]
+    target = Target.parse(written)
+    assert target == Target(nats, of)  # type: ignore[arg-type]
     assert str(target) == shown
-    assert TargetLoss.parse(str(target)) == target
+    assert Target.parse(str(target)) == target
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,10 @@ def test_targets(written: Any, nats: float, of: str, shown: str) -> None:
     ],
 )
 def test_target_edges(written: Any, amount: float, times_fewer: bool, shown: str) -> None:
-    target = TargetEdges.parse(written)
-    assert target == TargetEdges(amount, times_fewer) and str(target) == shown
-    assert target.per_token(450.0) == pytest.approx(450 / amount if times_fewer else amount)
+    target = Target.parse(written, edges=True)
+    assert target == Target(amount, "times fewer" if times_fewer else "edges")
+    assert str(target) == shown
+    assert target.edges(450.0) == pytest.approx(450 / amount if times_fewer else amount)
 
 
 # The controller, update by update.

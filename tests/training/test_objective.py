@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_tl.backend import read_parameters
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import LossConstraint, TargetLoss
+from sparse_tl.training import LossConstraint, Target
 from sparse_tl.training.constraint import MARGIN, NO_NOISE, START, remaining
 from sparse_tl.training.post_train import SparsityObjective
 
@@ -34,9 +34,9 @@ def _objective(
     steered: dict[str, Any] | None = None,
     **costs: Any,
 ) -> Any:
-    parsed = TargetLoss.parse(target)
+    parsed = Target.parse(target)
     dense = sparse.dense_copy() if parsed.of != "loss" else None
-    constraint = _constraint(n_groups, parsed.nats, **(steered or {}))
+    constraint = _constraint(n_groups, parsed.amount, **(steered or {}))
     return SparsityObjective(sparse, dense, constraint, **costs)
 
 

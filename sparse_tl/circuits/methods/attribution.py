@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -67,14 +66,14 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.calls.autograd import autograd
 from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits.circuit import Scores
-from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
+from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import AttentionEdges, Heads, Patch, PatchValues
+from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, Patch, PatchValues
 from sparse_tl.graph import AttentionGrid, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.progress import tracked
 
-Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
+Method = Literal["eap", "eap-ig", "relp"]
 Places = Int[Tensor, " place"]
 """Positions of a batch of prompts, as flat indices."""
 
@@ -118,10 +117,9 @@ def attribute_circuit_edges(
         pairs: prompt pairs.
         metric: metric function with one value per pair.
         method: "eap": gradient at the clean prompt; "eap-ig": mean gradient over embeddings
-            ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "eap-ig-activations":
-            interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
-            relevance propagation for norms and MLPs in place of their gradients.
-        steps: number of interpolation steps of the methods that interpolate.
+            ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "relp": as "eap",
+            with the rules of relevance propagation for norms and MLPs in place of their gradients.
+        steps: number of interpolation steps of "eap-ig".
         patch: what replaces the clean value, and the far end of the interpolation: "corrupted", the
             corrupted prompt's value; "mean", the mean over clean prompts at each position;
             "resample", the value of another clean prompt of the same length, drawn at random with
@@ -142,7 +140,7 @@ def attribute_circuit_edges(
     spans = None if positions is None else pairs.spans_of(positions)
     adapter = adapt(model)
     graph = adapter.graph
-    patched = PatchedPairs(model, adapter.source_points(), pairs, patch, batch_size)
+    patched = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
@@ -164,11 +162,10 @@ def attribute_circuit_edges(
     with tracking as step, frozen(adapter.core):
         for index in range(len(patched)):
             change, passes = plan.batch(index, step)
-            for only, some in groupby(passes, key=lambda one: one.only):
-                back = ReadGradients(adapter)
-                for one in some:
-                    back.add(one)
-                contract(scores, back, change, grouped[index], only)
+            back = ReadGradients(adapter)
+            for one in passes:
+                back.add(one)
+            contract(scores, back, change, grouped[index])
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
@@ -190,15 +187,13 @@ def attribute_heads(
 ) -> Scores:
     """First-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
-    Arguments and errors are those of `attribute_circuit_edges`; "eap-ig-activations" interpolates
-    the heads of one layer at a time.
+    Arguments and errors are those of `attribute_circuit_edges`.
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    points = [EMBEDDED, *names]
-    patched = PatchedPairs(model, points, pairs, patch, batch_size, order=Heads.order)
+    patched = PairRuns(model, Heads(), pairs, patch, batch_size, also=[EMBEDDED])
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = AttributionPasses(patched, metric, method, steps, names, alone=names, first=points)
+    plan = AttributionPasses(patched, metric, method, steps, names, first=patched.points)
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
         for index in range(len(patched)):
             scores += _effects(plan, index, step).sum(dim=(1, 2, 4)).cpu().double()
@@ -224,12 +219,12 @@ def attribute_attention_edges(
         score[layer, head, q, k] = (patch - A[q, k]) . d m / d A[q, k]
 
     with A the attention pattern that multiplies the values (gated, in a sparse model). Edges at
-    padding score 0. Arguments and errors are those of `attribute_circuit_edges`, without
-    "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
+    padding score 0. Arguments and errors are those of `attribute_circuit_edges`; the patch is 0, as
+    at a closed gate, or the corrupted prompt's pattern.
     """
     adapter, length = adapt(model), pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
-    patched = PatchedPairs(model, adapter.source_points(), pairs, "corrupted", batch_size)
+    patched = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
     plan = AttributionPasses(patched, metric, method, steps, names)
     masks: dict[int, AttentionMask] = {}
     found = []
@@ -271,11 +266,9 @@ def _effects(
 class GradientPass:
     """Activations of a pass, the metric of each pair, and the gradients of the metric's sum.
 
-    `only` is the one hook point whose sources the gradients score; None for all. With several
-    `copies`, rows are those of one interpolation step after the other.
+    With several `copies`, rows are those of one interpolation step after the other.
     """
 
-    only: str | None
     copies: int
     by_relevance: bool
     kept: dict[str, Tensor]
@@ -290,35 +283,31 @@ class AttributionPasses:
     """The passes that an attribution method takes, batch by batch.
 
     `wanted` are the hook points of the gradients, where "final" is the final residual stream,
-    `alone` those that "eap-ig-activations" interpolates, one at a time, `first` those recorded
-    where gates act, before other hooks, and `also` further ones to record.
+    `first` those recorded where gates act, before other hooks, and `also` further ones to record.
     """
 
     def __init__(
         self,
-        patched: PatchedPairs,
+        patched: PairRuns,
         metric: Metric,
         method: Method,
         steps: int,
         wanted: Sequence[str],
         *,
-        alone: Sequence[str] = (),
         first: Sequence[str] = (),
         also: Sequence[str] = (),
     ) -> None:
         self.patched, self.adapter = patched, patched.adapter
-        self.metric, self.method, self.steps = metric, method, steps
+        self.metric, self.method, self.steps = metric, method, steps if method == "eap-ig" else 1
         self.wanted, self._first = wanted, first
         recorded = dict.fromkeys([*patched.points, *wanted, *first, *also])
         self._names = [name for name in recorded if name != "final"]
-        interpolated = {"eap-ig": [EMBEDDED], "eap-ig-activations": alone}
-        self._interpolated = interpolated.get(method, ())
-        self._share = 1 / steps if self._interpolated else 1.0
+        self._share = 1 / self.steps
         self._changed = False
 
     @classmethod
     def of_edges(
-        cls, patched: PatchedPairs, metric: Metric, method: Method, steps: int
+        cls, patched: PairRuns, metric: Metric, method: Method, steps: int
     ) -> AttributionPasses:
         """Passes with all that `ReadGradients` needs."""
         adapter = patched.adapter
@@ -327,13 +316,12 @@ class AttributionPasses:
         residuals = [adapter.residual_points(layer) for layer in layers]
         wanted = [*heads, *(name for names in residuals for name in names[1:]), "final"]
         also = [name for names in residuals for name in names]
-        sources = patched.points
-        return cls(patched, metric, method, steps, wanted, alone=sources, first=heads, also=also)
+        return cls(patched, metric, method, steps, wanted, first=heads, also=also)
 
     @property
     def count(self) -> int:
         """Number of interpolation steps over all batches."""
-        return len(self.patched) * (self.steps * len(self._interpolated) or 1)
+        return len(self.patched) * self.steps
 
     def batch(
         self, index: int, step: Callable[[], object], patches: PatchValues | None = None
@@ -344,8 +332,7 @@ class AttributionPasses:
         their changes are given as well.
         """
         batch, patch = self.patched.batches[index], self.patched.record_patch(index)
-        single = self.method == "eap-ig-activations"
-        one = self._pass(batch, [] if single else self.wanted)
+        one = self._pass(batch)
         points = self.patched.points
         clean = {name: one.kept[name] for name in (*points, *(self.wanted if patches else ()))}
         change = {name: patch.change(name, clean[name]) for name in points}
@@ -358,7 +345,7 @@ class AttributionPasses:
             )
         if patches is not None:
             change |= {name: patches.change(name, clean[name]) for name in self.wanted}
-        return change, self._passes(batch, clean, change, None if single else one, step)
+        return change, self._passes(batch, one, change[EMBEDDED], step)
 
     def check_effect(self) -> None:
         """Raise a NoEffectError if patching everything changed the metric of no pair."""
@@ -367,35 +354,27 @@ class AttributionPasses:
     def _passes(
         self,
         batch: PromptPairs,
-        clean: Mapping[str, Tensor],
-        change: Mapping[str, Tensor],
-        one: GradientPass | None,
+        one: GradientPass,
+        change: Float[Tensor, "pair pos d_model"],
         step: Callable[[], object],
     ) -> Iterator[GradientPass]:
-        """The pass of the clean prompts, unless it is None, and those of interpolated ones."""
-        single = one is None
+        """The pass of the clean prompts, and those with some of the change of their embeddings."""
         # Hooks may fit one copy of the prompts only.
         most = TOKENS_AT_ONCE.on(self.adapter.device)
         hooked = hooks_besides(self.adapter, gate_hooks(self.adapter))
         n = 1 if hooked else max(1, most // batch.clean.numel())
-        if one is not None:
-            yield from _lent(one, step)
-        for name in self._interpolated:
-            for last in range(self.steps if single else self.steps - 1, 0, -n):
-                some = range(last, max(last - n, 0), -1)
-                values = [clean[name] + (1 - k / self.steps) * change[name] for k in some]
-                only = name if single else None
-                wanted = [name] if only in self.wanted else self.wanted
-                replaced = {name: torch.cat(values)}
-                yield from _lent(self._pass(batch, wanted, replaced, len(some), only), step)
+        clean = one.kept[EMBEDDED]
+        yield from _lent(one, step)
+        for last in range(self.steps - 1, 0, -n):
+            some = range(last, max(last - n, 0), -1)
+            values = [clean + (1 - k / self.steps) * change for k in some]
+            yield from _lent(self._pass(batch, {EMBEDDED: torch.cat(values)}, len(some)), step)
 
     def _pass(
         self,
         batch: PromptPairs,
-        wanted: Sequence[str],
         replaced: Mapping[str, Tensor] | None = None,
         copies: int = 1,
-        only: str | None = None,
     ) -> GradientPass:
         """Run copies of the prompts with replaced activations, and differentiate the metric."""
         replaced, by_relevance = dict(replaced or {}), self.method == "relp"
@@ -412,14 +391,14 @@ class AttributionPasses:
                 "the metric has no gradient: what it returns does not depend on the logits "
                 "differentiably. Use one that does, such as a difference of logits"
             )
-        traced = [name for name in wanted if kept[name].requires_grad]
+        traced = [name for name in self.wanted if kept[name].requires_grad]
         inputs = [kept[name] for name in traced]
         computed = torch.autograd.grad(value, inputs, allow_unused=True) if traced else ()
         found = dict(zip(traced, computed, strict=True))
         kept = {name: activation.detach() for name, activation in kept.items()}
         values = values.detach()
         gradients = dict[str, Tensor]()
-        for name in wanted:
+        for name in self.wanted:
             gradient = found.get(name)
             if gradient is None:
                 gradient = torch.zeros_like(kept[name])
@@ -431,7 +410,7 @@ class AttributionPasses:
                         _, final = run((), replaced={**replaced, name: noisy})
                     self._check_equal(name, values.sum(), self._measured(final, batch).sum())
             gradients[name] = gradient
-        return GradientPass(only, copies, by_relevance, kept, values, gradients)
+        return GradientPass(copies, by_relevance, kept, values, gradients)
 
     def _measured(
         self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
@@ -561,15 +540,13 @@ def contract(
     back: ReadGradients,
     change: Mapping[str, Tensor],
     groups: Int[Tensor, "batch pos"],
-    only: str | None,
 ) -> None:
     """Add the contraction of sources with all destinations to the scores, on the CPU in float64.
 
     `groups` is the group that each prompt position is summed into; positions without any change,
-    such as those before the first token that differs, are skipped. `only` is the hook point whose
-    sources are scored, None for all. Entries without an edge are filled as well; the caller clears
-    them. A few places are contracted at a time, since what every source writes in d_model
-    dimensions is by far the largest tensor.
+    such as those before the first token that differs, are skipped. Entries without an edge are
+    filled as well; the caller clears them. A few places are contracted at a time, since what every
+    source writes in d_model dimensions is by far the largest tensor.
     """
     adapter = back.adapter
     points, n_sources = adapter.source_points(), len(adapter.graph.sources)
@@ -577,15 +554,10 @@ def contract(
     groups = groups.flatten().where(torch.stack(changed).any(dim=0), -1)
     in_order = groups.argsort(stable=True)[int((groups < 0).sum()) :]
     at_once = max(1, WRITES_AT_ONCE.on(groups.device) // (n_sources * adapter.d_model))
-    sources = slice(0, n_sources)
-    if only is not None:
-        heads = {adapter.heads_point(layer) for layer in range(adapter.n_layers)}
-        written = [name for name in points for _ in range(adapter.n_heads if name in heads else 1)]
-        sources = slice(written.index(only), written.index(only) + written.count(only))
     for places in in_order.split(at_once) if len(in_order) else ():
         own = {name: at_places(change[name], places)[None] for name in points}
         difference = source_outputs(adapter, own)[:, 0]
-        _contract_few(scores, back, difference, places, groups[places], sources)
+        _contract_few(scores, back, difference, places, groups[places])
 
 
 def _contract_few(
@@ -594,7 +566,6 @@ def _contract_few(
     difference: Float[Tensor, "source place d_model"],
     places: Places,
     groups: Int[Tensor, " place"],
-    sources: slice,
 ) -> None:
     """Add the contributions of a few places, sorted by group, to the scores."""
     graph, n_layers = back.adapter.graph, back.adapter.n_layers
@@ -605,17 +576,14 @@ def _contract_few(
     buffer = difference.new_empty(together * most, *difference.shape[1:])
     for layer in range(0, n_layers, together):
         layers = range(layer, min(layer + together, n_layers))
-        end = min(sources.stop, graph.n_sources_before(Node("mlp", layers[-1])))
-        if sources.start >= end:  # sources of later layers
-            continue
-        before = slice(sources.start, end)
+        end = graph.n_sources_before(Node("mlp", layers[-1]))
         for index, one in enumerate(layers):
             back.layer(one, places, buffer[index * most : (index + 1) * most])
         reading, start = buffer[: len(layers) * most], layer * most
         for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
-            product = flat[before] @ read.flatten(1).T
-            scores[group, before, start : start + len(reading)] += product.cpu().double()
+            product = flat[:end] @ read.flatten(1).T
+            scores[group, :end, start : start + len(reading)] += product.cpu().double()
     for group, flat, read in zip(
         found, written, at_places(back.final, places).split(counts), strict=True
     ):
-        scores[group, sources, -1] += (flat[sources] @ read.flatten()).cpu().double()
+        scores[group, :, -1] += (flat @ read.flatten()).cpu().double()

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -37,17 +37,14 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
-from sparse_tl.circuits.pair_runs import PatchedPairs, read_mask
+from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.prompt.tokens import output_text, text_around
-from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import EdgesOfNeurons, GatedRun, NeuronPatch
+from sparse_tl.data import PromptPairs
+from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 LISTED = 5
 """Number of tokens in each list."""
@@ -117,8 +114,6 @@ class NeuronEffects(Result):
 
         Lists of tokens are empty where the effect is NaN.
         """
-        import pandas as pd
-
         by_score = self.score.abs().argsort(descending=True, stable=True)
         by_effect = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
         order = by_score[by_effect.argsort(descending=True, stable=True)]
@@ -177,132 +172,120 @@ def neuron_effects(
             does not exist or does not read the MLP, or the pairs lack the positions of the circuit.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    adapter = adapt(model)
-    source = _source(adapter, mlp, readers, pairs)
-    points, at = adapter.source_points(), source.positions
-    patched = PatchedPairs(model, points, pairs, "corrupted", batch_size, positions=at)
-    score, peaks = _rank(source, patched, metric, progress)
+    adapter, node = adapt(model), Node.parse(str(mlp))
+    row, layer = adapter.graph.source_index(node), node.layer
+    if node.kind != "mlp":
+        raise ValueError(f'{str(mlp)!r} is not an MLP, such as "m5"')
+    edges = _edges_from(adapter.graph, node, row, readers)
+    grid, reads = edges.grid, edges.mask[..., row, :]
+    at = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    directions = neuron_directions(adapter, layer).detach()
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, positions=at)
+    score, peaks = _rank(runs, metric, layer, reads, directions, progress)
     chosen = score.abs().argsort(descending=True, stable=True)[:n]
-    effect = torch.full_like(score, torch.nan)
-    effect[chosen] = _patch(source, patched, metric, chosen, rows, progress)
-    clean, corrupted = (each.double().mean(dim=0) for each in (peaks.clean, peaks.corrupted))
+    patched = _patch(runs, metric, node, reads, directions, chosen, rows, progress)
+    effect = torch.full_like(score, torch.nan).index_copy(0, chosen, patched)
+    clean, corrupted = (each.double().mean(dim=0) for each in peaks[2:])
     # What the directions of neurons add to the logits, up to the scale of the final norm.
     weight, _ = adapter.unembedding()
     norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
-    directions = norm.centred(source.directions[chosen.to(weight.device)])
+    directions = norm.centred(directions[chosen.to(weight.device)])
     directions = directions if norm.weight is None else directions * norm.weight
     added = (directions @ weight).detach().cpu().double() * clean[chosen, None].sign()
-    names = {neuron: f"{source.mlp}.n{neuron}" for neuron in chosen.tolist()}
+    names = {neuron: f"{node}.n{neuron}" for neuron in chosen.tolist()}
+    tokens = {
+        name: _tokens(model, pairs, *(each[:, neuron] for each in peaks))
+        for neuron, name in names.items()
+    }
     return NeuronEffects(
-        mlp=str(source.mlp),
-        readers=source.readers,
+        mlp=str(node),
+        readers=tuple(name.partition("->")[2] for name in grid.names(edges.mask.nonzero())),
         n_pairs=len(pairs),
         effect=effect,
         score=score,
         clean=clean,
         corrupted=corrupted,
-        tokens={name: peaks.at(model, pairs, neuron) for neuron, name in names.items()},
+        tokens=tokens,
         promotes=dict(zip(names.values(), _largest(model, added), strict=True)),
         suppresses=dict(zip(names.values(), _largest(model, -added), strict=True)),
         prompt_start=pairs.start,
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """An MLP, and the destinations that read its neurons."""
-
-    adapter: Adapter
-    mlp: Node
-    reads: Bool[Tensor, "*span destination"]
-    readers: tuple[str, ...]
-    positions: Positions | None
-    directions: Float[Tensor, "neuron d_model"]
-
-    @torch.no_grad()
-    def run(self, tokens: Int[Tensor, "batch pos"]) -> tuple[Tensor, Tensor]:
-        """Each neuron's activation, and the coefficient of the direction that it writes."""
-        block = f"blocks.{self.mlp.layer}"
-        names = [f"{block}.mlp.hook_post", f"{block}.hook_mlp_out"]
-        kept, _ = record(self.adapter, tokens, names)
-        post, out = (kept[name] for name in names)
-        written = neuron_coefficients(self.adapter, self.mlp.layer, post, out)
-        return post.view(written.shape), written
-
-    def at(self, batch: PromptPairs) -> Bool[Tensor, "batch pos destination"]:
-        """Which destinations read the neurons at each token."""
-        reads = self.reads.to(batch.clean.device)
-        if self.positions is None or batch.spans is None:
-            return reads.expand(*batch.clean.shape, -1)
-        return reads[batch.spans.at]
-
-
-def _source(
-    adapter: Adapter,
-    mlp: Node | str,
-    readers: Circuit | Sequence[str] | str | None,
-    pairs: PromptPairs,
-) -> _Source:
-    graph, node = adapter.graph, Node.parse(str(mlp))
-    row = graph.source_index(node)
-    if node.kind != "mlp":
-        raise ValueError(f'{str(mlp)!r} is not an MLP, such as "m5"')
+def _edges_from(
+    graph: CircuitGraph, mlp: Node, row: int, readers: Circuit | Sequence[str] | str | None
+) -> Circuit:
+    """The edges from an MLP, a row of the graph, to its readers."""
     if readers is None:
         circuit = Circuit(graph, graph.exists)
     elif isinstance(readers, Circuit):
         circuit = readers
     else:
         names = [readers] if isinstance(readers, str) else readers
-        circuit = Circuit.of(graph, [f"{node}->{name}" for name in names])
-    grid, edges = circuit.grid, torch.zeros_like(circuit.mask, device="cpu")
-    check_grid(graph, grid, CircuitGraph, PositionedGraph)
-    edges[..., row, :] = circuit.mask[..., row, :]
-    if not bool(edges.any()):
-        raise ValueError(f"there is no reader of {node} in {readers!r}")
-    positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
-    names = [name.partition("->")[2] for name in grid.names(edges.nonzero())]
-    directions = neuron_directions(adapter, node.layer).detach()
-    return _Source(adapter, node, edges[..., row, :], tuple(names), positions, directions)
+        circuit = Circuit.of(graph, [f"{mlp}->{name}" for name in names])
+    check_grid(graph, circuit.grid, CircuitGraph, PositionedGraph)
+    mask = torch.zeros_like(circuit.mask, device="cpu")
+    mask[..., row, :] = circuit.mask[..., row, :]
+    if not bool(mask.any()):
+        raise ValueError(f"there is no reader of {mlp} in {readers!r}")
+    return Circuit(circuit.grid, mask)
 
 
-@dataclass(frozen=True)
-class _Peaks:
-    """For each pair and neuron, the token with the largest ``|score|``, and the values there."""
+@torch.no_grad()
+def _activations(
+    adapter: Adapter, layer: int, tokens: Int[Tensor, "batch pos"]
+) -> tuple[Float[Tensor, "batch pos neuron"], Float[Tensor, "batch pos neuron"]]:
+    """Each neuron's activation, and the coefficient of the direction that it writes."""
+    names = [f"blocks.{layer}.mlp.hook_post", f"blocks.{layer}.hook_mlp_out"]
+    kept, _ = record(adapter, tokens, names)
+    post, out = (kept[name] for name in names)
+    written = neuron_coefficients(adapter, layer, post, out)
+    return post.view(written.shape), written
 
-    score: Float[Tensor, "pair neuron"]
-    position: Int[Tensor, "pair neuron"]
-    clean: Float[Tensor, "pair neuron"]
-    corrupted: Float[Tensor, "pair neuron"]
 
-    def at(self, model: HookedModel, pairs: PromptPairs, neuron: int) -> tuple[DrivingToken, ...]:
-        """The tokens at which a neuron acts most, over all pairs."""
-        scores = self.score[:, neuron]
-        order = scores.abs().argsort(descending=True, stable=True)[:LISTED]
-        tokens = list[DrivingToken]()
-        for pair in order[scores[order] != 0].tolist():
-            position, end = int(self.position[pair, neuron]), int(pairs.positions[pair])
-            texts = text_around(model, pairs.clean[pair, : end + 1], position)
-            values = (
-                each[pair, neuron].item() for each in (self.clean, self.corrupted, self.score)
-            )
-            tokens.append(DrivingToken(pair, position, *texts, *values))
-        return tuple(tokens)
+def _tokens(
+    model: HookedModel, pairs: PromptPairs, scores: Tensor, positions: Tensor, *activations: Tensor
+) -> tuple[DrivingToken, ...]:
+    """The tokens at which a neuron acts most, over all pairs."""
+    order = scores.abs().argsort(descending=True, stable=True)[:LISTED]
+    tokens = list[DrivingToken]()
+    for pair in order[scores[order] != 0].tolist():
+        position, end = int(positions[pair]), int(pairs.positions[pair])
+        texts = text_around(model, pairs.clean[pair, : end + 1], position)
+        values = (each[pair].item() for each in (*activations, scores))
+        tokens.append(DrivingToken(pair, position, *texts, *values))
+    return tuple(tokens)
 
 
 def _rank(
-    source: _Source, patched: PatchedPairs, metric: Metric, progress: bool
-) -> tuple[Float[Tensor, " neuron"], _Peaks]:
-    """The first-order score of every neuron, and the tokens that it comes from."""
-    plan = AttributionPasses.of_edges(patched, metric, "eap", 1)
-    total, by_batch = torch.zeros(len(source.directions), dtype=torch.float64), list[list[Tensor]]()
-    with tracked("ranking neurons", len(patched), progress) as step:
-        for index, batch in enumerate(patched.batches):
-            clean, corrupted = source.run(batch.clean), source.run(batch.corrupted)
-            back = ReadGradients(source.adapter)
+    runs: PairRuns,
+    metric: Metric,
+    layer: int,
+    reads: Bool[Tensor, "*span destination"],
+    directions: Float[Tensor, "neuron d_model"],
+    progress: bool,
+) -> tuple[Float[Tensor, " neuron"], list[Tensor]]:
+    """The first-order score of every neuron, and what it comes from.
+
+    That is, for each pair and neuron, ``[pair, neuron]``: the largest ``|score|`` of a token, the
+    token's position, and the neuron's activation there in the clean and the corrupted prompt.
+    """
+    adapter, plan = runs.adapter, AttributionPasses.of_edges(runs, metric, "eap", 1)
+    total, by_batch = torch.zeros(len(directions), dtype=torch.float64), list[list[Tensor]]()
+    reads = reads.to(adapter.device)
+    with tracked("ranking neurons", len(runs), progress) as step:
+        for index, batch in enumerate(runs.batches):
+            clean, corrupted = (
+                _activations(adapter, layer, tokens) for tokens in (batch.clean, batch.corrupted)
+            )
+            back = ReadGradients(adapter)
             for one in plan.batch(index, step)[1]:
                 back.add(one)
-            slope = back.summed(source.at(batch)) @ source.directions.T
-            scores = (corrupted[1] - clean[1]) * slope
+            if reads.ndim > 1 and batch.spans is not None:
+                at = reads[batch.spans.at]
+            else:
+                at = reads.expand(*batch.clean.shape, -1)
+            scores = (corrupted[1] - clean[1]) * (back.summed(at) @ directions.T)
             total += scores.sum(dim=(0, 1)).cpu().double()
             size, position = scores.abs().max(dim=1)
             # Without any change, take the position that is read.
@@ -311,39 +294,43 @@ def _rank(
             score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
             by_batch.append([score, position[:, 0].cpu(), *activations])
     plan.check_effect()
-    peaks = _Peaks(*map(torch.cat, zip(*by_batch, strict=True)))
-    return total / sum(map(len, patched.batches)), peaks
+    peaks = [torch.cat(each) for each in zip(*by_batch, strict=True)]
+    return total / len(peaks[0]), peaks
 
 
 @torch.no_grad()
 def _patch(
-    source: _Source,
-    pairs: PatchedPairs,
+    runs: PairRuns,
     metric: Metric,
+    mlp: Node,
+    reads: Bool[Tensor, "*span destination"],
+    directions: Float[Tensor, "neuron d_model"],
     neurons: Int[Tensor, " chosen"],
     rows: int,
     progress: bool,
 ) -> Float[Tensor, " chosen"]:
     """The exact effects of the chosen neurons."""
-    adapter, layer = source.adapter, source.mlp.layer
-    row, effects = adapter.graph.source_index(source.mlp), torch.zeros(len(neurons)).double()
-    with tracked("patching neurons", len(neurons) * len(pairs), progress) as step:
-        for batch in pairs.batches:
-            change = source.run(batch.corrupted)[1] - source.run(batch.clean)[1]
-            patch = NeuronPatch(adapter, layer, change, source.directions)
-            site = EdgesOfNeurons(batch.spans if source.positions else None, layer)
-            run = GatedRun(pairs.model, site, batch.clean, read_mask(batch), patch)
-            clean = measure(metric, run.start_from(None), batch)
+    adapter, layer = runs.adapter, mlp.layer
+    row, effects = adapter.graph.source_index(mlp), torch.zeros(len(neurons)).double()
+    with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
+        for batch in runs.batches:
+            (_, clean), (_, corrupted) = (
+                _activations(adapter, layer, tokens) for tokens in (batch.clean, batch.corrupted)
+            )
+            patch = NeuronPatch(adapter, layer, corrupted - clean, directions)
+            site = EdgesOfNeurons(batch.spans if reads.ndim > 1 else None, layer)
+            run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
+            unpatched = measure(metric, run.start_from(None), batch)
             changes = list[Tensor]()
             for patched in neurons.split(max(1, rows // len(batch))):
                 patch.neurons = patched
                 gates = torch.ones(len(patched), *site.shape(adapter))
-                gates[..., row, :] = (~source.reads).to(gates)
+                gates[..., row, :] = (~reads).to(gates)
                 for logits in run.logits(gates):
-                    changes.append((measure(metric, logits, batch) - clean).sum().cpu())
+                    changes.append((measure(metric, logits, batch) - unpatched).sum().cpu())
                     step()
             effects += torch.stack(changes).double()
-    return effects / sum(map(len, pairs.batches))
+    return effects / sum(map(len, runs.batches))
 
 
 def _largest(model: HookedModel, values: Float[Tensor, "chosen vocab"]) -> list[tuple[str, ...]]:

@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,9 +42,6 @@ from sparse_tl.graph import CircuitEdge, CircuitGraph, HeadGrid, Node, Positione
 from sparse_tl.metrics import Metric, check_changed, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 At = Literal["resid_pre", "attn_out", "mlp_out", "z", "pattern"]
 Side = Literal["clean", "corrupted"]
@@ -85,8 +83,6 @@ def patch_exactly(
         ValueError: the model lacks a part, or the pairs lack the positions.
         NoEffectError: patching everything changes the metric of no pair.
     """
-    import pandas as pd
-
     graph = adapt(model).graph
     edges, heads = graph, graph.heads
     if positions is not None:
@@ -151,8 +147,6 @@ class ScoreCheck(Result):
         and, among the parts that have an effect, the share whose score has the same sign
         (``sign``). NaN if all values are equal, or no part has an effect.
         """
-        import pandas as pd
-
         rows = {}
         for drawn, half in self.table.groupby("drawn"):
             with_effect = half[half["exact"] != 0]
@@ -197,8 +191,6 @@ def check_scores(
         n: number of parts in each half of the sample: the strongest, and random others.
         seed: random seed for the sample.
     """
-    import pandas as pd
-
     grid, positions = scores.grid, None
     check_grid(adapt(model).graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
     if isinstance(grid, PositionedGraph):
@@ -274,8 +266,6 @@ class ActivationPatching(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per place: layer, head, span or position and token, mean metric, effect."""
-        import pandas as pd
-
         effect = self.effect
         places = pd.MultiIndex.from_product(
             [*map(range, effect.shape)], names=["layer", self.place]

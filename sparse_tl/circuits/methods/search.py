@@ -50,8 +50,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -80,9 +81,6 @@ from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 SHRINKS = 0.93
 """Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
@@ -143,8 +141,6 @@ class FoundCircuit(Result):
         Columns give the size of the method's smallest circuit that reaches `at`, its explained
         effect on held-out pairs with an interval, and the seconds that the method took.
         """
-        import pandas as pd
-
         rows = []
         for method, evaluation in self.evaluations.items():
             first = reached(evaluation, self.at)
@@ -207,8 +203,6 @@ class CircuitSizes(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per pair: its index, its size, and the outcome."""
-        import pandas as pd
-
         table = pd.DataFrame({"size": self.sizes, "outcome": "reached"}).rename_axis("pair")
         table.loc[self.sizes.isinf().numpy(), "outcome"] = "not reached"
         table.loc[self.sizes.isnan().numpy(), "outcome"] = "no effect"
@@ -308,9 +302,7 @@ class _Ranking:
         """Circuits without parts that have no effect, and where they were cut, by size."""
         found = {}
         for size in sizes:
-            circuit = self.scores.top(size)
-            if isinstance(self.scores.grid, CircuitGraph):
-                circuit = circuit.connected(patch=patch)
+            circuit = self.scores.top(size).connected(patch=patch)
             found[len(circuit)] = size, circuit
         return found
 
@@ -614,8 +606,6 @@ class Elimination:
         return [*zip((1 - (effects - 1).abs()).tolist(), deviations.tolist(), strict=True)]
 
     def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
-        if not isinstance(self.grid, CircuitGraph):
-            return mask
         return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
 
 

@@ -24,7 +24,7 @@ from sparse_tl.backend import (
     tolerance,
 )
 from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.circuits.pair_runs import PairBatches, read_mask
+from sparse_tl.circuits.pair_runs import batches_of, read_mask
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
@@ -223,12 +223,12 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    batches = PairBatches(model, pairs, batch_size)
+    batches = batches_of(adapter, pairs, batch_size)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     by_batch: list[Tensor] = []
     with tracked("attributing logits", len(batches), progress) as step:
-        for batch in batches.batches:
+        for batch in batches:
             check_sums_under_hooks(adapter, batch.clean)
             kept, final = record(adapter, batch.clean, names)
             read = read_mask(batch)

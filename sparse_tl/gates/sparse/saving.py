@@ -46,7 +46,7 @@ _GATES_WEIGHTS = "gates.safetensors"
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 _IN_NAMES = ("_original_component.", "base_layer.", "default.")
-"""Name parts that bridges and peft insert into the names of parameters."""
+"""Name parts that bridges and adapters insert into the names of parameters."""
 
 
 class _Adapters(BaseModel):
@@ -198,8 +198,9 @@ def _put_adapters(model: Model, file: Path, said: _Adapters) -> None:
         )
     stored = _finite(file)
     own, _ = _adapters_and_base(add_lora(model, said.rank))
-    if stored.keys() != own.keys():
-        raise ValueError(f"{file} holds adapters of other projections than add_lora makes")
+    shapes, expected = ({name: x.shape for name, x in of.items()} for of in (stored, own))
+    if shapes != expected:  # `copy_` would broadcast
+        raise ValueError(f"{file} holds adapters of other projections or sizes than the model's")
     for name, parameter in own.items():
         parameter.copy_(stored[name])
 

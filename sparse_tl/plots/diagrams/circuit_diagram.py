@@ -190,54 +190,37 @@ class _RoundedGraph:
 
 def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
     """The graphs with weights on one scale for all panels."""
-    carried = {
-        name: None if graph.carried is None else _finite(graph.carried, name)
-        for name, graph in panels.items()
-    }
-    most = max(
-        (float(shares.max()) for shares in carried.values() if shares is not None), default=0
-    )
+    carried = {n: _finite(g.carried, n) for n, g in panels.items() if g.carried is not None}
+    most = max((float(shares.max()) for shares in carried.values()), default=0)
     scores = {name: _scores(graph, name) for name, graph in panels.items()}
     scales = dict[str, Tensor]()
     for found, _ in scores.values():
         for kind, values in found.items():
             largest = values.abs().flatten(start_dim=1).amax(dim=1)
             scales[kind] = torch.maximum(largest, scales.get(kind, largest))
-
-    def rounded(name: str, graph: AttentionGraph) -> _RoundedGraph:
-        shares, (found, exact) = carried[name], scores[name]
-        attention = _finite(graph.attention, name)
+    rounded = list[_RoundedGraph]()
+    for name, graph in panels.items():
+        attention, (found, exact) = _finite(graph.attention, name), scores[name]
+        some = graph.gates.cpu().tril() if graph.causal else graph.gates.cpu()
         # Half-precision attention can exceed 1 by rounding.
-        if attention.min() < 0 or attention.max() > 1 + 1e-2:
+        if attention.min() < 0 or attention.max() > 1 + 1e-2 or attention[~some].any():
             raise ValueError(
-                f"attention weights of panel {name!r} are not in 0..1; pass gate times attention "
-                "probability as `attention`, and signed scores as `effect` or `attribution`"
+                f"attention[..., query, key] of panel {name!r} must be gate times probability: in "
+                "0..1, and 0 at closed gates and, unless causal=False, at later keys"
             )
-        if graph.causal and attention.triu(diagonal=1).any():
-            raise ValueError(
-                f"panel {name!r} has attention from later positions: the last two axes are "
-                "(query, key); pass causal=False if attention is bidirectional"
-            )
-        if attention[~graph.gates.cpu()].any():
-            raise ValueError(
-                f"panel {name!r} has attention at closed gates; multiply it by the gates first"
-            )
+        shares = _in_steps(carried[name] / max(most, 1e-30)) if name in carried else None
         helps = {
             kind: -values / scales[kind].clamp(min=1e-30)[:, None, None, None, None] * STEPS
             for kind, values in found.items()
         }
-        return _RoundedGraph(
-            name,
-            graph,
-            (attention.clamp(max=1) * STEPS).round().to(torch.int32),
-            None if shares is None else (shares / max(most, 1e-30) * STEPS).round().to(torch.int32),
-            most,
-            helps,
-            {kind: scales[kind].tolist() for kind in found},
-            exact,
-        )
+        sizes = {kind: scales[kind].tolist() for kind in found}
+        attention = _in_steps(attention.clamp(max=1))
+        rounded.append(_RoundedGraph(name, graph, attention, shares, most, helps, sizes, exact))
+    return rounded
 
-    return [rounded(name, graph) for name, graph in panels.items()]
+
+def _in_steps(values: Tensor) -> Tensor:
+    return (values * STEPS).round().to(torch.int32)
 
 
 def _scores(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor]:

@@ -253,31 +253,24 @@ def prediction_arrow(
     end_x, start_x = layout.columns[column], layout.columns[read_at]
     node_top = panel.levels[-1] - panel.node_radius - 3
     size = 8.0
+    points: list[tuple[float, float]]  # start, two control points and end of the line
     if layout.hook is not None and column == read_at:
-        tip_x, tip_y = end_x + layout.hook, panel.output_y - 0.35 * layout.token_size
-        side = tip_x + 17
-        line = (
-            f"M{start_x + 5} {node_top + 3:g}C{side:g} {node_top - 4:g} "
-            f"{side:g} {tip_y:g} {tip_x + size * 0.6:g} {tip_y:g}"
-        )
-        return line, _arrow_head(tip_x, tip_y, math.pi, size)
-    if layout.rotated or column == read_at:
-        tip = panel.output_y + 7
-        bend = (node_top - tip) * 0.7
-        line = (
-            f"M{start_x} {node_top:g}C{start_x} {node_top - bend:g} "
-            f"{end_x} {tip + size + bend:g} {end_x} {tip + size * 0.6:g}"
-        )
-        return line, _arrow_head(end_x, tip, -math.pi / 2, size)
-    base = panel.output_y - 0.8 * layout.token_size - 4
-    inset = min(6.0, abs(end_x - start_x) * 0.1)
-    sign = 1 if end_x > start_x else -1
-    start_x, end_x = start_x + sign * inset, end_x - sign * inset * 0.5
-    line = (
-        f"M{start_x:g} {base:g}C{start_x:g} {base - 18:g} "
-        f"{end_x:g} {base - 22:g} {end_x:g} {base - 4:g}"
-    )
-    return line, _arrow_head(end_x, base + 1, math.pi / 2, size)
+        x, y = end_x + layout.hook, panel.output_y - 0.35 * layout.token_size
+        points = [(start_x + 5, node_top + 3), (x + 17, node_top - 4), (x + 17, y)]
+        points, angle = [*points, (x + size * 0.6, y)], math.pi
+    elif layout.rotated or column == read_at:
+        x, y = end_x, panel.output_y + 7
+        bend = (node_top - y) * 0.7
+        points = [(start_x, node_top), (start_x, node_top - bend), (x, y + size + bend)]
+        points, angle = [*points, (x, y + size * 0.6)], -math.pi / 2
+    else:
+        base = panel.output_y - 0.8 * layout.token_size - 4
+        inset = min(6.0, abs(end_x - start_x) * 0.1) * (1 if end_x > start_x else -1)
+        start_x, x, y = start_x + inset, end_x - inset * 0.5, base + 1
+        points = [(start_x, base), (start_x, base - 18), (x, base - 22), (x, base - 4)]
+        angle = math.pi / 2
+    start, *others = (f"{px:g} {py:g}" for px, py in points)
+    return f"M{start}C{' '.join(others)}", _arrow_head(x, y, angle, size)
 
 
 # ---- legend ------------------------------------------------------------------------------------

@@ -7,12 +7,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
-
-import numpy as np
-from jaxtyping import Float
-from torch import Tensor
 
 from sparse_tl.calls.arguments import Share, checked
 from sparse_tl.circuits.evaluation import (
@@ -30,16 +26,13 @@ from sparse_tl.plots.page.palette import (
     PANEL_TITLE_SIZE,
     RULE_WEIGHT,
 )
-from sparse_tl.plots.page.token_text import text_width
 from sparse_tl.plots.panels.grid import (
-    LEFT_LINE,
     ROW_TITLE_WIDTH,
     GridFigure,
     Position,
     add_legend,
     add_line,
     add_notes,
-    add_outer_titles,
     count_ticks,
     fitting_width,
     in_rows,
@@ -112,89 +105,49 @@ def effect_figure(
         gap=_GAP,
     )
     figure.update_yaxes(range=span, dtick=0.5)
-    positions = dict(zip(drawn, panel_positions(rows), strict=True))
-    axes = {title: _Axis.of(curves, parts) for title, curves in drawn.items()}
-    for title, curves in drawn.items():
-        (row, column), axis = positions[title], axes[title]
-        figure.update_xaxes(**axis.layout(), row=row, col=column)
+    for (title, curves), position in zip(drawn.items(), panel_positions(rows), strict=True):
+        at = {"row": position[0], "col": position[1]}
+        least, axis = _axis(curves, parts)
+        figure.update_xaxes(**axis, **at)
         for curve, colour in zip(curves, MODEL_PAIRS[order.index(pairs[title])], strict=False):
-            _add_curve(figure, positions[title], curve, colour, axis)
+            _add_curve(figure, position, curve, colour, parts, least)
         reached = [curve.median.size_at(level) for curve in curves]
-        sizes = sorted(max(size, axis.least) for size in reached if size is not None)
-        middle = (axis.start + axis.stop) / 2
+        sizes = sorted(max(size, least) for size in reached if size is not None)
         if len(sizes) == 2:
             line: dict[str, Any] = {"colour": INK, "width": RULE_WEIGHT, "dashed": True}
-            add_line(figure, positions[title], x=sizes, y=[level] * 2, **line)
-            middle = float(axis.positions(sizes).mean())
+            add_line(figure, position, x=sizes, y=[level] * 2, **line)
+        size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
         for number, words in enumerate(reversed(labels[title])):
-            size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
-            half = text_width(words, size) / width / 2 * (axis.stop - axis.start)
-            right = max(axis.stop - half, (axis.start + axis.stop) / 2)
-            figure.add_annotation(
-                text=words,
-                font={"size": size},
-                x=min(max(middle, axis.start + half), right),
-                xanchor="center",
-                y=span[1] - (label_height - number * _LABEL_HEIGHT) / unit,
-                yanchor="bottom",
-                row=row,
-                col=column,
-            )
+            y = span[1] - (label_height - number * _LABEL_HEIGHT) / unit
+            place = {"x": 0.5, "xref": "x domain", "xanchor": "center", "y": y, "yanchor": "bottom"}
+            figure.add_annotation(text=words, font={"size": size}, **place, **at)
     add_legend(figure)
     add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """A horizontal axis of numbers of parts, linear or logarithmic.
+def _axis(curves: Curves, parts: Parts) -> tuple[float, dict[str, Any]]:
+    """A horizontal axis of numbers of parts: the size drawn at its start, and plotly's settings.
 
-    Args:
-        parts: what is counted.
-        start, stop: its ends, without margin. A logarithmic axis starts at the largest power of ten
-            up to the smallest size above 0 or, if 0 was measured, at a position for 0 below that.
+    A logarithmic axis starts at the largest power of ten up to the smallest size above 0 or, if 0
+    was measured, at a position for 0 below that.
     """
-
-    parts: Parts
-    start: float
-    stop: float
-
-    @classmethod
-    def of(cls, curves: Curves, parts: Parts) -> _Axis:
-        measured = sorted({n for seeds in curves for curve in seeds.curves for n in curve.sizes})
-        if parts == "heads":
-            return cls(parts, 0.0, max(float(measured[-1]), 1.0))
+    measured = sorted({n for seeds in curves for curve in seeds.curves for n in curve.sizes})
+    ticks: dict[str, Any]
+    if parts == "heads":
+        start, stop, least = 0.0, max(float(measured[-1]), 1.0), 0.0
+        ticks = {"type": "linear", **count_ticks(stop)}
+    else:
         first = len(str(next((size for size in measured if size > 0), 1))) - 1
         stop = max(math.log10(max(measured[-1], 1)), first + 1.0)
-        aside = min(max(_ASIDE, (stop - first) / 6), 0.9)
-        return cls(parts, first - aside * (measured[0] == 0), stop)
-
-    @property
-    def log(self) -> bool:
-        return self.parts == "circuit_edges"
-
-    @property
-    def least(self) -> float:
-        """The size that is drawn at the start."""
-        return 10**self.start if self.log else 0.0
-
-    def positions(self, sizes: Sequence[float]) -> np.ndarray:
-        """Positions of sizes, in units of `start` and `stop`."""
-        values = np.maximum(sizes, self.least)
-        return np.log10(values) if self.log else values
-
-    def layout(self) -> dict[str, Any]:
-        """Range, and ticks at round numbers, or at 0 and powers of ten."""
-        # With a margin at both ends, so that no line is clipped.
-        margin = 0.02 * (self.stop - self.start)
-        ends = (self.start - margin, self.stop + margin)
-        if not self.log:
-            return {"type": "linear", "range": ends, **count_ticks(self.stop)}
-        powers = range(math.ceil(self.start), math.floor(self.stop + 1e-9) + 1)
+        start = first - min(max(_ASIDE, (stop - first) / 6), 0.9) * (measured[0] == 0)
+        least = 10**start
+        powers = range(first, math.floor(stop + 1e-9) + 1)
         labels = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
-        if self.start < powers[0]:
-            labels = {self.least: "0", **labels}
-        return {"type": "log", "range": ends, "tickvals": [*labels], "ticktext": [*labels.values()]}
+        labels = {least: "0"} | labels if measured[0] == 0 else labels
+        ticks = {"type": "log", "tickvals": [*labels], "ticktext": [*labels.values()]}
+    margin = 0.02 * (stop - start)  # so that no line is clipped
+    return least, {"range": (start - margin, stop + margin), **ticks}
 
 
 def _checked_pairs(panels: Mapping[str, Curves]) -> dict[str, tuple[str, ...]]:
@@ -241,43 +194,35 @@ def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
             yield from (*one.low, *one.high)
 
 
-def _add_curve(figure: Any, at: Position, seeds: SeedCurves, colour: str, axis: _Axis) -> None:
+def _add_curve(
+    figure: Any, at: Position, seeds: SeedCurves, colour: str, parts: Parts, least: float
+) -> None:
     """Add a curve with its interval, or the curves of all seeds with their median on top."""
-    line: dict[str, Any] = {"colour": colour, "axis": axis}
+    noun = parts.replace("_", " ")
+
+    def add(curve: EffectCurve, heading: str, interval: str = "Interval", **style: Any) -> None:
+        hover = [
+            (
+                heading,
+                f"{size:,} {noun if size != 1 else noun[:-1]} kept",
+                f"Explained effect {mean:.3f}",
+                f"{interval} {low:.3f} to {high:.3f}",
+            )
+            for size, mean, low, high in zip(
+                curve.sizes, curve.mean, curve.low, curve.high, strict=True
+            )
+        ]
+        x = [max(size, least) for size in curve.sizes]
+        add_line(figure, at, x=x, y=curve.mean, hover=hover, colour=colour, **style)
+
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
-        style = {"low": one.low, "high": one.high, "name": one.name}
-        return _add_line(figure, at, one, one.name, "Interval", **line, **style)
+        add(one, one.name, low=one.low, high=one.high, name=one.name)
+        return
     thin = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": seeds.name}
     for seed, one in zip(seeds.seeds, seeds.curves, strict=True):
-        _add_line(figure, at, one, f"{one.name}, seed {seed}", "Interval", **line, **thin)
-    heading = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
-    _add_line(figure, at, seeds.median, heading, "Seeds", **line, name=seeds.name)
-
-
-def _add_line(
-    figure: Any,
-    at: Position,
-    curve: EffectCurve,
-    heading: str,
-    interval: str,
-    axis: _Axis,
-    **style: Any,
-) -> None:
-    """Add one line with the tooltips of its points."""
-    what = axis.parts.replace("_", " ")
-    rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
-    hover = [
-        (
-            heading,
-            f"{size:,} {what if size != 1 else what[:-1]} kept",
-            f"Explained effect {mean:.3f}",
-            f"{interval} {low:.3f} to {high:.3f}",
-        )
-        for size, mean, low, high in rows
-    ]
-    x = [max(size, axis.least) for size in curve.sizes]
-    add_line(figure, at, x=x, y=curve.mean, hover=hover, **style)
+        add(one, f"{one.name}, seed {seed}", **thin)
+    add(seeds.median, f"{seeds.name}, median of {len(seeds.seeds)} seeds", "Seeds", name=seeds.name)
 
 
 # ---- ablation of heads -------------------------------------------------------------------------
@@ -307,44 +252,57 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         ValueError: there is no row, or a panel has no curves.
     """
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-    every = [curve for row in rows.values() for curves in row.values() for curve in curves]
     if not columns or not all(curves for row in rows.values() for curves in row.values()):
         raise ValueError("there is no task, or a panel has no curves")
-    beside = LEFT_LINE + (ROW_TITLE_WIDTH if any(rows) else 0)
+    panels = [
+        {name: _with_control(curves) for name, curves in row.items()} for row in rows.values()
+    ]
+    drawn = [list(chain(*row.values())) for row in panels]
+    beside = ROW_TITLE_WIDTH if any(rows) else 0
     width = fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
     figure = panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
-        x="",
-        y="",
+        x="Ablated Heads",
+        y="\N{GREEK CAPITAL LETTER DELTA} Log Probability",
         width=width,
         height=max(140, width / 2),
         gap=_NARROW,
     )
     # Samples in full colour, even if the lines of the first panel are pale.
-    for name, style in _ablation_legend(every).items():
+    for name, style in _ablation_legend(list(chain(*drawn))).items():
         add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
-    for number, row in enumerate(rows.values(), start=1):
-        drawn = [curve for curves in row.values() for curve in curves]
-        _span_updates(figure, max(curve.counts[-1] for curve in drawn), row=number)
-        span = _vertical_span(drawn)
-        figure.update_yaxes(range=span, nticks=5, row=number)
+    for number, (row, curves) in enumerate(zip(panels, drawn, strict=True), start=1):
+        _span_updates(figure, max(curve.counts[-1] for curve in curves), row=number)
+        figure.update_yaxes(range=_vertical_span(curves), nticks=5, row=number)
         for column, name in enumerate(columns, start=1):
-            if name in row:
-                _add_ablations(figure, (number, column), row[name])
-            else:
-                _add_missing(figure, number, column)
-    upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
-    add_outer_titles(figure, "Number of Ablated Heads", upwards)
+            for curve in row.get(name, []):
+                _add_ablation(figure, (number, column), curve)
+            if name not in row:
+                # Plotly draws no axes without a trace.
+                figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
+                at = {"xref": "x domain", "yref": "y domain", "row": number, "col": column}
+                font = {"size": LABEL_SIZE, "color": palette.MUTED}
+                figure.add_annotation(text="not measured", x=0.5, y=0.5, font=font, **at)
     add_legend(figure)
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return GridFigure(figure, title)
 
 
+def _with_control(curves: Sequence[AblationCurve]) -> list[AblationCurve]:
+    """The curves in the order of the roles, and the first control as a curve of its own."""
+    controls = [
+        AblationCurve("random", curve.counts, curve.control, curve.in_role)
+        for curve in curves
+        if curve.control is not None
+    ]
+    order = list(palette.ROLES)
+    return sorted([*curves, *controls[:1]], key=lambda curve: order.index(curve.by))
+
+
 def _ablation_legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
     """Line styles by name: the orders of ablation, then full colour and pale."""
     used = {curve.by for curve in curves}
-    used |= {"random"} if any(curve.control is not None for curve in curves) else set()
     styles: dict[str, dict[str, Any]] = {
         name: {"colour": palette.ROLES[order], "dashed": order == "random"}
         for order, name in _NAMES.items()
@@ -357,17 +315,10 @@ def _ablation_legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any
 
 
 def _n_in_role(curve: AblationCurve) -> int:
-    """Number of heads in the role, mean over seeds."""
+    """Number of heads in the role, mean over seeds; a random order takes them from all."""
+    if curve.by == "random":
+        return curve.counts[-1]
     return round(sum(curve.in_role) / len(curve.in_role))
-
-
-def _add_missing(figure: Any, row: int, column: int) -> None:
-    # Plotly draws no axes without a trace.
-    figure.add_scatter(x=[], y=[], showlegend=False, row=row, col=column)
-    centre = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
-    centre |= {"xanchor": "center", "yanchor": "middle"}
-    font = {"size": LABEL_SIZE, "color": palette.MUTED}
-    figure.add_annotation(text="not measured", font=font, row=row, col=column, **centre)
 
 
 @checked
@@ -407,26 +358,9 @@ def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
     figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **count_ticks(last), row=row)
 
 
-def _add_ablations(figure: Any, position: Position, curves: Sequence[AblationCurve]) -> None:
-    order = list(palette.ROLES)
-    for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
-        _add_ablation(figure, position, curve.by, curve.counts, curve.values, _n_in_role(curve))
-    for curve in curves:
-        if curve.control is not None:
-            n = curve.counts[-1]
-            return _add_ablation(figure, position, "random", curve.counts, curve.control, n)
-
-
-def _add_ablation(
-    figure: Any,
-    position: Position,
-    order: str,
-    counts: Sequence[int],
-    values: Float[Tensor, "seed count"],
-    in_role: int,
-) -> None:
+def _add_ablation(figure: Any, position: Position, curve: AblationCurve) -> None:
     """Add the mean, in full colour while there are heads of the role, then thin and pale."""
-    name = _NAMES[order]
+    name, counts, values = _NAMES[curve.by], curve.counts, curve.values
     mean, low, high = (
         over_seeds.tolist()
         for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
@@ -440,9 +374,9 @@ def _add_ablation(
         )
         for index, count in enumerate(counts)
     ]
-    line: dict[str, Any] = {"colour": palette.ROLES[order], "name": name}
-    line["dashed"] = order == "random"
-    end = bisect_right(counts, in_role) - 1
+    line: dict[str, Any] = {"colour": palette.ROLES[curve.by], "name": name}
+    line["dashed"] = curve.by == "random"
+    end = bisect_right(counts, _n_in_role(curve)) - 1
     inside, beyond = slice(0, end + 1), slice(end, len(counts))
     points = {"x": counts[inside], "y": mean[inside], "hover": hover[inside]}
     if end > 0:
@@ -454,8 +388,7 @@ def _add_ablation(
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
     """A range with every mean and 0, and as much of the spread as leaves the means legible."""
-    both = ((curve.values, curve.control) for curve in curves)
-    values = [changes for pair in both for changes in pair if changes is not None]
+    values = [curve.values for curve in curves]
     means = [mean for changes in values for mean in changes.mean(dim=0).tolist()]
     low, high = min(0.0, *means), max(0.0, *means)
     room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)

@@ -5,7 +5,9 @@ Lengths are in pixels. Rows and columns are counted from 1, as in plotly.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from itertools import chain
 from typing import Any
@@ -47,8 +49,6 @@ _TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 60, 12
 _LEAST_WIDTH = 56
 _ROW_GAP, ROW_TITLE_WIDTH = 36, 26
 _TITLE_HEIGHT, _AXIS_TITLE_HEIGHT = 28, 18
-LEFT_LINE, _X_TITLE = 16, 20
-"""Width of a line of a vertical axis title; height of the middle of a horizontal one."""
 LONGEST_NAME = 144
 """Maximum width of a name in a legend."""
 
@@ -122,6 +122,7 @@ class GridFigure(Figure):
     def __init__(self, drawn: go.Figure, title: str) -> None:
         super().__init__(visible_text(title))
         self._drawn = drawn
+        self._images: dict[tuple[bool, float], dict[str, bytes]] = {}  # dark, scale; kind
 
     @property
     def plotly(self) -> go.Figure:
@@ -138,18 +139,15 @@ class GridFigure(Figure):
 
     @property
     def svg(self) -> str:
-        return self._image("svg").decode()
+        return self._drawn_images(2.0)["svg"].decode()
 
     def png(self, scale: float) -> bytes:
-        return self._image("png", scale)
+        return self._drawn_images(scale)["png"]
 
-    def _image(self, kind: str, scale: float = 1.0) -> bytes:
-        if not has_browser():
-            raise RuntimeError(
-                "images of plots are drawn in Chrome or Chromium, and none was found: install one, "
-                "set BROWSER_PATH to it, or save the figure as .html"
-            )
-        return self.plotly.to_image(kind, scale=scale)
+    def _drawn_images(self, scale: float) -> dict[str, bytes]:
+        if (self.is_dark, scale) not in self._images:
+            draw_images([self], scale)
+        return self._images[self.is_dark, scale]
 
     def show(self, *args: Any, **kwargs: Any) -> None:
         """Show the figure as plotly does, with its arguments."""
@@ -169,6 +167,28 @@ class GridFigure(Figure):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.title!r})"
+
+
+def draw_images(figures: Sequence[GridFigure], scale: float = 2.0) -> None:
+    """Draw figures as SVG and PNG, for `save`, in one browser, which takes seconds to start."""
+    if not has_browser():
+        raise RuntimeError(
+            "images of plots are drawn in Chrome or Chromium, and none was found: install one, "
+            "set BROWSER_PATH to it, or save the figure as .html"
+        )
+    import kaleido
+
+    async def draw() -> None:
+        async with kaleido.Kaleido(n=1) as browser:
+            for figure in figures:
+                drawn = figure.plotly.to_dict()
+                figure._images[figure.is_dark, scale] = {
+                    "svg": await browser.calc_fig(drawn, opts={"format": "svg", "scale": 1}),
+                    "png": await browser.calc_fig(drawn, opts={"format": "png", "scale": scale}),
+                }
+
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, this one runs an event loop
+        thread.submit(asyncio.run, draw()).result()
 
 
 def _inverted(value: Any, key: str = "") -> Any:
@@ -294,47 +314,7 @@ def _add_title(
         figure.add_annotation(text=plain_text(shown), row=row, col=column, **place)
 
 
-def add_outer_titles(figure: Any, x: str, y: str) -> None:
-    """Add axis titles for all panels together, the vertical one in two lines."""
-    margin = figure.layout.margin
-    title = {"font": {"size": LABEL_SIZE}, "xref": "paper", "yref": "paper"}
-    title |= {"xanchor": "center", "yanchor": "middle"}
-    figure.add_annotation(text=x, x=0.5, y=0, yshift=_X_TITLE - margin.b, **title)
-    aside = {"x": 0, "y": 0.5, "xshift": 4 - margin.l, "textangle": -90}
-    figure.add_annotation(text=y, **title, **aside)
-    figure.update_layout(width=figure.layout.width + LEFT_LINE, margin_l=margin.l + LEFT_LINE)
-
-
 # ---- points, lines and cells -------------------------------------------------------------------
-
-
-def add_points(
-    figure: go.Figure,
-    position: Position,
-    *,
-    x: Sequence[float],
-    y: Sequence[float],
-    colour: Colour,
-    name: str,
-    hover: Sequence[Sequence[str]],
-    opacity: float = 1.0,
-    size: float = 7,
-) -> None:
-    """Add points to a panel, each with a tooltip; `add_legend` lists their name once."""
-    figure.add_scatter(
-        x=x,
-        y=y,
-        mode="markers",
-        marker={"color": colour, "size": size},
-        opacity=opacity,
-        name=name,
-        legendgroup=f"{name} {colour}",
-        showlegend=False,
-        hoverinfo="text",
-        hovertext=[hover_text(words) for words in hover],
-        row=position[0],
-        col=position[1],
-    )
 
 
 def add_line(
@@ -352,18 +332,20 @@ def add_line(
     width: float = CURVE_WEIGHT,
     opacity: float = 1.0,
     dashed: bool = False,
+    point_size: float = 0,
 ) -> None:
-    """Add a line to a panel, optionally with intervals.
+    """Add a line to a panel, optionally with intervals, or points.
 
     Args:
         name: name in the legend, which toggles all lines of this name and colour together.
         group: name with which the line is toggled, if it has none in the legend.
         low, high: ends of the interval at each point; empty for none.
         hover: lines of text in the tooltip of each point, the first one bold.
+        point_size: diameter of points to draw instead of a line.
     """
     row, column = position
-    style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
-    style["legendgroup"] = f"{name or group} {colour}"
+    style: dict[str, Any] = {"row": row, "col": column, "showlegend": False}
+    style |= {"legendgroup": f"{name or group} {colour}", "mode": "lines"}
     if len(low):
         # Along the upper ends, then back along the lower ends.
         figure.add_scatter(
@@ -376,12 +358,15 @@ def add_line(
             hoverinfo="skip",
             **style,
         )
-    dash = {"dash": ",".join(f"{length}px" for length in DASHES)} if dashed else {}
+    if point_size:
+        style |= {"mode": "markers", "marker": {"color": colour, "size": point_size}}
+    else:
+        dash = {"dash": ",".join(f"{length}px" for length in DASHES)} if dashed else {}
+        style["line"] = {"color": colour, "width": width, **dash}
     # No hovertemplate: it would substitute any %{...} in a name.
     figure.add_scatter(
         x=list(x),
         y=list(y),
-        line={"color": colour, "width": width, **dash},
         opacity=opacity,
         name=plain_text(clip_text(visible_text(name), LEGEND_SIZE, LONGEST_NAME)),
         hoverinfo="text" if len(hover) else "skip",

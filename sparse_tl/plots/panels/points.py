@@ -15,7 +15,6 @@ from sparse_tl.plots.panels.grid import (
     add_legend,
     add_line,
     add_notes,
-    add_points,
     fitting_width,
     in_rows,
     panel_figure,
@@ -25,7 +24,7 @@ from sparse_tl.plots.panels.grid import (
 from sparse_tl.tasks import SkillComparison
 
 _RULE: dict[str, Any] = {"colour": MUTED, "width": RULE_WEIGHT}
-_MARGIN = 0.05
+_MARGIN, _POINT = 0.05, 7
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
@@ -70,8 +69,8 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
                 (part, f"Exact effect {x:.3g}{suffix}", f"Score {y:.3g}{suffix}")
                 for part, x, y in zip(half["part"], exact, score, strict=True)
             ]
-            style: dict[str, Any] = {"colour": colour, "name": name, "opacity": 0.7, "size": 6}
-            add_points(figure, position, x=exact, y=score, hover=hover, **style)
+            style: dict[str, Any] = {"colour": colour, "name": name, "opacity": 0.7}
+            add_line(figure, position, x=exact, y=score, hover=hover, point_size=6, **style)
     add_legend(figure)
     return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
 
@@ -117,7 +116,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
         ("effect", "Exact", exact),
     ):
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover, "opacity": 0.8}
-        add_points(figure, (1, 1), x=list(table[column]), y=rows, **style)
+        add_line(figure, (1, 1), x=list(table[column]), y=rows, point_size=_POINT, **style)
     add_legend(figure)
     return GridFigure(figure, f"Neurons of {neurons.mlp}")
 
@@ -181,7 +180,7 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
         for row, *line in zip(rows, *ends, strict=True):
             add_line(figure, (1, column), x=line, y=[row] * 2, colour=colour, opacity=_PALE)
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover}
-        add_points(figure, (1, column), x=points.tolist(), y=rows, **style)
+        add_line(figure, (1, column), x=points.tolist(), y=rows, point_size=_POINT, **style)
     add_legend(figure)
     if compared.left_out:
         add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
