@@ -162,7 +162,7 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
     flows = links["flow"].tolist()
     ends = list(zip(links["source"], links["target"], strict=True))
     paths = PathGraph(
-        tuple(_End(kind) for kind in kinds),  # type: ignore[arg-type]
+        tuple(_End(kind) for kind in kinds),
         tuple(
             Link(source, target, "", edge, abs(flow))
             for edge, ((source, target), flow) in enumerate(zip(ends, flows, strict=True))
