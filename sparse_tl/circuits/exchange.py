@@ -34,6 +34,7 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.evaluation import Evaluation, evaluate
 from sparse_tl.circuits.paths import PositionedNode, path_graph
+from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph, Destination, PositionedGraph
 from sparse_tl.metrics import Metric
@@ -49,6 +50,7 @@ from sparse_tl.storage.files import (
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Maximum shares of all circuit edges that MIB's circuits keep."""
 _IMPORTANCES = "importances.json"
+_FEATURE = "cross layer transcoder"
 
 
 # ---- EAP-IG --------------------------------------------------------------------------------------
@@ -277,13 +279,13 @@ def _area(heights: Tensor) -> float:
 
 @checked
 def to_circuit_tracer(
-    circuit: Circuit,
+    circuit: Circuit | AttributionGraph,
     scores: Scores | None = None,
     *,
     slug: str = "circuit",
     prompt_tokens: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """A circuit as JSON for circuit-tracer's viewer.
+    """A circuit, or an attribution graph, as JSON for circuit-tracer's viewer and Neuronpedia.
 
     Write it with ``json.dump`` to ``{slug}.json`` in a folder, add its metadata there with
     ``circuit_tracer.frontend.utils.add_graph_metadata(graph["metadata"], folder)``, and open the
@@ -298,8 +300,9 @@ def to_circuit_tracer(
     positions becomes a quotation mark; token texts stay unchanged.
 
     Args:
-        circuit: circuit of circuit edges, with or without positions.
-        scores: scores of its edges.
+        circuit: circuit of circuit edges, with or without positions; or an attribution graph, whose
+            weights are flows and whose tokens are known.
+        scores: scores of a circuit's edges.
         slug: name of the graph.
         prompt_tokens: text of each position; its name by default.
 
@@ -307,6 +310,8 @@ def to_circuit_tracer(
         ValueError: the circuit is not of circuit edges, the scores are of other edges, or the
             number of tokens differs.
     """
+    if isinstance(circuit, AttributionGraph):
+        return _of_graph(circuit, slug)
     grid = circuit.grid
     if scores is not None and scores.grid != grid:
         raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {grid!r}")
@@ -337,11 +342,18 @@ def to_circuit_tracer(
         {"source": ids[source], "target": ids[reader], "weight": weight}
         for (source, reader), weight in weights.items()
     ]
+    return _viewed(slug, [""] * start + tokens, nodes, links)
+
+
+def _viewed(
+    slug: str, tokens: Sequence[str], nodes: list[dict[str, Any]], links: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the viewer reads."""
     metadata = {
         "slug": slug,
         "scan": "sparse_tl",
         "transcoder_list": [],
-        "prompt_tokens": [""] * start + tokens,
+        "prompt_tokens": [*tokens],
         "prompt": "".join(tokens),
         "node_threshold": 1.0,
         "schema_version": 1,
@@ -350,26 +362,60 @@ def to_circuit_tracer(
     return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}
 
 
+_VIEWED = {
+    "embedding": "embedding",
+    "error": "mlp reconstruction error",
+    "target": "logit",
+}
+"""The viewer's name of each kind of node; all others are features of a transcoder there."""
+
+
+def _of_graph(graph: AttributionGraph, slug: str) -> dict[str, Any]:
+    """An attribution graph for the viewer; attention edges stand where they write."""
+    influence, nodes = graph.nodes["influence"], list[dict[str, Any]]()
+    rows: list[Any] = graph.nodes.to_dict("records")
+    for number, row in enumerate(rows):
+        kind, share = row["kind"], influence[influence >= row["influence"]].sum() / influence.sum()
+        text = {
+            "embedding": f'Emb: "{graph.tokens[row["position"]]}"',
+            "target": 'Output "{}" (p=?)'.format(graph.target.replace('"', "'")),
+        }.get(kind, row["name"])
+        layer = "E" if kind == "embedding" else str(row["layer"] + (kind == "target"))
+        node = _viewed_node(_VIEWED.get(kind, _FEATURE), layer, number, row["position"], text)
+        nodes.append({**node, "influence": min(1.0, float(share))})
+        if kind in ("neuron", "feature"):
+            nodes[-1]["activation"] = row["activation"]
+    ids = [node["node_id"] for node in nodes]
+    links = [
+        {"source": ids[int(source)], "target": ids[int(target)], "weight": flow}
+        for source, target, flow in graph.links.itertuples(index=False)
+    ]
+    return _viewed(slug, graph.tokens, nodes, links)
+
+
 def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, Any]:
     """A node as JSON, but for its influence; the first position is at the column `start`."""
     # Within a layer: heads, then their keys and values, then the MLP.
     number = node.component.head + graph.n_heads * node.keys
     if node.kind == "mlp":
         number = 2 * graph.n_heads
-    kind, layer, feature = "cross layer transcoder", str(node.component.layer), number
-    position = start + (node.position or 0)
-    # The viewer reads its tooltips as HTML.
-    text = str(node).replace("<kv>", " keys and values")
-    text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
+    kind, layer, text = _FEATURE, str(node.component.layer), str(node)
+    text = text.replace("<kv>", " keys and values")
     if node.kind == "input":
         kind, layer = "embedding", "E"
     elif node.kind == "logits":
         kind, layer = "logit", str(graph.n_layers + 1)
         # The viewer expects a token in quotes and a probability; a metric may read several logits.
         text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
-    else:
+    return _viewed_node(kind, layer, number, start + (node.position or 0), text)
+
+
+def _viewed_node(kind: str, layer: str, number: int, position: int, text: str) -> dict[str, Any]:
+    """A node as the viewer reads it; `number` is its own within its layer."""
+    feature = number
+    if kind == _FEATURE:
         # Layer and number as one (Cantor's pairing): the viewer shows ``L3/7`` for a3.h7.
-        diagonal = node.component.layer + number
+        diagonal = int(layer) + number
         feature = diagonal * (diagonal + 1) // 2 + number
     return {
         "node_id": f"{layer}_{number}_{position}",
@@ -378,10 +424,11 @@ def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, An
         "ctx_idx": position,
         "feature_type": kind,
         "token_prob": 0.0,
-        "is_target_logit": node.kind == "logits",
+        "is_target_logit": kind == "logit",
         "run_idx": 0,
         "reverse_ctx_idx": 0,
-        "jsNodeId": f"{'L' if node.kind == 'logits' else layer}_{number}-{position}",
-        "clerp": text,
+        "jsNodeId": f"{'L' if kind == 'logit' else layer}_{number}-{position}",
+        # The viewer reads its tooltips as HTML.
+        "clerp": text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"),
         "activation": None,
     }

@@ -13,6 +13,7 @@ import torch
 from architectures import ARCHITECTURES, plain_transformer
 from torch import Tensor
 
+from sparse_tl import to_circuit_tracer
 from sparse_tl.backend import adapt, boot
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph, attribution_graph
 from sparse_tl.circuits.prompt.examples import with_examples
@@ -292,3 +293,16 @@ def test_examples_are_where_a_neuron_is_most_active() -> None:
         shown = [sign * value for *_, value in row["examples"]]
         assert shown == pytest.approx(sorted(values, reverse=True)[:2], rel=1e-4, abs=1e-5)
         assert all("".join(parts) in texts for *parts, _ in row["examples"])
+
+
+def test_the_viewer_of_circuit_tracer_gets_all_nodes_and_links() -> None:
+    graph = attribution_graph(boot(plain_transformer("llama", "float64")), TOKENS, max_nodes=30)
+    found = to_circuit_tracer(graph, slug="tiny")
+    nodes, links = found["nodes"], found["links"]
+    assert len({node["node_id"] for node in nodes}) == len(nodes) == len(graph.nodes)
+    assert [node["ctx_idx"] for node in nodes] == graph.nodes["position"].tolist()
+    assert nodes[-1]["is_target_logit"] and max(node["influence"] for node in nodes) <= 1.0
+    into = sum(link["weight"] for link in links if link["target"] == nodes[-1]["node_id"])
+    last = graph.nodes.iloc[-1]
+    assert into + last["constant"] + last["left_out"] == pytest.approx(graph.value)
+    assert found["metadata"]["prompt_tokens"] == graph.tokens
