@@ -51,6 +51,7 @@ class _Projection(nn.Module):
     def __init__(self, base: Any, rank: int) -> None:
         super().__init__()
         n_in, n_out = base.weight.shape if isinstance(base, Conv1D) else base.weight.T.shape
+        self.in_features, self.out_features = n_in, n_out  # read by TransformerLens
         self.base_layer, self.enabled = base, True
         self.lora_A = nn.ModuleDict({NAME: nn.Linear(n_in, rank, bias=False)})
         self.lora_B = nn.ModuleDict({NAME: nn.Linear(rank, n_out, bias=False)})
@@ -66,6 +67,11 @@ class _Projection(nn.Module):
     def weight(self) -> Tensor:
         """The frozen weight, whose dtype TransformerLens takes for that of the projection."""
         return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, which TransformerLens reads from what it calls."""
+        return self.base_layer.bias
 
     def factors(self) -> list[nn.Parameter]:
         """A and B."""
