@@ -102,11 +102,12 @@ def test_code_runs_on_what_it_names(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_the_tutorial_is_true_of_a_real_language_model(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["tutorial.md", "how-to/why-this-token.md"])
+def test_pages_are_true_of_a_real_language_model(
+    page: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    _run(DOCS / "tutorial.md", [SMOLLM2])
+    _run(DOCS / page, [SMOLLM2])
 
 
 def _run(page: Path, titles: Sequence[str] = RUN_TITLES) -> None:
