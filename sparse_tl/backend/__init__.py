@@ -22,7 +22,7 @@ from sparse_tl.backend.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_mlps as check_mlps,
-    check_scores as check_scores,
+    check_score_gates as check_score_gates,
     check_sums_under_hooks as check_sums_under_hooks,
     check_whole as check_whole,
 )

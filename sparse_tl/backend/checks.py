@@ -92,7 +92,7 @@ def check_gates(adapter: Adapter) -> None:
     _once("gates", adapter, _gates_act)
 
 
-def check_scores(adapter: Adapter) -> None:
+def check_score_gates(adapter: Adapter) -> None:
     """Check that gates on attention scores do not depend on the tokens that follow."""
     check_gates(adapter)
     _once("scores", adapter, _scores_stay)

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache
 
 from sparse_tl.backend.adapters import BridgeAdapter, adapt
 from sparse_tl.backend.bridges import check_raw
-from sparse_tl.backend.checks import check_mlps, check_scores
+from sparse_tl.backend.checks import check_mlps, check_score_gates
 from sparse_tl.backend.devices import has_sharded_weights, processes, shard
 from sparse_tl.backend.hook_points import Forward, HookedModel, Model, stand_in
 from sparse_tl.backend.numerics import HALVES
@@ -70,7 +70,7 @@ def shard_model(
     if precision == "bf16" and adapter.dtype != torch.float32:
         raise ValueError(f'precision="bf16" trains float32 weights, not {adapter.dtype}')
     check_raw(model)
-    check_scores(adapter)
+    check_score_gates(adapter)
     if adapter.has_mlps:
         check_mlps(adapter)
     shard(adapter.core, model.blocks, precision)

@@ -429,6 +429,7 @@ def evaluate_circuit_edges(
     sizes: Sequence[int] | None = None,
     *,
     signed: bool = False,
+    patch: Patch = "corrupted",
     **options: Any,
 ) -> Evaluation:
     """The explained effect (faithfulness) of circuits of the best-scored edges, by size.
@@ -441,13 +442,13 @@ def evaluate_circuit_edges(
         scores: scores that rank the edges.
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
         signed: rank by how much an edge helps instead of by absolute score.
+        patch: patch of the other edges, as in `evaluate`.
         **options: further arguments of `evaluate`.
     """
     sizes = log_sizes(scores.grid.n_parts) if sizes is None else sizes
-    patch = options.get("patch", "corrupted")
     connected = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
     circuits = {len(circuit): circuit for circuit in connected}
-    return evaluate(model, pairs, metric, list(circuits.values()), **options)
+    return evaluate(model, pairs, metric, list(circuits.values()), patch=patch, **options)
 
 
 @checked

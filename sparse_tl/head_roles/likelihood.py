@@ -161,10 +161,11 @@ class Likelihood(Objective):
         objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
 
-    def update(self, measured: dict[str, float]) -> None:
+    def update(self, fraction_done: float) -> dict[str, float]:
         self.updates += 1
         if self.updates % self.record_every == 0:
             self.recorded.append(self.gated.theta.detach().cpu().clone())
+        return {}
 
     def state(self) -> dict[str, Any]:
         return {"updates": self.updates, "recorded": torch.stack(self.recorded)}

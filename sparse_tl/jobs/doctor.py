@@ -22,7 +22,7 @@ from sparse_tl.backend import (
     check_gates,
     check_padding,
     check_raw,
-    check_scores,
+    check_score_gates,
     tolerance,
 )
 from sparse_tl.calls.arguments import AtLeastOne, checked
@@ -143,7 +143,7 @@ def _describe(model: HookedModel) -> str:
 def _gates(adapter: Adapter) -> str:
     check_gates(adapter)
     try:
-        check_scores(adapter)
+        check_score_gates(adapter)
     except ValueError:  # share gates do not read scores
         return "gates act on its attention edges and heads, if they are share gates"
     return "gates act on its attention edges and heads"

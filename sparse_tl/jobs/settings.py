@@ -40,7 +40,7 @@ QUESTION_SETS = ("syntax", "common_sense", "math")
 
 
 def setting(default: Any, help: str, metavar: str = "N", panel: str = SETTINGS, **more: Any) -> Any:
-    """A field, with what the help of its option shows; ``exclude``: it does not change results."""
+    """A field, with what the help of its option shows; ``exclude``: it is not recorded as it is."""
     extra: Any = {"panel": panel}
     return Field(default, title=metavar, description=help, json_schema_extra=extra, **more)
 

@@ -169,8 +169,9 @@ class Objective:
         """
         raise NotImplementedError
 
-    def update(self, measured: dict[str, float]) -> None:
-        """Update the state, once per step, from the step's measurements."""
+    def update(self, fraction_done: float) -> dict[str, float]:
+        """Update the state, once per step, after all micro-batches; return more to log."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step: plain values and tensors."""
@@ -207,8 +208,8 @@ class TrainingState:
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
 
-        ``over`` is the excess of the worst group's last gap over this step's limit; ``best`` is the
-        number of edges at the best evaluation.
+        ``over`` is what `LossConstraint.update` returns; ``best`` is the number of edges at the
+        best evaluation.
         """
         row = self.history[-1]
         shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
@@ -340,11 +341,11 @@ class Run:
         pieces = batch.split(math.ceil(len(batch) / config.accumulate))
         self.objective.begin(batch)
         measured: dict[str, float] = {}
+        done = step / config.steps
         self.optimizer.zero_grad(set_to_none=True)
         for piece in pieces:
             share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
             with in_precision(config.precision, self.device):
-                done = step / config.steps
                 loss, logged = self.objective.measure(piece.to(self.device), generator, done)
             (loss * share).backward()
             self.masters.take_gradients()
@@ -362,7 +363,7 @@ class Run:
         self.optimizer.step()
         self.masters.write()
         self.merge()
-        self.objective.update(measured)
+        measured |= self.objective.update(done)
         self.state.step += 1
         self.state.history.append({**self._now(), "rate": rate, **measured})
 

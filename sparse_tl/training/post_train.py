@@ -334,7 +334,6 @@ class SparsityObjective(Objective):
         # Of several ranks, a rank gets other rows in every epoch.
         kept = KEPT if processes().num_processes == 1 else 0
         self._predictions = None if dense is None else DensePredictions(dense, kept)
-        self._done = 0.0
         self._sizes = torch.full_like(constraint.budget, math.inf)
         self._shares = torch.ones(1)
         self._summed = self._rows = torch.zeros_like(constraint.budget)
@@ -356,11 +355,10 @@ class SparsityObjective(Objective):
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
-        self._done = fraction_done
         limit = self.constraint.limit(fraction_done)
         lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._sizes)))
-        rows = ranks.own_parts(batch, self.sparse)
-        *losses, counts = zip(*(self._run(part, generator) for part in rows), strict=True)
+        rows, noise = ranks.own_parts(batch, self.sparse), NOISE * remaining(fraction_done)
+        *losses, counts = zip(*(self._run(p, generator, noise) for p in rows), strict=True)
         minimised, loss = map(torch.cat, losses)
         counts = AttentionEdgeCounts.concatenate(counts)
         of_labels = torch.cat([part.label_groups() for part in rows])
@@ -387,18 +385,18 @@ class SparsityObjective(Objective):
         return objective, measured
 
     def _run(
-        self, batch: TokenBatch, generator: torch.Generator
+        self, batch: TokenBatch, generator: torch.Generator, noise: float
     ) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"], AttentionEdgeCounts]:
         """Each label's value to minimise and loss, and the edge counts, under sampled gates."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         gates = [some for some in (self.sparse.gates, self.sparse.mlp_gates) if some is not None]
         layers: list[Counted] = []
-        counted = {"counts": layers, "real": batch.attention_mask}
+        real = batch.attention_mask
         adapter, labels, read = adapt(self.sparse), batch.loss_labels(), batch.loss_mask
         dense, sharded = self._predictions, has_sharded_weights(self.sparse)
         with (
-            self.sparse.sampled(generator, NOISE * remaining(self._done)),
-            using(gates, pressure=PRESSURE, edge_cost=cost, **counted),
+            self.sparse.sampled(generator, noise),
+            using(gates, pressure=PRESSURE, edge_cost=cost, counts=layers, real=real),
         ):
             if dense is None or sharded:
                 with adapter.only_at(read) as logits_at:
@@ -433,10 +431,11 @@ class SparsityObjective(Objective):
             sizes = sizes + self.head_cost * in_use.sum(dim=(1, 2))
         return sizes, n_rows
 
-    def update(self, measured: dict[str, float]) -> None:
-        measured["over_limit"] = self.constraint.update(self._done)
+    def update(self, fraction_done: float) -> dict[str, float]:
+        """Move lambda, which the last evaluation steers (`Validation.selection`)."""
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
+        return {"over_limit": self.constraint.update(fraction_done)}
 
     def state(self) -> dict[str, Any]:
         kept = {} if self._predictions is None else self._predictions.state()
@@ -471,12 +470,11 @@ class Validation:
         self.groups = rows if isinstance(rows, Mapping) else {}
         self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
         self.held_out, self.predictions = held_out, predictions
-        with as_dense(sparse):
-            self.dense = self._dense(self.rows)
-            self._before = [
-                {name: self._dense(rows) for name, rows in by_name.items()}
-                for by_name in (self.groups, held_out)
-            ]
+        self.dense = self._of_dense(self.rows)
+        self._dense_groups, self._dense_held_out = (
+            {name: self._of_dense(rows) for name, rows in by_name.items()}
+            for by_name in (self.groups, held_out)
+        )
         losses, most = self.dense.group_losses, self.dense.edges_per_token
         if missing := set(range(max(losses) + 1)) - set(losses):
             raise ValueError(
@@ -506,7 +504,10 @@ class Validation:
         """Measurements of both models on the rows of every group, and on held-out rows."""
         groups, held_out = (
             {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
-            for of, dense in zip((self.groups, self.held_out), self._before, strict=True)
+            for of, dense in (
+                (self.groups, self._dense_groups),
+                (self.held_out, self._dense_held_out),
+            )
         )
         return groups, held_out
 
@@ -537,10 +538,11 @@ class Validation:
 
         return Selection(evaluate, better)
 
-    def _dense(self, rows: TokenBatch) -> HeldOut:
-        return replace(
-            self._evaluated(rows), active_mlps=None, possible_mlps=None, active_size=None
-        )
+    def _of_dense(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the dense model; before training, where its weights are trained."""
+        with as_dense(self.sparse):
+            found = self._evaluated(rows)
+        return replace(found, active_mlps=None, possible_mlps=None, active_size=None)
 
     def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
         with in_precision(self.precision, adapt(self.sparse).device):

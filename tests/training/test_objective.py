@@ -46,8 +46,7 @@ def _measured(
     """The objective, and what is logged after the step's update."""
     objective.begin(batch)
     loss, measured = objective.measure(batch, torch.Generator().manual_seed(seed), done)
-    objective.update(measured)
-    return loss, measured
+    return loss, measured | objective.update(done)
 
 
 def _nll(logits: Tensor, batch: TokenBatch) -> float:
@@ -286,7 +285,7 @@ def _step(
         (share * loss).backward()
         for name, value in measured.items():
             total[name] = total.get(name, 0.0) + share * value
-    objective.update(total)
+    total |= objective.update(SILENT)
     gradients = [p.grad for p in read_parameters(sparse).values() if p.grad is not None]
     return gradients, objective.constraint.lambda_.tolist(), total
 

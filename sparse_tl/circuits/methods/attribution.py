@@ -143,19 +143,21 @@ def attribute_circuit_edges(
     patched = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
-    n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
-    n_scores = n_pairs * n_positions * graph.exists.numel()
+    n_kept, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
+    n_scores = n_kept * n_positions * graph.exists.numel()
     if spans is not None and 8 * n_scores > MOST_BYTES:
+        of_pairs = f" of {n_kept:,} pairs" if by_pair else ""
         raise ValueError(
-            f"the scores of {n_positions:,} positions of {n_pairs:,} pairs would take "
+            f"the scores of {n_positions:,} positions{of_pairs} would take "
             f"{8 * n_scores / 1e9:.1f} GB, more than {MOST_BYTES / 1e9:g} GB. Join tokens to fewer "
-            'spans (pairs.with_spans, positions="spans"), or average over pairs (by_pair=False)'
+            'spans (pairs.with_spans, positions="spans")'
+            + (", or average over pairs (by_pair=False)" if by_pair else "")
         )
-    scores = torch.zeros(n_pairs * n_positions, *graph.exists.shape, dtype=torch.float64)
+    scores = torch.zeros(n_kept * n_positions, *graph.exists.shape, dtype=torch.float64)
     # The pair and position to which each token contributes.
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
     if by_pair:
-        groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
+        groups = groups + n_positions * torch.arange(n_kept, device=groups.device)[:, None]
     grouped = groups.to(adapter.device).split(patched.batch_size)
     plan = AttributionPasses.of_edges(patched, metric, method, steps)
     tracking = tracked("scoring circuit edges", plan.count, progress)
@@ -167,7 +169,7 @@ def attribute_circuit_edges(
                 back.add(one)
             contract(scores, back, change, grouped[index])
     plan.check_effect()
-    shape = [n_pairs] * by_pair + list(grid.exists.shape)
+    shape = [n_kept] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
     return Scores(grid, scores if by_pair else scores / len(pairs), method, pairs.start)
 

@@ -62,7 +62,7 @@ class GatedAttention:
     def __call__(
         self, v: Float[Tensor, "prompt head key d_head"]
     ) -> tuple[Float[Tensor, "prompt head query d_head"], Counted]:
-        """The heads' outputs, and the counts of `attention_edges_of_layer`."""
+        """The heads' outputs, and the counts of `counted_edges`."""
         output, expected, cost, counts = _Attend.apply(
             self, *self.pattern.product.args, v, *self.leaves
         )

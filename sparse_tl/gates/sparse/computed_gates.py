@@ -40,7 +40,7 @@ from sparse_tl.backend import (
     attached,
     check_gates,
     check_mlps,
-    check_scores,
+    check_score_gates,
     defer_scores,
     explicit,
     mask_hooks,
@@ -314,7 +314,7 @@ class ScoreGates(AttentionGates):
 
     def check(self, adapter: Adapter) -> None:
         """Raise a ValueError if these gates do not fit a model, or scores see later tokens."""
-        check_scores(adapter)
+        check_score_gates(adapter)
         super().check(adapter)
 
     def _terms(self, layer: int, read: Pattern) -> tuple[Pattern, Float[Tensor, "1 head 1 1"]]:

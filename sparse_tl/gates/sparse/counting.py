@@ -27,7 +27,7 @@ class AttentionEdgeCounts(Result):
 
     Args:
         active: edges that are open under deterministic gates (all possible ones for a dense model).
-        expected: ``sum sigmoid(s + b)`` over possible edges; differentiable while training.
+        expected: sum of the gates' probabilities over possible edges; differentiable in training.
         possible: pairs of real tokens that the layer's mask allows, whatever their scores:
             ``T (T + 1) / 2`` in each causal head, fewer with a sliding window or chunks.
         tokens: number of real tokens in each prompt.
