@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, StrictStr, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -363,8 +363,8 @@ _Texts = Annotated[
 class _Record(BaseModel, extra="forbid"):
     """A row of a table of prompt pairs."""
 
-    clean: str
-    corrupted: str
+    clean: StrictStr
+    corrupted: StrictStr
     answer: _Texts
     wrong: _Texts = ()
 

@@ -113,6 +113,8 @@ class TargetDataset(Rows):
         encode.prepare(text + end for text, target in both for end in ("", target))
         rows, spans = [], []
         for row, (text, target) in enumerate(both):
+            if not target.strip():
+                raise ValueError(f"the target of row {row} is {target!r:.99}, without a text")
             before, tokens = together(encode, text, target, f"the target of row {row}")
             rows.append([*start, *before, *tokens])
             spans.append((len(rows[-1]) - len(tokens), len(rows[-1])))
@@ -143,7 +145,7 @@ class TargetDataset(Rows):
         texts, targets = [], []
         for row, record in enumerate(records):
             for key, column in ((text, texts), (target, targets)):
-                if not isinstance(record.get(key), str):
+                if not (isinstance(record, Mapping) and isinstance(record.get(key), str)):
                     raise ValueError(f"record {row} has no text as {key!r}: {record!r:.200}")
                 column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)

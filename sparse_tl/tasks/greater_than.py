@@ -112,13 +112,13 @@ class GreaterThanTask(Task):
 
     def describe(self, tokenizer: Any) -> str:
         """The answer in words, and how many nouns are left out under this tokenizer."""
-        asked = f"the answer is {self.years(tokenizer)[0].answer} of the year"
+        asked = f"the answer is {self.form_and_years(tokenizer)[0].answer} of the year"
         return ", ".join(filter(None, [asked, super().describe(tokenizer)]))
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """A function that draws a prompt, with right and wrong answers from `YearForm.judged`."""
         nouns = self.words(tokenizer)["nouns"]
-        form, years = self.years(tokenizer)
+        form, years = self.form_and_years(tokenizer)
         judged = {start: form.judged(start) for start in form.starts}
 
         def draw() -> PairTexts:
@@ -132,7 +132,11 @@ class GreaterThanTask(Task):
 
         return draw
 
-    def years(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
+    def years(self, tokenizer: Any) -> list[tuple[str, str]]:
+        """Start years, as in `form_and_years`."""
+        return self.form_and_years(tokenizer)[1]
+
+    def form_and_years(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
         """Their form; and start years, split into the digits that the end year shares and the rest.
 
         Years near the ends are left out, and so are those that the corruption would not change, or

@@ -114,6 +114,8 @@ class AnaphorTask(Task):
 
     def __post_init__(self) -> None:
         check_templates(self.templates, "NOUN VERB", "NOUN OTHER VERB")
+        if not self.actions:
+            raise ValueError("the anaphor task needs at least one verb as actions")
 
     def words(self, tokenizer: Any) -> dict[str, list[tuple[str, ...]]]:
         """The nouns whose singular, plural and pronoun are single tokens."""

@@ -239,3 +239,16 @@ def test_a_model_that_ignores_its_hooks_is_not_wrapped(build_tiny: Build) -> Non
     attention.__dict__["forward"] = deaf  # a bridge would hand it on to what it wraps
     with pytest.raises(ValueError, match="layer 1 .* does not come from its heads"):
         SparseTransformer(model)
+
+
+def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
+    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens()
+    pad = torch.zeros(3, 2, dtype=torch.long)
+    plain = sparse.count_attention_edges(tokens)
+    for padded in (torch.cat([pad, tokens], dim=1), torch.cat([tokens, pad], dim=1)):
+        real = torch.ones_like(padded)
+        real[:, slice(0, 2) if torch.equal(padded[:, :2], pad) else slice(-2, None)] = 0
+        counts = sparse.count_attention_edges(padded, attention_mask=real)
+        for name in ("active", "possible", "tokens"):
+            assert torch.equal(getattr(counts, name), getattr(plain, name)), name
+        torch.testing.assert_close(counts.expected, plain.expected)
