@@ -11,7 +11,9 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from architectures import plain_transformer
 
+from sparse_tl.backend import boot
 from sparse_tl.circuits import (
     Acdc,
     ActivationPatching,
@@ -33,6 +35,8 @@ from sparse_tl.circuits import (
     ScoreCheck,
     Scores,
     SeedCurves,
+    attribution_graph,
+    check_graph,
 )
 from sparse_tl.circuits.evaluation import SearchResult
 from sparse_tl.circuits.prompt.attention import AttentionGraph
@@ -61,6 +65,8 @@ PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
 MIB = Evaluation((0,) * 10, 2, torch.ones(10, 2).double(), PAIR, 0 * PAIR)
 SKILL = Skill(0.5, torch.tensor([True, False]), 0.5, PAIR, 0 * PAIR, "<s>")
+LLAMA = boot(plain_transformer("llama"))
+GRAPH = attribution_graph(LLAMA, torch.arange(1, 5), max_nodes=9)
 RESULTS: dict[str, Any] = {
     "edge scores": SCORES,
     "head scores": HEADS,
@@ -82,6 +88,8 @@ RESULTS: dict[str, Any] = {
     "logit attribution": LogitAttribution(
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),
+    "attribution graph": GRAPH,
+    "checked graph": check_graph(LLAMA, GRAPH, n=3),
     "checked scores": ScoreCheck(
         *("eap", "heads", 2),
         pd.DataFrame(

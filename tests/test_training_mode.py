@@ -99,6 +99,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "attribute_heads": lambda m: st.attribute_heads(m, PAIRS, metric, **Q).values,
     "check_scores": lambda m: st.check_scores(m, PAIRS, metric, edges(m), n=3, **Q).table["exact"],
     "attribute_logits": lambda m: st.attribute_logits(m, PAIRS, **Q).values,
+    "attribution_graph": lambda m: st.attribution_graph(m, PAIRS.clean[0]).nodes["flow"],
     "circuit_sizes_per_prompt": lambda m: (
         st.circuit_sizes_per_prompt(m, PAIRS, metric, method="eap", sizes=[9], **Q).sizes
     ),

@@ -71,8 +71,8 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
     for row, at in enumerate(pairs.positions.tolist()):
         labels = [f"t{token}" for token in pairs.clean[row].tolist()]
         seen = Exploration({"it": model}, pairs.clean[row], labels=labels)
-        seen.toggle_head("it", *HEAD)
-        torch.testing.assert_close(seen.logits("it")[at], expected[row], **close)
+        seen.models["it"].toggle_head(*HEAD)
+        torch.testing.assert_close(seen.models["it"].now.logits[at], expected[row], **close)
 
     metric = logit_difference(expected, pairs)
     for site, mask in ((graph.heads, heads), (graph, edges)):

@@ -42,7 +42,8 @@ def test_post_train_writes_everything(
         assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
     assert metrics["dense"]["active_attention_edges"] == 288
     assert metrics["verdict"] in outcome.out
-    for said in ("sparse loss", "nats", "edges per token", "held-out rows"):
+    losses = [f"{metrics[side]['loss']:.3f}" for side in ("dense", "sparse")]
+    for said in (*losses, "nats", "edges per token", "held-out rows"):
         assert said in outcome.out, said
     assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
     sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")

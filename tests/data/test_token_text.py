@@ -71,8 +71,8 @@ def test_every_figure_and_table_shows_it(build_tiny: Build) -> None:
     )
     patched = patch_activations(model, pairs, logit_difference, progress=False)
     assert patched.columns[:4] == [FACE] * 4
-    exploration = Exploration({"m": model}, prompt)
-    assert exploration.graph("m").input_tokens[:4] == (FACE,) * 4
-    likely = exploration.outputs("m", top=len(tokenizer)).set_index("logit")["token"]
+    explored = Exploration({"m": model}, prompt).models["m"]
+    assert explored.now.graph.input_tokens[:4] == (FACE,) * 4
+    likely = explored.outputs(top=len(tokenizer)).set_index("logit")["token"]
     (completed,) = likely[likely == FACE].index  # by the one byte that is missing
     assert completed == pytest.approx(model(prompt[None])[0, -1, face[3]].item(), abs=1e-5)

@@ -13,9 +13,10 @@ from legibility import problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
 
-from sparse_tl import plots
+from sparse_tl import load_addition_models, plots
 from sparse_tl.circuits import (
     KINDS,
+    AttributionGraph,
     EffectCurve,
     Evaluation,
     FoundCircuit,
@@ -23,6 +24,7 @@ from sparse_tl.circuits import (
     ScoreCheck,
     Scores,
     SeedCurves,
+    attribution_graph,
 )
 from sparse_tl.circuits.evaluation import Faithfulness
 from sparse_tl.graph import HeadGrid
@@ -133,6 +135,15 @@ ABLATIONS = [
     _ablation("irrelevance", -0.001, 51),
     _ablation("interference", -0.02, 0),
 ]
+
+
+def _graphs() -> dict[str, AttributionGraph]:
+    return {
+        name: attribution_graph(model, "36+28=", max_nodes=60)
+        for name, model in zip(("Dense", "Sparse"), load_addition_models(), strict=True)
+    }
+
+
 MODELS = [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)]
 TASKS = [f"Task {number}" for number in range(1, 5)]
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -162,7 +173,10 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "NeuronEffects": lambda: neurons_of("m20", n=20).figure(),
     "SkillComparison": lambda: _skills().figure(),
 }
-DIAGRAMS = ("circuit_diagram", "component_diagram", "AttentionGraph", "Circuit")
+DIAGRAMS = (
+    *("circuit_diagram", "component_diagram", "attribution_diagram"),
+    *("AttentionGraph", "AttributionGraph", "Circuit"),
+)
 """Of the fixtures' circuits."""
 
 
@@ -173,7 +187,9 @@ def figure_of(two_panels: Any, make_random_circuit: Any) -> Callable[[str], Figu
     diagrams = {
         "circuit_diagram": lambda: plots.circuit_diagram(two_panels),
         "component_diagram": lambda: plots.component_diagram(circuits),
+        "attribution_diagram": lambda: plots.attribution_diagram(_graphs()),
         "AttentionGraph": lambda: two_panels["Base Model"].figure(),
+        "AttributionGraph": lambda: _graphs()["Dense"].figure(),
         "Circuit": lambda: circuits["Model 0"].figure(),
     }
     return lambda name: (FIGURES | diagrams)[name]()
