@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,15 @@ window.clean = render({ model, el: document.querySelector("#view") });
 """
 
 
-def stop_clock(page: Any) -> None:
-    """From here on, time passes where a test says so."""
+@pytest.fixture
+def stopped(browser: Any) -> Iterator[Any]:
+    """A page on which time passes where a test says so. Its clock is that of a whole context."""
+    context = browser.new_context(viewport={"width": 1032, "height": 900}, offline=True)
+    page = context.new_page()
     page.clock.install(time=0)
     page.clock.pause_at(1)
+    yield page
+    context.close()
 
 
 def show(page: Any, folder: Path, explorer: CircuitExplorer) -> None:
@@ -139,47 +145,44 @@ def actions(page: Any) -> list[str]:
     return page.evaluate("window.sent.map((m) => m.action)")
 
 
-def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, explorer):
-    stop_clock(page)
-    show(page, tmp_path, explorer)
-    assert actions(page) == ["hello"]
-    page.clock.run_for(2100)
-    page.clock.run_for(4100)
-    assert actions(page) == ["hello"] * 3  # later and later
+def test_a_front_end_that_lacks_something_asks_until_it_has_it(stopped, tmp_path, explorer):
+    show(stopped, tmp_path, explorer)
+    assert actions(stopped) == ["hello"]
+    stopped.clock.run_for(2100)
+    stopped.clock.run_for(4100)
+    assert actions(stopped) == ["hello"] * 3  # later and later
     # The kernel answers, and says that more was sent than has arrived.
-    page.evaluate("fire('msg:custom', {done: 3, revision: traits._revision + 1, more: false})")
-    page.clock.run_for(2100)
-    assert actions(page)[3:] == ["send_again"]
-    page.evaluate("change('_revision', traits._revision + 1)")
-    answer(page)
-    page.clock.run_for(60_000)
-    assert len(actions(page)) == 4
+    stopped.evaluate("fire('msg:custom', {done: 3, revision: traits._revision + 1, more: false})")
+    stopped.clock.run_for(2100)
+    assert actions(stopped)[3:] == ["send_again"]
+    stopped.evaluate("change('_revision', traits._revision + 1)")
+    answer(stopped)
+    stopped.clock.run_for(60_000)
+    assert len(actions(stopped)) == 4
 
 
-def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
-    stop_clock(page)
-    show(page, tmp_path, explorer)
+def test_effects_are_asked_for_until_all_are_known(stopped, tmp_path, explorer):
+    show(stopped, tmp_path, explorer)
     for done, more in ((1, "true"), (2, "true"), (3, "false")):
         told = f"{{done: {done}, revision: traits._revision, more: {more}}}"
-        page.evaluate(f"fire('msg:custom', {told})")
-    assert actions(page) == ["hello", "compute_effects", "compute_effects"]
+        stopped.evaluate(f"fire('msg:custom', {told})")
+    assert actions(stopped) == ["hello", "compute_effects", "compute_effects"]
 
 
-def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
+def test_lines_of_effects_are_offered_and_asked_for(stopped, tmp_path, models, monkeypatch):
     monkeypatch.setattr(exploration, "MAX_EFFECTS", 10)
     explorer = explore(models, PROMPT, positions=[9])
-    stop_clock(page)
-    show(page, tmp_path, explorer)
-    answer(page)
-    page.locator("select[name=weight]").select_option("effect")
-    page.clock.run_for(300)
-    assert actions(page)[-2:] == ["choose", "compute_effects"]
-    assert page.locator("[data-estimate]").count() > 0
+    show(stopped, tmp_path, explorer)
+    answer(stopped)
+    stopped.locator("select[name=weight]").select_option("effect")
+    stopped.clock.run_for(300)
+    assert actions(stopped)[-2:] == ["choose", "compute_effects"]
+    assert stopped.locator("[data-estimate]").count() > 0
     explorer.choose(target=0, weight="effect", threshold=0.1)
     explorer.compute_effects()
-    page.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
-    assert page.locator("[data-estimate]").count() == 0
-    assert page.locator("select[name=weight]").input_value() == "effect"
+    stopped.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
+    assert stopped.locator("[data-estimate]").count() == 0
+    assert stopped.locator("select[name=weight]").input_value() == "effect"
 
 
 def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
