@@ -117,7 +117,7 @@ def test_head_gates(name: str) -> None:
     settings = {"seeds": 3, "updates": 6, "batch_size": 8, "record_every": 2, "progress": False}
     roles = [fit_head_gates(model, dataset, **settings) for model in twins(name)]
     for kind in ("facilitation", "irrelevance", "interference"):
-        one, other = (getattr(found, kind) for found in roles)
+        one, other = (found.score(kind) for found in roles)
         assert off(one, other) < 2e-5
 
 
