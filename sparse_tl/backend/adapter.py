@@ -277,6 +277,11 @@ class Adapter(ABC):
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
 
+    @property
+    def final_norm(self) -> Norm:
+        """The normalisation before the unembedding; the identity if there is none."""
+        return self.norms().get("ln_final", Norm(None, None, None, 0.0))
+
     @abstractmethod
     def qkv(
         self, layer: int, slot: Slot

@@ -48,7 +48,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
-    Norm,
     adapt,
     check_numbers,
     check_tokens,
@@ -277,7 +276,7 @@ def _on_random_tokens(
     by_layer: dict[str, list[Tensor]] = {name: [] for name in [*keys_of, "copying"]}
     kept, final = record(adapter, tokens, _value_points(adapter))
     check_numbers(adapter, final)
-    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    norm = adapter.final_norm
     unembedded = adapter.unembedding()[0].T[tokens[:, first]].double()
     for layer, pattern, values in _heads_values(adapter, kept):
         for name, keys in keys_of.items():

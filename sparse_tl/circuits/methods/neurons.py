@@ -26,7 +26,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
-    Norm,
     adapt,
     in_evaluation_mode,
     neuron_coefficients,
@@ -38,7 +37,7 @@ from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
-from sparse_tl.circuits.prompt.tokens import output_text, text_around
+from sparse_tl.circuits.prompt.tokens import LISTED, largest_outputs, text_around
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
@@ -46,8 +45,6 @@ from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
-LISTED = 5
-"""Number of tokens in each list."""
 _SHOWN = 24
 """Maximum number of characters that a table shows before a token."""
 
@@ -188,7 +185,7 @@ def neuron_effects(
     clean, corrupted = (each.double().mean(dim=0) for each in peaks[2:])
     # What the directions of neurons add to the logits, up to the scale of the final norm.
     weight, _ = adapter.unembedding()
-    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    norm = adapter.final_norm
     directions = norm.centred(directions[chosen.to(weight.device)])
     directions = directions if norm.weight is None else directions * norm.weight
     added = (directions @ weight).detach().cpu().double() * clean[chosen, None].sign()
@@ -206,8 +203,8 @@ def neuron_effects(
         clean=clean,
         corrupted=corrupted,
         tokens=tokens,
-        promotes=dict(zip(names.values(), _largest(model, added), strict=True)),
-        suppresses=dict(zip(names.values(), _largest(model, -added), strict=True)),
+        promotes=dict(zip(names.values(), largest_outputs(model, added), strict=True)),
+        suppresses=dict(zip(names.values(), largest_outputs(model, -added), strict=True)),
         prompt_start=pairs.start,
     )
 
@@ -331,10 +328,3 @@ def _patch(
                     step()
             effects += torch.stack(changes).double()
     return effects / sum(map(len, runs.batches))
-
-
-def _largest(model: HookedModel, values: Float[Tensor, "chosen vocab"]) -> list[tuple[str, ...]]:
-    """The texts of the outputs with the largest values in each row."""
-    no_tokens = torch.zeros(0, dtype=torch.long)
-    best = values.topk(min(LISTED, values.shape[1])).indices.tolist()
-    return [tuple(output_text(model, output, no_tokens) for output in row) for row in best]

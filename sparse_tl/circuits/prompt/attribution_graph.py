@@ -38,13 +38,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.backend import Adapter, HookedModel, Norm, adapt, in_evaluation_mode
+from sparse_tl.backend import Adapter, HookedModel, adapt, in_evaluation_mode
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.linearised import (
     KINDS,
@@ -56,19 +56,18 @@ from sparse_tl.circuits.prompt.linearised import (
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
+    largest_outputs,
     output_number,
     output_text,
     prompt_tokens,
     token_texts,
 )
-from sparse_tl.circuits.prompt.transcoders import Transcoders
+from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LISTED = 5
-"""Number of tokens that a node is said to promote, and to suppress."""
 _AT_ONCE = 64
 
 
@@ -176,7 +175,7 @@ def attribution_graph(
     target: Token | tuple[Token, Token] | None = None,
     top: AtLeastOne = 1,
     position: int = -1,
-    basis: Literal["neurons"] | Transcoders = "neurons",
+    basis: Basis = "neurons",
     max_nodes: AtLeastOne = 300,
 ) -> AttributionGraph:
     """The nodes and links that make a logit, strongest first.
@@ -201,10 +200,7 @@ def attribution_graph(
     if not -n <= position < n:
         raise ValueError(f"position is a column of the prompt, {-n} to {n - 1}; got {position}")
     tokens, adapter = tokens[: position % n + 1], adapt(model)
-    transcoders = None
-    if isinstance(basis, Transcoders):
-        transcoders = basis.to(adapter.device, adapter.dtype)
-    run = Linearised(adapter, tokens, transcoders)
+    run = Linearised(adapter, tokens, transcoders_of(basis, adapter))
     answers, weights = _target(model, adapter, run, target, top)
     value = run.explain(_over_vocabulary(answers, weights, adapter.d_vocab_out))
     nodes, writes = run.nodes(max_nodes)
@@ -234,7 +230,7 @@ def _target(
         return [output_number(model, target)], [1.0]
     with torch.no_grad():
         weight, bias = adapter.unembedding()
-        norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+        norm = adapter.final_norm
         likely = (norm(run.final) @ weight + bias).float().softmax(dim=-1).topk(top)
     return likely.indices.tolist(), (likely.values / likely.values.sum()).tolist()
 
@@ -290,25 +286,13 @@ def _read_out(
 ) -> tuple[list[list[str]], list[list[str]]]:
     """The tokens whose logits a summand of the final stream raises most, and lowers most."""
     weight, _ = run.adapter.unembedding()
-    norm = run.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
     promoted, suppressed = list[list[str]](), list[list[str]]()
-    texts = dict[int, str]()
-
-    def text(number: int) -> str:
-        if number not in texts:
-            texts[number] = output_text(model, number, run.tokens[:0])
-        return texts[number]
-
     for rows in added.to(weight).split(_AT_ONCE):
-        logits, adds = (
-            norm.share(rows, run.final.detach()) @ weight,
-            (rows != 0).any(dim=1).tolist(),
-        )
-        for found, sign in ((promoted, 1), (suppressed, -1)):
-            best = (sign * logits).topk(min(LISTED, logits.shape[1])).indices.tolist()
-            found += [
-                [*map(text, row)] if any_ else [] for row, any_ in zip(best, adds, strict=True)
-            ]
+        logits = run.adapter.final_norm.share(rows, run.final.detach()) @ weight
+        promoted += largest_outputs(model, logits)
+        suppressed += largest_outputs(model, -logits)
+    for row in (added == 0).all(dim=1).nonzero()[:, 0].tolist():  # the target writes nothing
+        promoted[row], suppressed[row] = [], []
     return promoted, suppressed
 
 

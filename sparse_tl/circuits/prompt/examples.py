@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +14,7 @@ from sparse_tl.backend import Adapter, Hook, HookedModel, Order, adapt, attached
 from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.tokens import prompt_tokens, text_around
-from sparse_tl.circuits.prompt.transcoders import Transcoders
+from sparse_tl.circuits.prompt.transcoders import Basis, Transcoders, transcoders_of
 from sparse_tl.progress import tracked
 
 _BEFORE, _AFTER = 80, 40
@@ -34,7 +33,7 @@ def with_examples(
     graph: AttributionGraph,
     texts: Sequence[str],
     *,
-    basis: Literal["neurons"] | Transcoders = "neurons",
+    basis: Basis = "neurons",
     n: AtLeastOne = 5,
     progress: bool = True,
 ) -> AttributionGraph:
@@ -60,9 +59,7 @@ def with_examples(
     signs = units["activation"].ge(0).map({True: 1.0, False: -1.0})
     at = [*zip(units["layer"], units["index"], signs, strict=True)]
     chosen: list[Unit] = [*dict.fromkeys(at)]
-    transcoders = None
-    if isinstance(basis, Transcoders):
-        transcoders = basis.to(adapter.device, adapter.dtype)
+    transcoders = transcoders_of(basis, adapter)
     found: list[list[tuple[float, int, int]]] = [[] for _ in chosen]
     rows = [prompt_tokens(model, text)[: adapter.n_ctx] for text in texts if text]
     with tracked("Reading texts", len(rows), progress) as done:

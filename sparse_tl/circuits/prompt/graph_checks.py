@@ -22,13 +22,12 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph, target_value
 from sparse_tl.circuits.prompt.linearised import feature_hooks
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
-from sparse_tl.circuits.prompt.transcoders import Transcoders
+from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Basis = Literal["neurons"] | Transcoders
 Masks = tuple[
     Bool[Tensor, "*row layer head query key"],
     Bool[Tensor, "*row layer pos unit"],
@@ -99,7 +98,7 @@ def check_graph(
     run, parts = _Run(model, graph, basis), _parts(graph)
     parts = parts.sort_values("flow", key=abs, ascending=False, kind="stable")[:n]
     rows = max(1, _ROW_SIZE // run.mask_size)
-    exact, clean = list[float](), run.clean(run.tokens)
+    exact, clean = list[float](), run.clean()
     for first in range(0, len(parts), rows):
         some = [parts.iloc[[row]] for row in range(first, min(first + rows, len(parts)))]
         edges, units, errors = zip(*map(run.masks, some), strict=True)
@@ -174,11 +173,10 @@ class _Run:
     def __init__(self, model: HookedModel, graph: AttributionGraph, basis: Basis) -> None:
         self.model, self.graph, self.adapter = model, graph, adapt(model)
         self.tokens = torch.tensor(graph.token_ids)
-        self.transcoders = None
+        self.transcoders = transcoders_of(basis, self.adapter)
         self.n_units = self.adapter.model.cfg.d_mlp or 0
-        if isinstance(basis, Transcoders):
-            self.transcoders = basis.to(self.adapter.device, self.adapter.dtype)
-            self.n_units = max(len(layer.encoder) for layer in basis.layers)
+        if self.transcoders is not None:
+            self.n_units = max(len(layer.encoder) for layer in self.transcoders.layers)
         if (graph.nodes["kind"] == "feature").any() and self.transcoders is None:
             raise ValueError("the graph's nodes are features: pass its transcoders as basis=")
 
@@ -207,9 +205,9 @@ class _Run:
             mask[tuple(torch.tensor(found).T)] = True
         return edges, units, errors
 
-    def clean(self, tokens: Int[Tensor, " pos"]) -> Float[Tensor, ""]:
+    def clean(self) -> Float[Tensor, ""]:
         """The target in a plain run; with a soft cap, unlike the graph's value, after it."""
-        logits = self.model(tokens[None].to(self.adapter.device))[0, -1].cpu()
+        logits = self.model(self.tokens[None].to(self.adapter.device))[0, -1].cpu()
         return target_value(logits, self.graph.answers, self.graph.weights)
 
     def values(

@@ -17,7 +17,6 @@ from sparse_tl.backend import (
     EMBEDDED,
     Adapter,
     Hook,
-    Norm,
     Order,
     attached,
     neuron_coefficients,
@@ -180,7 +179,7 @@ class Linearised:
         """
         matrix, bias = (each.detach() for each in self.adapter.unembedding())
         weights = weights.to(matrix)
-        norm = self.adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+        norm = self.adapter.final_norm
         added = torch.zeros_like(self.final) if norm.bias is None else norm.bias.detach()
         direction, shown = matrix @ weights, norm.share(self.final, self.final.detach())
         value = shown @ direction

@@ -13,7 +13,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
-    Norm,
     adapt,
     check_numbers,
     check_sums_under_hooks,
@@ -281,7 +280,7 @@ def towards_answers(
     The whole residual stream sets the scale of the final norm.
     """
     weight, bias = adapter.unembedding()
-    norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
+    norm = adapter.final_norm
     (right, right_bias), (wrong, wrong_bias) = (
         _mean_unembedding(weight, bias, tokens) for tokens in (batch.answers, batch.wrong)
     )

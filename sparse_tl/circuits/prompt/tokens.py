@@ -18,6 +18,8 @@ Prompt = str | Int[Tensor, " pos"]
 """Text or tokens."""
 Token = str | int
 """Text or number of a token."""
+LISTED = 5
+"""Number of tokens in each list of those that a part promotes or suppresses."""
 Answers = Token | Sequence[Token]
 """One token for all targets, or one token per target."""
 
@@ -71,6 +73,15 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
         return str(output)
     return prompts.next_text(model.tokenizer, before.tolist(), output)
+
+
+def largest_outputs(model: HookedModel, values: Float[Tensor, "row vocab"]) -> list[list[str]]:
+    """The texts of the outputs with the largest values in each row."""
+    texts, no_tokens = dict[int, str](), torch.zeros(0, dtype=torch.long)
+    best = values.topk(min(LISTED, values.shape[1])).indices
+    for output in best.unique().tolist():
+        texts[output] = output_text(model, output, no_tokens)
+    return [[texts[output] for output in row] for row in best.tolist()]
 
 
 def output_number(model: HookedModel, answer: Token) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import torch
@@ -30,6 +30,7 @@ import yaml
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import Adapter
 from sparse_tl.calls.arguments import checked
 from sparse_tl.storage.files import read_json, read_tensors
 
@@ -102,6 +103,15 @@ class Transcoders:
             if 0 <= layer - source < decoder.shape[1]:
                 whole = whole + active @ decoder[:, layer - source]
         return whole
+
+
+Basis = Literal["neurons"] | Transcoders
+"""What MLPs are a sum of."""
+
+
+def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
+    """The transcoders of a basis, where and as the model computes; None for neurons."""
+    return basis.to(adapter.device, adapter.dtype) if isinstance(basis, Transcoders) else None
 
 
 @checked

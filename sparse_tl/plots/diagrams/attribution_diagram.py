@@ -8,7 +8,6 @@ supernodes, search, change the number of links, compare two models, save what is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +15,14 @@ from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits import AttributionGraph
 from sparse_tl.circuits.paths import Link, PathGraph
 from sparse_tl.plots.diagrams.component_diagram import (
-    COLOURS,
-    COMPONENT_DRAWING,
     MOST_EDGES,
-    STATE_FORMAT,
-    WIDTH,
     ComponentDiagram,
     View,
+    diagram_of,
+    panel_of,
     read_view,
 )
-from sparse_tl.plots.page.rendering import (
-    FIRST_VIEW,
-    Surround,
-    run_script,
-    script_json,
-    svg_start,
-)
+from sparse_tl.plots.page.rendering import Surround
 from sparse_tl.plots.page.token_text import running_text, visible_text
 
 if TYPE_CHECKING:
@@ -85,31 +76,21 @@ def attribution_diagram(
     view = View(max_links, "influence", False, False, "sign", False, labels=_labels(panels))
     if state is not None:
         view = read_view(state, view)
-    title = title or visible_text(f"{first.target} after {''.join(first.tokens)[-80:]}")
+    title = title or f"{first.target} after {''.join(first.tokens)[-80:]}"
     data = {
-        "format": STATE_FORMAT,
         "nodes": rows,
         "panels": [
             _panel(name, graph, index) | {"remark": (remarks or {}).get(name)}
             for name, graph in panels.items()
         ],
-        "view": asdict(view),
         "unit": "logits",
-        "columns": [visible_text(text[:200]) for text in first.tokens],
         "marked": {},
         "markNames": [],
-        "title": title[:200],
-        "transition": visible_text((transition or "")[:200]),
-        "colours": COLOURS,
         "words": _WORDS,
         "slots": False,
         "neurons": [{} for _ in panels],
     }
-    json = script_json(data)
-    width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
-    surround = Surround(tuple(panels), title, transition)
-    svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
-    return ComponentDiagram(svg, json, surround)
+    return diagram_of(data, view, first.tokens, Surround(tuple(panels), title, transition))
 
 
 def _rows(graph: AttributionGraph) -> list[Any]:
@@ -170,24 +151,12 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
         tuple(f"{names[source]} \N{RIGHTWARDS ARROW} {names[target]}" for source, target in ends),
         tuple(flows),
     )
-    at = [index[node] for node in names]
-    into, out = paths.best
     return {
-        "name": visible_text(name[:200]),
-        "names": paths.names,
+        **panel_of(name, paths, [index[node] for node in names]),
         "kept": len(graph.links),
         "existing": None,
         "sign": 1,
         "roles": {},
-        "scores": [float(f"{flow:.4g}") for flow in flows],
-        "lines": [[at[link.source], at[link.reader], "", link.edge] for link in paths.links],
-        "influence": [float(f"{value:.4g}") for value in paths.influence],
-        "order": {
-            "influence": paths.order(paths.influence),
-            "score": paths.order([abs(flow) for flow in flows]),
-        },
-        "into": {at[node]: link for node, link in into.items()},
-        "out": {at[node]: link for node, link in out.items()},
         "facts": {node["name"]: _facts(graph, node) for node in _rows(graph)},
     }
 
@@ -225,8 +194,8 @@ def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "values": values,
         "lists": [
-            (word, [visible_text(token[:40]) for token in node[key]])
-            for word, key in (("promotes", "promotes"), ("suppresses", "suppresses"))
+            (word, [visible_text(token[:40]) for token in node[word]])
+            for word in ("promotes", "suppresses")
         ],
         "examples": [
             [*map(running_text, example[:3]), f"{example[3]:.3g}"]

@@ -175,27 +175,36 @@ def component_diagram(
         panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
         panel["roles"] = _roles(circuit, _by_panel(roles, panels).get(name))
     data = {
-        "format": STATE_FORMAT,
         "nodes": nodes,
         "panels": panel_data,
-        "view": asdict(view),
         "unit": visible_text(unit.strip()[:40]),
-        "columns": [visible_text(text[:200]) for text in columns],
         "marked": {
             colour: [str(Node("head", *head)) for head in heads]
             for colour, heads in zip(MARKS, framed.values(), strict=False)
         },
         "markNames": [visible_text(name)[:60] for name in framed],
-        "title": visible_text((title or "")[:200]),
-        "transition": visible_text((transition or "")[:200]),
-        "colours": COLOURS,
         "words": _WORDS,
         "slots": True,
         "neurons": _neurons(_by_panel(neurons, panels), graphs),
     }
-    json = script_json(data)
+    return diagram_of(data, view, columns, Surround(tuple(panels), title, transition))
+
+
+def diagram_of(
+    data: Mapping[str, Any], view: View, columns: Sequence[str], surround: Surround
+) -> ComponentDiagram:
+    """The figure of nodes and panels, with the first view drawn by the page's own script."""
+    title, transition = surround.title, surround.transition
+    shared = {
+        "format": STATE_FORMAT,
+        "view": asdict(view),
+        "columns": [visible_text(text[:200]) for text in columns],
+        "title": visible_text((title or "")[:200]),
+        "transition": visible_text((transition or "")[:200]),
+        "colours": _COLOURS,
+    }
+    json = script_json({**data, **shared})
     width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
-    surround = Surround(tuple(panels), title, transition)
     svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
     return ComponentDiagram(svg, json, surround)
 
@@ -324,31 +333,34 @@ def _nodes_and_links(graphs: Mapping[str, PathGraph]) -> tuple[list[Any], list[d
         ]
         for node in nodes
     ]
-    panels = []
-    for name, graph in graphs.items():
-        at = [index[node] for node in graph.nodes]
-        into, out = graph.best
-        weights = [link.weight for link in graph.links]
-        panels.append(
-            {
-                "name": visible_text(name[:200]),
-                "names": graph.names,
-                "scores": graph.scores and [float(f"{score:.6g}") for score in graph.scores],
-                "lines": [
-                    [at[link.source], at[link.reader], link.slot or "", link.edge]
-                    + ([] if link.edge >= 0 else [float(f"{link.weight:.6g}")])
-                    for link in graph.links
-                ],
-                "influence": [float(f"{value:.4g}") for value in graph.influence],
-                "order": {
-                    "influence": graph.order(graph.influence),
-                    "score": graph.order(weights),
-                },
-                "into": {at[node]: link for node, link in into.items()},
-                "out": {at[node]: link for node, link in out.items()},
-            }
-        )
+    panels = [
+        panel_of(name, graph, [index[node] for node in graph.nodes])
+        for name, graph in graphs.items()
+    ]
     return rows, panels
+
+
+def panel_of(name: str, graph: PathGraph, at: Sequence[int]) -> dict[str, Any]:
+    """The links of one panel, between nodes of the figure: `at` has the row of each node."""
+    into, out = graph.best
+    weights = [link.weight for link in graph.links]
+    return {
+        "name": visible_text(name[:200]),
+        "names": graph.names,
+        "scores": graph.scores and [float(f"{score:.6g}") for score in graph.scores],
+        "lines": [
+            [at[link.source], at[link.reader], link.slot or "", link.edge]
+            + ([] if link.edge >= 0 else [float(f"{link.weight:.6g}")])
+            for link in graph.links
+        ],
+        "influence": [float(f"{value:.4g}") for value in graph.influence],
+        "order": {
+            "influence": graph.order(graph.influence),
+            "score": graph.order(weights),
+        },
+        "into": {at[node]: link for node, link in into.items()},
+        "out": {at[node]: link for node, link in out.items()},
+    }
 
 
 def _neurons(
@@ -412,7 +424,7 @@ _WORDS = {
     "hurts": "hurts (score > 0)",
 }
 
-COLOURS: dict[str, Any] = {
+_COLOURS: dict[str, Any] = {
     # By the input that a link enters: q, k, v or several of a head; an MLP or the logits.
     "slots": {
         "q": palette.QUERY,
