@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
+
 from sparse_tl.calls.arguments import Share, checked
 from sparse_tl.circuits.evaluation import (
     EffectCurve,
@@ -30,12 +32,16 @@ from sparse_tl.plots.panels.grid import (
     ROW_TITLE_WIDTH,
     GridFigure,
     Position,
+    add_inner_legend,
     add_legend,
     add_line,
     add_notes,
+    add_outer_titles,
+    add_side_legend,
     count_ticks,
     fitting_width,
     in_rows,
+    legend_size,
     panel_figure,
     panel_positions,
 )
@@ -105,9 +111,13 @@ def effect_figure(
         gap=_GAP,
     )
     figure.update_yaxes(range=span, dtick=0.5)
+    inside = dict[tuple[str, ...], Position]()  # the first panel of each pair of models
+    has_room = True
     for (title, curves), position in zip(drawn.items(), panel_positions(rows), strict=True):
         at = {"row": position[0], "col": position[1]}
         least, axis = _axis(curves, parts)
+        if inside.setdefault(pairs[title], position) == position:
+            has_room &= _has_room(curves, axis, width, low, unit)
         figure.update_xaxes(**axis, **at)
         for curve, colour in zip(curves, MODEL_PAIRS[order.index(pairs[title])], strict=False):
             _add_curve(figure, position, curve, colour, parts, least)
@@ -121,7 +131,11 @@ def effect_figure(
             y = span[1] - (label_height - number * _LABEL_HEIGHT) / unit
             place = {"x": 0.5, "xref": "x domain", "xanchor": "center", "y": y, "yanchor": "bottom"}
             figure.add_annotation(text=words, font={"size": size}, **place, **at)
-    add_legend(figure)
+    if has_room:
+        for position in inside.values():
+            add_inner_legend(figure, position)
+    else:
+        add_legend(figure)
     add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
@@ -148,6 +162,22 @@ def _axis(curves: Curves, parts: Parts) -> tuple[float, dict[str, Any]]:
         ticks = {"type": "log", "tickvals": [*labels], "ticktext": [*labels.values()]}
     margin = 0.02 * (stop - start)  # so that no line is clipped
     return least, {"range": (start - margin, stop + margin), **ticks}
+
+
+def _has_room(
+    curves: Curves, axis: Mapping[str, Any], width: float, low: float, unit: float
+) -> bool:
+    """Whether no curve is behind a legend at the lower right of a panel."""
+    room, height = legend_size([curve.name for curve in curves])
+    start, stop = axis["range"]
+    behind = np.linspace(stop - room / width * (stop - start), stop, 33)
+    behind = 10**behind if axis["type"] == "log" else behind
+    return room < width and all(
+        np.interp(behind, one.sizes, ends).min() > low + height / unit
+        for seeds in curves
+        for one in seeds.curves
+        for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
+    )
 
 
 def _checked_pairs(panels: Mapping[str, Curves]) -> dict[str, tuple[str, ...]]:
@@ -232,6 +262,7 @@ _CROWDED = 0.7
 _NARROW = 18
 """Gap between panels of a grid."""
 _WIDEST_ABLATION = 400
+_MOST_BESIDE_LEGEND = 4  # columns
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
 
@@ -258,19 +289,23 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         {name: _with_control(curves) for name, curves in row.items()} for row in rows.values()
     ]
     drawn = [list(chain(*row.values())) for row in panels]
-    beside = ROW_TITLE_WIDTH if any(rows) else 0
+    legend = _ablation_legend(list(chain(*drawn)))
+    legend_width, legend_height = legend_size(list(legend))
+    is_beside = len(columns) <= _MOST_BESIDE_LEGEND
+    beside = (ROW_TITLE_WIDTH if any(rows) else 0) + (legend_width if is_beside else 0)
     width = fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
+    least = legend_height if len(rows) == 1 and is_beside else 0
     figure = panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
-        x="Ablated Heads",
-        y="\N{GREEK CAPITAL LETTER DELTA} Log Probability",
+        x="",
+        y="",
         width=width,
-        height=max(140, width / 2),
+        height=max(140, width / 2, least),
         gap=_NARROW,
     )
     # Samples in full colour, even if the lines of the first panel are pale.
-    for name, style in _ablation_legend(list(chain(*drawn))).items():
+    for name, style in legend.items():
         add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
     for number, (row, curves) in enumerate(zip(panels, drawn, strict=True), start=1):
         _span_updates(figure, max(curve.counts[-1] for curve in curves), row=number)
@@ -284,9 +319,28 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
                 at = {"xref": "x domain", "yref": "y domain", "row": number, "col": column}
                 font = {"size": LABEL_SIZE, "color": palette.MUTED}
                 figure.add_annotation(text="not measured", x=0.5, y=0.5, font=font, **at)
-    add_legend(figure)
+    upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response"
+    add_outer_titles(figure, "Number of Ablated Heads", upwards)
+    (add_side_legend if is_beside else add_legend)(figure)
+    add_notes(figure, _empty_roles(rows))
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return GridFigure(figure, title)
+
+
+def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> Iterator[str]:
+    """One note per role, listing the panels in which it has no heads."""
+    for role in ROLES:
+        panels = list[str]()
+        for task, row in rows.items():
+            models = [
+                model
+                for model, curves in row.items()
+                if any(curve.by == role and _n_in_role(curve) == 0 for curve in curves)
+            ]
+            if models:
+                panels.append(f"{task} ({', '.join(models)})" if task else ", ".join(models))
+        if panels:
+            yield f"No heads of {role}: {'; '.join(panels)}."
 
 
 def _with_control(curves: Sequence[AblationCurve]) -> list[AblationCurve]:

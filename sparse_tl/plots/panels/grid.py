@@ -314,6 +314,22 @@ def _add_title(
         figure.add_annotation(text=plain_text(shown), row=row, col=column, **place)
 
 
+def add_outer_titles(figure: Any, x: str, y: str) -> None:
+    """Add axis titles for all panels together, the vertical one in two lines if necessary."""
+    layout, n_lines = figure.layout, 1
+    if text_width(y, LABEL_SIZE) > _inner_size(layout)[1]:
+        spaces = (i for i, character in enumerate(y) if character == " ")
+        middle = min(spaces, key=lambda i: abs(i - len(y) / 2))
+        y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
+        figure.update_layout(width=layout.width + _LINE, margin_l=layout.margin.l + _LINE)
+    title = {"font": {"size": LABEL_SIZE}, "xref": "paper", "yref": "paper"}
+    title |= {"xanchor": "center", "yanchor": "middle"}
+    below = {"x": 0.5, "y": 0, "yshift": _BELOW_TITLE - layout.margin.b}
+    aside = {"x": 0, "y": 0.5, "xshift": n_lines * _LINE / 2 + 4 - layout.margin.l}
+    figure.add_annotation(text=x, **title, **below)
+    figure.add_annotation(text=y, textangle=-90, **title, **aside)
+
+
 # ---- points, lines and cells -------------------------------------------------------------------
 
 
@@ -468,17 +484,52 @@ def add_texts(
 # ---- legends and notes -------------------------------------------------------------------------
 
 # Width of a line sample including gaps, and height of an entry.
+_LINE, _BELOW_TITLE = 16, 20
+"""Width of a line of a vertical axis title; height of the middle of a horizontal one."""
 _SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 50, 19, 18
 
 
-def add_legend(figure: Any) -> None:
-    """Add one legend below all panels, in rows, with each name once per colour."""
+def legend_size(names: Sequence[str]) -> tuple[float, float]:
+    """Width and height of a legend of one column."""
+    width = max(text_width(name, LEGEND_SIZE) for name in names) + _SAMPLE + 6
+    return width, len(names) * _ENTRY_HEIGHT + 8
+
+
+def _listed_once(figure: Any) -> dict[tuple[str, Colour], Any]:
+    """The traces that a legend lists: the first of each name and colour."""
     first = dict[tuple[str, Colour], Any]()
     for trace in figure.data:
         if trace.name:
             first.setdefault((trace.name, trace.line.color or trace.marker.color), trace)
     for trace in first.values():
         trace.showlegend = True
+    return first
+
+
+def add_inner_legend(figure: Any, position: Position) -> None:
+    """Add a legend to a panel, at its lower right."""
+    row, column = position
+    panel = figure.get_subplot(row, column)
+    name = panel.xaxis.plotly_name.replace("xaxis", "legend")
+    place = {"x": panel.xaxis.domain[1], "xanchor": "right"}
+    place |= {"y": panel.yaxis.domain[0], "yanchor": "bottom"}
+    figure.update_layout({name: _TEMPLATE.layout.legend.to_plotly_json() | place})
+    in_legend = {"legend": name, "showlegend": True}
+    figure.update_traces(in_legend, lambda trace: bool(trace.name), row=row, col=column)
+
+
+def add_side_legend(figure: Any) -> None:
+    """Add one legend at the right of all panels, with each name once per colour."""
+    layout, right = figure.layout, figure.layout.margin.r
+    room, _ = legend_size([name for name, _ in _listed_once(figure)])
+    place = {"x": 1 + (right - 6) / _inner_size(layout)[0], "xanchor": "left", "y": 1}
+    width = round(layout.width + room)
+    figure.update_layout(legend=place | {"yanchor": "top"}, width=width, margin_r=right + room)
+
+
+def add_legend(figure: Any) -> None:
+    """Add one legend below all panels, in rows, with each name once per colour."""
+    first = _listed_once(figure)
     inner_width, inner_height = _inner_size(figure.layout)
     entry = max(text_width(name, LEGEND_SIZE) for name, _ in first)
     n_rows = -(-len(first) // max(int(inner_width // (entry + _SAMPLE)), 1))
