@@ -31,7 +31,7 @@ from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
 from sparse_tl.training.constraint import parse_target
 from sparse_tl.training.post_train import EVALUATIONS, Validation
-from sparse_tl.zoo.recipes import SHIPPED
+from sparse_tl.zoo.building import SHIPPED
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
 _ADVICE = "there is no effect to explain. Check the corruption, and that the model does the task."

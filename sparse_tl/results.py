@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core.core_schema import CoreSchema, is_instance_schema
 from torch import Tensor
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,

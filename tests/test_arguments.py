@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Positive, checked
+from sparse_tl.arguments import Positive, checked
 
 
 @checked

@@ -40,7 +40,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.evaluation import SearchResult
 from sparse_tl.circuits.prompt.attention import AttentionGraph
-from sparse_tl.circuits.skill import Skill
+from sparse_tl.circuits.task_skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import AttentionGrid, CircuitGraph
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles

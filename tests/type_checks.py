@@ -27,7 +27,7 @@ _SIZES_OF_ITS_OWN = _jaxtyped("context")
 
 def _first_calls_checked(function: Any, *, typechecker: Any) -> Any:
     """In place of `jaxtyping.jaxtyped`, as the import hook writes it above each definition."""
-    if function.__module__ in ("sparse_tl.calls.autograd", "sparse_tl.calls.arguments"):
+    if function.__module__ in ("sparse_tl.contexts", "sparse_tl.arguments"):
         return function  # nothing may come between their steps; sizes of axes are of several
     if not hasattr(function, "__code__"):
         return _jaxtyped(function, typechecker=typechecker)

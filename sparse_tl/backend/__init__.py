@@ -1,6 +1,5 @@
 """The only subpackage that imports TransformerLens: adapters, hooks, checks, loading."""
 
-from sparse_tl.backend.adapter import Adapter as Adapter, repeated as repeated
 from sparse_tl.backend.adapters import (
     adapt as adapt,
     read_parameters as read_parameters,
@@ -77,6 +76,12 @@ from sparse_tl.backend.inputs import (
     check_tokens as check_tokens,
     heads_of as heads_of,
 )
+from sparse_tl.backend.interface import Adapter as Adapter, repeated as repeated
+from sparse_tl.backend.large_models import (
+    all_activations as all_activations,
+    checkpointed_activations as checkpointed_activations,
+    shard_model as shard_model,
+)
 from sparse_tl.backend.load import (
     check_folder as check_folder,
     load_model as load_model,
@@ -89,11 +94,6 @@ from sparse_tl.backend.lora import (
     merge_lora as merge_lora,
     merged_lora as merged_lora,
     takes_lora as takes_lora,
-)
-from sparse_tl.backend.memory import (
-    all_activations as all_activations,
-    checkpointed_activations as checkpointed_activations,
-    shard_model as shard_model,
 )
 from sparse_tl.backend.neurons import (
     neuron_coefficients as neuron_coefficients,

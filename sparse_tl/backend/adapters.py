@@ -28,7 +28,6 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
 )
 from transformers import DynamicCache
 
-from sparse_tl.backend.adapter import Adapter, Analysis, NormPlace
 from sparse_tl.backend.attention import AttentionMask
 from sparse_tl.backend.bridges import boot, check_alone, plain_model, unread_parameters
 from sparse_tl.backend.checks import circuit_graph
@@ -52,10 +51,11 @@ from sparse_tl.backend.hook_points import (
     stand_in,
 )
 from sparse_tl.backend.hooks import without_user_hooks
+from sparse_tl.backend.interface import Adapter, Analysis, NormPlace
 from sparse_tl.backend.latent import latent_attention
 from sparse_tl.backend.lora import effective_weight
 from sparse_tl.backend.numerics import HALVES, Norm
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.contexts import autograd
 from sparse_tl.graph import Slot
 
 

@@ -40,7 +40,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend.adapter import Adapter
 from sparse_tl.backend.bridges import check_wrapped
 from sparse_tl.backend.devices import has_sharded_weights
 from sparse_tl.backend.hook_points import EMBEDDED, SLOTS, HookFunction, Model
@@ -56,6 +55,7 @@ from sparse_tl.backend.hooks import (
     without_user_hooks,
 )
 from sparse_tl.backend.inputs import check_numbers
+from sparse_tl.backend.interface import Adapter
 from sparse_tl.backend.lora import lora_layers
 from sparse_tl.backend.numerics import excess, precise, tolerance
 from sparse_tl.graph import CircuitGraph

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.backend.adapter import Adapter
 from sparse_tl.backend.attention import ENTRY, EVERYTHING, Expression
 from sparse_tl.backend.hook_points import Forward, hook_point, hooked, stand_in
 from sparse_tl.backend.hooks import AttachedHooks
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.backend.interface import Adapter
+from sparse_tl.contexts import autograd
 
 LONG = 256
 """Tokens per prompt from which scores are deferred; shorter prompts run faster undeferred."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.utilities import devices
 
-from sparse_tl.calls.devices import check_device
+from sparse_tl.devices import check_device
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

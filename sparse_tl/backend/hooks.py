@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.backend.adapter import Adapter
 from sparse_tl.backend.attention import AttentionMask
 from sparse_tl.backend.hook_points import EMBEDDED, HookedModel, HookFunction, Model, Viewed, hooked
+from sparse_tl.backend.interface import Adapter
 from sparse_tl.backend.numerics import excess
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.contexts import autograd
 
 P = ParamSpec("P")
 Value = TypeVar("Value")

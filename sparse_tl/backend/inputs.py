@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.interface import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.graph import Node
 

@@ -18,6 +18,7 @@ import torch
 from transformer_lens.supported_models import MODEL_ALIASES
 from transformers import PreTrainedModel
 
+from sparse_tl.arguments import checked
 from sparse_tl.backend.bridges import boot, plain_model
 from sparse_tl.backend.devices import checked_device, dtype_named, has_sharded_weights, processes
 from sparse_tl.backend.hook_points import HookedTransformer, Model, TransformerBridge
@@ -30,7 +31,6 @@ from sparse_tl.backend.hugging_face import (
     read_header,
     read_model,
 )
-from sparse_tl.calls.arguments import checked
 from sparse_tl.data.prompts import prepends_bos
 from sparse_tl.storage.files import beside, complete, read_json, write_json
 

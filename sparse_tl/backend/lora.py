@@ -32,10 +32,10 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.pytorch_utils import Conv1D
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend.hook_points import HookedModel, Model, hooks_on
 from sparse_tl.backend.hooks import without_user_hooks
 from sparse_tl.backend.numerics import HALVES
-from sparse_tl.calls.arguments import AtLeastOne, checked
 
 SCALE = 2
 """Factor of ``B A``."""

@@ -16,7 +16,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.backend.adapter import Adapter
+from sparse_tl.backend.interface import Adapter
 from sparse_tl.backend.lora import effective_weight
 from sparse_tl.backend.numerics import excess, precise
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.backend.adapter import Adapter
 from sparse_tl.backend.hook_points import hooks_on
 from sparse_tl.backend.hooks import Hook, Order, attached
+from sparse_tl.backend.interface import Adapter
 from sparse_tl.backend.numerics import Norm
 
 

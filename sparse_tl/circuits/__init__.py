@@ -20,7 +20,7 @@ from sparse_tl.circuits.evaluation import (
     multiplier as multiplier,
     seed_multipliers as seed_multipliers,
 )
-from sparse_tl.circuits.exchange import (
+from sparse_tl.circuits.export import (
     MIB_FRACTIONS as MIB_FRACTIONS,
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
@@ -30,16 +30,10 @@ from sparse_tl.circuits.exchange import (
     to_circuit_tracer as to_circuit_tracer,
     to_eap_ig as to_eap_ig,
 )
-from sparse_tl.circuits.heads import (
+from sparse_tl.circuits.head_kinds import (
     KINDS as KINDS,
     HeadBehaviour as HeadBehaviour,
     head_behaviour as head_behaviour,
-)
-from sparse_tl.circuits.methods.acdc_and_pruning import (
-    Acdc as Acdc,
-    Pruning as Pruning,
-    acdc as acdc,
-    prune_circuit_edges as prune_circuit_edges,
 )
 from sparse_tl.circuits.methods.attribution import (
     attribute_attention_edges as attribute_attention_edges,
@@ -57,6 +51,12 @@ from sparse_tl.circuits.methods.patching import (
     check_scores as check_scores,
     patch_activations as patch_activations,
     patch_exactly as patch_exactly,
+)
+from sparse_tl.circuits.methods.pruning import (
+    Acdc as Acdc,
+    Pruning as Pruning,
+    acdc as acdc,
+    prune_circuit_edges as prune_circuit_edges,
 )
 from sparse_tl.circuits.methods.search import (
     CircuitSizes as CircuitSizes,
@@ -88,7 +88,7 @@ from sparse_tl.circuits.prompt.transcoders import (
     Transcoders as Transcoders,
     load_transcoders as load_transcoders,
 )
-from sparse_tl.circuits.skill import (
+from sparse_tl.circuits.task_skill import (
     Skill as Skill,
     accuracy as accuracy,
     measure_skill as measure_skill,

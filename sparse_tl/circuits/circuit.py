@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Count, checked
+from sparse_tl.arguments import Count, checked
 from sparse_tl.gates.patches import Patch, needs_reference
 from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, HeadGrid, PositionedGraph
 from sparse_tl.results import Result

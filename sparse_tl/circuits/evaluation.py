@@ -38,8 +38,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
 from sparse_tl.circuits.pair_runs import PairRuns, value_of
 from sparse_tl.data import Positions, PromptPairs

@@ -250,7 +250,7 @@ def main() -> None:
 
 def _explained(error: Exception) -> tuple[str, int]:
     """What went wrong, whose fault it is and what to do; and the exit code."""
-    from sparse_tl.calls.arguments import is_out_of_memory, reason
+    from sparse_tl.arguments import is_out_of_memory, reason
 
     usage: Any = error
     if hasattr(usage, "exit_code"):  # some versions of Typer have their own copy of Click's errors

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, Count, checked
-from sparse_tl.calls.devices import SizeByDevice, check_device
+from sparse_tl.arguments import AtLeastOne, Count, checked
+from sparse_tl.devices import SizeByDevice, check_device
 from sparse_tl.storage.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 
 BLOCK = 2**20
 """Bytes to read from a text file at a time."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, StrictStr, ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.prompts import (
     Encoder,

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, Count, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import DocumentRows, Documents, separator, tokenised
 from sparse_tl.data.prompts import check_tokenizer

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Count, Seed, checked
+from sparse_tl.arguments import Count, Seed, checked
 from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded

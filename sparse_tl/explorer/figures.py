@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any
 
 from sparse_tl import plots
+from sparse_tl.arguments import checked
 from sparse_tl.backend import HookedModel, adapt, heads_of
-from sparse_tl.calls.arguments import checked
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,

@@ -29,8 +29,8 @@ import anywidget
 import pandas as pd
 import traitlets
 
+from sparse_tl.arguments import NotNegative, checked
 from sparse_tl.backend import HookedModel
-from sparse_tl.calls.arguments import NotNegative, checked
 from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
     AttentionEdge,

@@ -31,11 +31,11 @@ from sparse_tl.gates.sites import (
     Site as Site,
     hook_points as hook_points,
 )
-from sparse_tl.gates.sparse.computed_gates import (
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts as AttentionEdgeCounts
+from sparse_tl.gates.sparse.learned_gates import (
     AttentionGates as AttentionGates,
     MLPGates as MLPGates,
     ScoreGates as ScoreGates,
     ShareGates as ShareGates,
 )
-from sparse_tl.gates.sparse.counting import AttentionEdgeCounts as AttentionEdgeCounts
 from sparse_tl.gates.sparse.sparse_transformer import SparseTransformer as SparseTransformer

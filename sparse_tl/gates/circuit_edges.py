@@ -31,8 +31,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.backend import EMBEDDED, SLOTS, Adapter, Hook, Order, check_sums_under_hooks
-from sparse_tl.calls.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import GatedPass, Site

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.backend import (
     EMBEDDED,
     OWN,
@@ -33,8 +34,7 @@ from sparse_tl.backend import (
     record,
     source_outputs,
 )
-from sparse_tl.calls.arguments import Seed, checked
-from sparse_tl.calls.scopes import scope
+from sparse_tl.contexts import scope
 from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, reference_prompts
 from sparse_tl.gates.sites import (
     AttentionEdges,

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     Adapter,
     Hook,
@@ -27,7 +28,6 @@ from sparse_tl.backend import (
     check_gates,
     repeated,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.patches import PatchValues, gate
 

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles.fitting import check_fits

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import (
     OWN,
     HookedModel,
@@ -26,7 +27,6 @@ from sparse_tl.backend import (
     hooks_besides,
     in_evaluation_mode,
 )
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset

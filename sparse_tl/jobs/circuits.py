@@ -34,7 +34,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.evaluation import median_size
 from sparse_tl.circuits.methods.attribution import Method
-from sparse_tl.circuits.skill import Skill, measure_skill
+from sparse_tl.circuits.task_skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import PatchName, SparseTransformer
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved

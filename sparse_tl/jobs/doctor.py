@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from rich.filesize import decimal
 
 from sparse_tl import __version__
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
@@ -25,13 +26,12 @@ from sparse_tl.backend import (
     check_score_gates,
     tolerance,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.storage.files import check_writable
 from sparse_tl.training.memory import training_memory
 from sparse_tl.zoo import build_addition_model, load_named_model
-from sparse_tl.zoo.recipes import cache_folder
+from sparse_tl.zoo.building import cache_folder
 
 
 class Check(NamedTuple):

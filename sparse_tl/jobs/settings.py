@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from sparse_tl.calls import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
+from sparse_tl.arguments import MOST, AtLeastOne, Logit, NotNegative, Positive, Seed, Share
 
 INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 """The panels of the help."""

@@ -9,13 +9,14 @@ from sparse_tl.tasks.ioi import (
     IOILongTask as IOILongTask,
     IOITask as IOITask,
 )
-from sparse_tl.tasks.skills import (
+from sparse_tl.tasks.skill_battery import (
     TASKS_BY_NAME as TASKS_BY_NAME,
     SkillComparison as SkillComparison,
     TaskReport as TaskReport,
     measure_skills as measure_skills,
     task_report as task_report,
 )
+from sparse_tl.tasks.task import Task as Task
 from sparse_tl.tasks.templates import (
     BATTERY as BATTERY,
     AnaphorTask as AnaphorTask,
@@ -23,4 +24,3 @@ from sparse_tl.tasks.templates import (
     CompletionTask as CompletionTask,
     SubjectVerbTask as SubjectVerbTask,
 )
-from sparse_tl.tasks.words import Task as Task

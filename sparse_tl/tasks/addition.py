@@ -16,7 +16,7 @@ from annotated_types import Ge, Le
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
 

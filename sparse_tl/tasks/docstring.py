@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import PairTexts
 from sparse_tl.metrics import Metric, margin
-from sparse_tl.tasks.words import Task, content, single_words
+from sparse_tl.tasks.task import Task, content, single_words
 
 # Word lists of ACDC (github.com/ArthurConmy/Automatic-Circuit-Discovery, MIT, (c) 2023 Arthur
 # Conmy, Adrià Garriga-Alonso).

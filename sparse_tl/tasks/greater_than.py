@@ -25,11 +25,11 @@ from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Le
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import PairTexts
 from sparse_tl.data.prompts import Encoder, Tokens, in_tokens
 from sparse_tl.metrics import Metric, probability_difference
-from sparse_tl.tasks.words import Task, content, is_token, single_words
+from sparse_tl.tasks.task import Task, content, is_token, single_words
 
 # The nouns of EAP-IG's prompts (github.com/hannamw/EAP-IG, MIT).
 NOUNS = content("greater_than", "nouns")

@@ -16,11 +16,11 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Le
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.backend import HookedModel
-from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
-from sparse_tl.tasks.words import Pairs, Task, draw_distinct
+from sparse_tl.tasks.task import Pairs, Task, draw_distinct
 
 
 @checked

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import PairTexts
-from sparse_tl.tasks.words import Task, content, single_words
+from sparse_tl.tasks.task import Task, content, single_words
 
 # Templates, names, places and objects of Redwood Research's Easy-Transformer
 # (github.com/redwoodresearch/Easy-Transformer, MIT, (c) 2022 neelnanda-io).

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from itertools import cycle, product
 from typing import Any
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import PairTexts, tokens_of_pairs
 from sparse_tl.data.prompts import Encoder
-from sparse_tl.tasks.words import (
+from sparse_tl.tasks.task import (
     Task,
     check_templates,
     content,

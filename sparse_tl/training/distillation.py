@@ -34,11 +34,11 @@ from sparse_tl.backend import (
     lora_parameters,
     read_parameters,
 )
-from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.contexts import autograd
 from sparse_tl.data.batches import TokenBatch, log_probabilities
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.computed_gates import attention_by_blocks, using
+from sparse_tl.gates.sparse.learned_gates import attention_by_blocks, using
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""

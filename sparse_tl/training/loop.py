@@ -35,6 +35,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.arguments import (
+    AtLeastOne,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Seed,
+    checked,
+)
 from sparse_tl.backend import (
     HookedModel,
     Model,
@@ -50,23 +59,14 @@ from sparse_tl.backend import (
     weights_digest,
     whole,
 )
-from sparse_tl.calls.arguments import (
-    AtLeastOne,
-    Count,
-    Fraction,
-    NotNegative,
-    Positive,
-    Seed,
-    checked,
-)
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.contexts import autograd
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage import files
 from sparse_tl.training import ranks
-from sparse_tl.training.evaluation import evaluate_held_out
+from sparse_tl.training.outcome import evaluate_held_out
 
 FORMAT = 9
 _STATE, _TENSORS = "state.json", "tensors.safetensors"

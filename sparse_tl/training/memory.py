@@ -18,7 +18,7 @@ from sparse_tl.backend import (
     checkpointed_activations,
     read_parameters,
 )
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.contexts import autograd
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint

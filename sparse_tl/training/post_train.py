@@ -15,6 +15,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from sparse_tl.arguments import (
+    AtLeastOne,
+    NotNegative,
+    Positive,
+    Seed,
+    checked,
+    is_out_of_memory,
+    reason,
+)
 from sparse_tl.backend import (
     adapt,
     check_gates,
@@ -24,20 +33,11 @@ from sparse_tl.backend import (
     processes,
 )
 from sparse_tl.backend.devices import precision_of
-from sparse_tl.calls.arguments import (
-    AtLeastOne,
-    NotNegative,
-    Positive,
-    Seed,
-    checked,
-    is_out_of_memory,
-    reason,
-)
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.computed_gates import check_edge_cost, costs_of_first, using
 from sparse_tl.gates.sparse.counting import Counted
+from sparse_tl.gates.sparse.learned_gates import check_edge_cost, costs_of_first, using
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
@@ -57,12 +57,6 @@ from sparse_tl.training.distillation import (
     distilled_from,
     reference_of,
 )
-from sparse_tl.training.evaluation import (
-    DenseAndSparse,
-    HeldOut,
-    PostTraining,
-    evaluate_held_out,
-)
 from sparse_tl.training.loop import (
     Metrics,
     Objective,
@@ -72,6 +66,12 @@ from sparse_tl.training.loop import (
     choose_trained,
     in_precision,
     train,
+)
+from sparse_tl.training.outcome import (
+    DenseAndSparse,
+    HeldOut,
+    PostTraining,
+    evaluate_held_out,
 )
 
 EVALUATIONS = 40

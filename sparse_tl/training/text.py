@@ -30,6 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import (
     Adapter,
     Model,
@@ -39,14 +40,13 @@ from sparse_tl.backend import (
     in_evaluation_mode,
     processes,
 )
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.documents import separator
 from sparse_tl.data.pairs import padded
 from sparse_tl.data.prompts import chat_start, check_known
 from sparse_tl.data.streams import check_window
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import tracked
 from sparse_tl.storage.files import check_writable, read_metadata, read_tensors, write_tensors

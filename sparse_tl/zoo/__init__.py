@@ -1,5 +1,11 @@
 """Ready-made models: small ones that the package trains itself, and language models by name."""
 
+from sparse_tl.zoo.building import (
+    Pair as Pair,
+    Recipe as Recipe,
+    build_pair as build_pair,
+    read_pair as read_pair,
+)
 from sparse_tl.zoo.built_in import (
     TASKS as TASKS,
     addition_recipe as addition_recipe,
@@ -22,10 +28,4 @@ from sparse_tl.zoo.language import (
     load_language_models as load_language_models,
     load_named_model as load_named_model,
     published as published,
-)
-from sparse_tl.zoo.recipes import (
-    Pair as Pair,
-    Recipe as Recipe,
-    build_pair as build_pair,
-    read_pair as read_pair,
 )

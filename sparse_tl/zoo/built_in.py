@@ -22,8 +22,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.backend import HookedModel, Model
-from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.circuits import accuracy
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PairTexts, PromptPairs, pairs_of_texts
@@ -39,9 +39,9 @@ from sparse_tl.tasks import (
     ioi,
 )
 from sparse_tl.tasks.addition import CHARACTERS, LENGTH, AdditionTask, Form, addition_tokenizer
-from sparse_tl.tasks.words import draw_distinct
+from sparse_tl.tasks.task import draw_distinct
 from sparse_tl.training import evaluate_held_out
-from sparse_tl.zoo.recipes import Recipe, load_built_in
+from sparse_tl.zoo.building import Recipe, load_built_in
 
 # ---- addition ------------------------------------------------------------------------------------
 

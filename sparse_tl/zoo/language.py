@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparse_tl.arguments import checked
 from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
 from sparse_tl.backend.load import fetch
-from sparse_tl.calls.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import say
 from sparse_tl.storage.files import atomic_folder, read_json, write_json
-from sparse_tl.zoo.recipes import SHIPPED, cache_folder
+from sparse_tl.zoo.building import SHIPPED, cache_folder
 
 Kind = TypeVar("Kind")
 

@@ -23,9 +23,9 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.sparse.saving import ADAPTERS_WEIGHTS
 from sparse_tl.storage.files import atomic_folder, read_tensors, write_json, write_tensors
 from sparse_tl.tasks import task_report
+from sparse_tl.zoo.building import SHIPPED, build_cached, read_pair
 from sparse_tl.zoo.built_in import addition_recipe, task_recipe
 from sparse_tl.zoo.language import SMOLLM2, load_language_model, load_language_models
-from sparse_tl.zoo.recipes import SHIPPED, build_cached, read_pair
 
 RECIPES = (addition_recipe("placeholder"), task_recipe())
 

@@ -15,11 +15,11 @@ from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.backend import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
-from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods import attribution
 from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.metrics import logit_difference
 

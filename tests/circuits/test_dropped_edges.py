@@ -24,7 +24,7 @@ from sparse_tl import (
     logit_difference,
 )
 from sparse_tl.backend import Model, adapt, record
-from sparse_tl.circuits.exchange import MIB_FRACTIONS
+from sparse_tl.circuits.export import MIB_FRACTIONS
 from sparse_tl.graph import CircuitGraph, PositionedGraph
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import AttentionMask, Deferred, deferred
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
-from sparse_tl.gates.sparse.computed_gates import attention_by_blocks
+from sparse_tl.gates.sparse.learned_gates import attention_by_blocks
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24

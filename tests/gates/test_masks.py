@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import boot, deferred
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates.sparse import blockwise
 
 LENGTH = 12

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import adapt, boot, deferred
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import HardConcreteGate, ShareGates
 from sparse_tl.gates.distributions import GateSettings
 from sparse_tl.gates.sparse import blockwise

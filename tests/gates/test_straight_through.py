@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.calls import devices
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.arguments import devices
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates.distributions import BernoulliGate, GateSettings, with_pressure
 from sparse_tl.gates.sparse import straight_through
 from sparse_tl.gates.sparse.counting import counted_edges

@@ -33,7 +33,7 @@ from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.by_result import DRAWN
 from sparse_tl.plots.page.rendering import html_page
 from sparse_tl.tasks import SkillComparison
-from sparse_tl.tasks.skills import numbers
+from sparse_tl.tasks.skill_battery import numbers
 
 pytestmark = pytest.mark.every_case
 

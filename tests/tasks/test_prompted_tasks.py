@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sparse_tl.metrics import logit_difference, margin, probability_difference
 from sparse_tl.tasks import DocstringTask, GreaterThanTask, IOILongTask, IOITask, docstring, ioi
 from sparse_tl.tasks.greater_than import NOUNS
-from sparse_tl.tasks.words import single_words
+from sparse_tl.tasks.task import single_words
 
 TASKS = [GreaterThanTask, IOITask, IOILongTask, DocstringTask]
 FIXED = 'The lasted from the year to def self , ) : ( ): """ : param'

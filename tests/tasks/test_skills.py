@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import SparseTransformer, load_language_model, measure_skills
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison
-from sparse_tl.tasks.skills import mean_interval, numbers, sign_test, wilson_interval
+from sparse_tl.tasks.skill_battery import mean_interval, numbers, sign_test, wilson_interval
 
 ROWS = [["up", "down", "up|in"], ["in", "out", "in"], ["hot and wet", "cold|dry", "up"]]
 FAMILY = CompletionTask(name="made", title="Made", templates=["{} not", "so {} not"], rows=ROWS)

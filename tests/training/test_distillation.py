@@ -7,7 +7,7 @@ import torch
 from finite_differences import derivative
 from torch import Tensor
 
-from sparse_tl.calls.devices import SizeByDevice
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.training import distillation
 from sparse_tl.training.distillation import distilled, distilled_from, losses_and_divergences
 

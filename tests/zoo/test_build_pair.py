@@ -14,7 +14,7 @@ import torch
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.storage.files import read_json
 from sparse_tl.zoo import Recipe, build_pair, read_pair
-from sparse_tl.zoo.recipes import build_cached, load_built_in
+from sparse_tl.zoo.building import build_cached, load_built_in
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 

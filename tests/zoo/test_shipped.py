@@ -10,8 +10,8 @@ import torch
 
 from sparse_tl.storage.files import read_json
 from sparse_tl.zoo import Recipe, built_in, load_addition_models, load_task_models, recipes
+from sparse_tl.zoo.building import SHIPPED, read_pair
 from sparse_tl.zoo.language import SMOLLM2
-from sparse_tl.zoo.recipes import SHIPPED, read_pair
 from sparse_tl.zoo.shipping import RECIPES
 
 FEWER = {"addition-placeholder": 0.012, "tasks": 0.001}

@@ -44,6 +44,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.linalg import vecdot
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     EMBEDDED,
     Adapter,
@@ -62,12 +63,11 @@ from sparse_tl.backend import (
     repeated,
     source_outputs,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.autograd import autograd
-from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.circuits.circuit import Scores
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.contexts import autograd
 from sparse_tl.data import Positions, PromptPairs
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, Patch, PatchValues
 from sparse_tl.graph import AttentionGrid, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure

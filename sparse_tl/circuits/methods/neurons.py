@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
@@ -32,7 +33,6 @@ from sparse_tl.backend import (
     neuron_directions,
     record,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients

@@ -31,8 +31,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.circuit import Scores, check_grid
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.prompt.tokens import token_texts

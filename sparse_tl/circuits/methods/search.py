@@ -57,8 +57,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores
 from sparse_tl.circuits.evaluation import (
     EffectCurve,

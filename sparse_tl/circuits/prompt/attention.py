@@ -34,6 +34,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparse_tl.arguments import Count, NotNegative, checked
 from sparse_tl.backend import (
     Adapter,
     AttentionMask,
@@ -46,8 +47,6 @@ from sparse_tl.backend import (
     in_evaluation_mode,
     mask_hooks,
 )
-from sparse_tl.calls.arguments import Count, NotNegative, checked
-from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.tokens import (
     Answers,
     Prompt,
@@ -56,6 +55,7 @@ from sparse_tl.circuits.prompt.tokens import (
     prompt_tokens,
     token_texts,
 )
+from sparse_tl.contexts import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import (
     AttentionEdges,

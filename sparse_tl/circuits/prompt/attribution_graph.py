@@ -44,8 +44,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.linearised import (
     KINDS,
     Linearised,

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import Adapter, Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.tokens import prompt_tokens, text_around
 from sparse_tl.circuits.prompt.transcoders import Basis, Transcoders, transcoders_of

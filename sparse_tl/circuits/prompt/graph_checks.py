@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     Hook,
     HookedModel,
@@ -18,7 +19,6 @@ from sparse_tl.backend import (
     attached,
     in_evaluation_mode,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph, target_value
 from sparse_tl.circuits.prompt.linearised import feature_hooks
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens

@@ -24,8 +24,8 @@ from sparse_tl.backend import (
     record,
     relevance_rules,
 )
-from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.prompt.transcoders import Transcoders
+from sparse_tl.contexts import autograd
 
 KINDS = ("embedding", "attention edge", "neuron", "feature", "error", "target")
 EMBEDDING, EDGE, NEURON, FEATURE, ERROR, TARGET = range(len(KINDS))

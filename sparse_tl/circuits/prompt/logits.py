@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
@@ -22,7 +23,6 @@ from sparse_tl.backend import (
     source_outputs,
     tolerance,
 )
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import batches_of, read_mask
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,

@@ -30,8 +30,8 @@ import yaml
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.backend import Adapter
-from sparse_tl.calls.arguments import checked
 from sparse_tl.storage.files import read_json, read_tensors
 
 _CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"

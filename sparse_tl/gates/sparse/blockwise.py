@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.backend import AttentionMask, Block, Deferred, Expression, function_name
-from sparse_tl.calls.autograd import autograd
+from sparse_tl.contexts import autograd
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.gates.sparse.straight_through import EDGES_AT_ONCE
 

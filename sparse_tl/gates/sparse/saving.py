@@ -29,7 +29,7 @@ from sparse_tl.backend import (
 )
 from sparse_tl.backend.load import GATES_FILE, MODEL_FILES, load_folder
 from sparse_tl.gates.distributions import DISTRIBUTIONS
-from sparse_tl.gates.sparse.computed_gates import KINDS, AttentionGates, GateKind, MLPGates
+from sparse_tl.gates.sparse.learned_gates import KINDS, AttentionGates, GateKind, MLPGates
 from sparse_tl.storage.files import (
     atomic_folder,
     check_replaceable,

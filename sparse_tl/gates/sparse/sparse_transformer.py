@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Share, checked
 from sparse_tl.backend import (
     AttachedHooks,
     Model,
@@ -25,11 +26,11 @@ from sparse_tl.backend import (
     in_use,
     load_model,
 )
-from sparse_tl.calls.arguments import AtLeastOne, Logit, NotNegative, Share, checked
-from sparse_tl.calls.scopes import scope
+from sparse_tl.contexts import scope
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates.distributions import GateDistribution
-from sparse_tl.gates.sparse.computed_gates import (
+from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
+from sparse_tl.gates.sparse.learned_gates import (
     AttentionGates,
     GateKind,
     MLPGates,
@@ -37,7 +38,6 @@ from sparse_tl.gates.sparse.computed_gates import (
     attention_gates,
     using,
 )
-from sparse_tl.gates.sparse.counting import AttentionEdgeCounts, Counted
 from sparse_tl.gates.sparse.saving import is_sparse_folder, load_sparse, save_sparse
 
 Prompts = Int[Tensor, "*prompt pos"] | PromptPairs

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.calls.devices import SizeByDevice, fastest
+from sparse_tl.devices import SizeByDevice, fastest
 from sparse_tl.gates.distributions import GateSettings, logistic_noise
 from sparse_tl.gates.sparse.counting import (
     Counted,

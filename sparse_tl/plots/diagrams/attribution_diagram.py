@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import AttributionGraph
 from sparse_tl.circuits.paths import Link, PathGraph
 from sparse_tl.plots.diagrams.component_diagram import (

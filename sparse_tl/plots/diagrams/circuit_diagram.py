@@ -20,7 +20,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.calls.arguments import Count, checked
+from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagrams.circuit_svg import (
     Layout,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparse_tl.calls.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, DrivingToken, HeadBehaviour, NeuronEffects, Scores
 from sparse_tl.circuits.paths import CROSSING, PathGraph, in_order, path_graph
 from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph

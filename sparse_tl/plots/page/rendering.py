@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.plots.page.palette import (
     BACKGROUND,
     DARK_FILTER,

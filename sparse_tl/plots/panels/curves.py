@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sparse_tl.calls.arguments import Share, checked
+from sparse_tl.arguments import Share, checked
 from sparse_tl.circuits.evaluation import (
     EffectCurve,
     SeedCurves,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import (
     KINDS,
     ActivationPatching,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_tl.calls.arguments import checked
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import NeuronEffects, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text

@@ -1,4 +1,4 @@
-"""Blocks of `with` that say so if they are never entered."""
+"""Blocks of `with`: with gradients, and such as say so if they are never entered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -40,3 +42,19 @@ def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
         return Scope(partial(make, *args, **kwargs))
 
     return opened
+
+
+@contextmanager
+def autograd(on: bool) -> Iterator[None]:
+    """Switch torch's autograd on or off within the block or the decorated function.
+
+    Raises:
+        RuntimeError: it cannot be switched on, under `torch.inference_mode`.
+    """
+    if on and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "this needs gradients, which torch.inference_mode() rules out; leave it, or use "
+            "torch.no_grad() instead"
+        )
+    with torch.set_grad_enabled(on):
+        yield

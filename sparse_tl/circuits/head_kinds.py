@@ -45,6 +45,7 @@ from annotated_types import Ge, Le
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import (
     Adapter,
     HookedModel,
@@ -55,10 +56,9 @@ from sparse_tl.backend import (
     record,
     tolerance,
 )
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
-from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.prompt.logits import towards_answers
+from sparse_tl.contexts import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
 from sparse_tl.graph import HeadGrid

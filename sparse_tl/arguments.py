@@ -13,24 +13,26 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from traceback import clear_frames
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jaxtyping
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
-from sparse_tl.calls import (
-    MOST as MOST,
-    AtLeastOne as AtLeastOne,
-    Count as Count,
-    Fraction as Fraction,
-    Logit as Logit,
-    NotNegative as NotNegative,
-    Positive as Positive,
-    Seed as Seed,
-    Share as Share,
-)
+MOST = 10**9
+"""Largest count of steps, prompts or parts, since a longer run would not end; and largest rate or
+cost, since optimizers overflow beyond it."""
+
+Count = Annotated[int, Ge(0), Le(MOST)]
+AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]
+Positive = Annotated[float, Gt(0), Le(MOST)]
+NotNegative = Annotated[float, Ge(0), Le(MOST)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Logit = Annotated[float, Ge(-10_000), Le(10_000)]
+Share = Annotated[float, Gt(0), Le(1)]
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import Model, adapt, check_rows, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, checked
-from sparse_tl.calls.devices import SizeByDevice
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.sparse.computed_gates import costs_of_first
+from sparse_tl.gates.sparse.learned_gates import costs_of_first
 from sparse_tl.results import Result
 from sparse_tl.training.constraint import Target
 from sparse_tl.training.distillation import (

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import Cache, DynamicCache
 
+from sparse_tl.arguments import checked
 from sparse_tl.backend.adapters import BridgeAdapter, adapt
 from sparse_tl.backend.bridges import check_raw
 from sparse_tl.backend.checks import check_mlps, check_score_gates
 from sparse_tl.backend.devices import has_sharded_weights, processes, shard
 from sparse_tl.backend.hook_points import Forward, HookedModel, Model, stand_in
 from sparse_tl.backend.numerics import HALVES
-from sparse_tl.calls.arguments import checked
 
 
 @checked

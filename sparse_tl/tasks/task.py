@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.backend import HookedModel
-from sparse_tl.calls.arguments import Seed, checked
 from sparse_tl.data.pairs import PairTexts, PromptPairs, pairs_of_texts
 from sparse_tl.data.prompts import Encoder, prepends_bos
 from sparse_tl.metrics import Metric, logit_difference

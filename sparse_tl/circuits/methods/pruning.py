@@ -49,13 +49,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
-from sparse_tl.calls.autograd import autograd
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
 from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.pair_runs import PairRuns, value_of
+from sparse_tl.contexts import autograd
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid

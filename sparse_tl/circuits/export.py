@@ -29,8 +29,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.evaluation import Evaluation, evaluate
 from sparse_tl.circuits.paths import PositionedNode, path_graph

@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import HookedModel, Model, adapt, evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, Seed, checked
 from sparse_tl.circuits.evaluation import ENDS, effect_draws
 from sparse_tl.circuits.pair_runs import batches_of
-from sparse_tl.circuits.skill import Skill, measure_skill
+from sparse_tl.circuits.task_skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import start_of_prompts
 from sparse_tl.gates import SparseTransformer
@@ -36,8 +36,8 @@ from sparse_tl.tasks.docstring import DocstringTask
 from sparse_tl.tasks.greater_than import GreaterThanTask
 from sparse_tl.tasks.induction import InductionTask
 from sparse_tl.tasks.ioi import IOILongTask, IOITask
+from sparse_tl.tasks.task import Pairs, Task
 from sparse_tl.tasks.templates import BATTERY, AnaphorTask, CapitalsTask, SubjectVerbTask
-from sparse_tl.tasks.words import Pairs, Task
 from sparse_tl.training.distillation import DensePredictions, losses_and_divergences
 
 _ALL: tuple[Task, ...] = (

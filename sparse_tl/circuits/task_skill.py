@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel, in_evaluation_mode
-from sparse_tl.calls.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
