@@ -1,44 +1,22 @@
-"""Documents of text files and datasets, which can be read from any position, repeatedly."""
+"""Documents of text files and datasets, which can be read repeatedly, and their tokens."""
 
 from __future__ import annotations
 
-import codecs
-import io
 import json
+import mmap
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from sparse_tl.arguments import checked
 
-BLOCK = 2**20
-"""Bytes to read from a text file at a time."""
-
 
 class Documents:
-    """Texts in a fixed order: an iterable of strings that can be restarted, from any place.
-
-    A *place* is a JSON value that identifies a document. The text comes in parts, so that a
-    document of many gigabytes is never entirely in memory.
-    """
+    """Texts in a fixed order: an iterable of strings that can be restarted."""
 
     def __iter__(self) -> Iterator[str]:
-        return ("".join(parts) for _, parts in self.since(None))
-
-    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        """The documents from a place on (``None``: the first): the place and text parts of each."""
-        raise NotImplementedError
-
-    def where(self, place: Any) -> str:
-        """A place in words, for messages."""
-        raise NotImplementedError
-
-    def identity(self) -> Any:
-        """A JSON value that changes if the documents do, as far as one can tell without reading."""
         raise NotImplementedError
 
 
@@ -93,10 +71,7 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
 
 
 class DocumentRows(Documents):
-    """Documents that are rows of a dataset, or strings; a place is a row's number.
-
-    A place is reached by skipping the rows before it. The states of streamed Hugging Face datasets
-    (``state_dict``) are not used, because they lose the rows of a shuffle buffer.
+    """Documents that are rows of a dataset, or strings.
 
     The rows are dictionaries with a text in `column`, or strings; messages call them `name`.
     """
@@ -109,18 +84,11 @@ class DocumentRows(Documents):
             )
         self.rows, self.column, self.name = rows, column, name
 
-    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        for number, row in enumerate(_one_at_a_time(self.rows)):
-            if number >= (place or 0):
-                text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
-                if text is not None:
-                    yield number, (text,)
-
-    def where(self, place: Any) -> str:
-        return f"row {place:,} of {self.name}"
-
-    def identity(self) -> Any:
-        return None
+    def __iter__(self) -> Iterator[str]:
+        for row in _one_at_a_time(self.rows):
+            text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
+            if text is not None:
+                yield text
 
 
 _reading = Lock()
@@ -152,24 +120,14 @@ class _Files(Documents):
     def __init__(self, paths: list[Path], separator: str, column: str) -> None:
         self.paths, self.separator, self.column = paths, separator, column
 
-    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        first, byte = (0, 0) if place is None else place
-        for number, path in list(enumerate(self.paths))[first:]:
+    def __iter__(self) -> Iterator[str]:
+        for path in self.paths:
             if path.suffix == ".jsonl":
-                parts = _lines(path, byte, self.column)
+                rows = ((name, row) for name, row in json_rows(path) if row is not None)
+                texts = (_text_of(row, self.column, name) for name, row in rows)
             else:
-                parts = _separated(path, byte, self.separator)
-            for begin, document in groupby(parts, key=itemgetter(0)):
-                yield [number, begin], (text for _, text in document)
-            byte = 0
-
-    def where(self, place: Any) -> str:
-        number, byte = place
-        return f"the document at byte {byte:,} of {self.paths[number]}"
-
-    def identity(self) -> Any:
-        stats = ((path.name, path.stat()) for path in self.paths)
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+                texts = (text.strip() for text in _separated(path, self.separator))
+            yield from filter(None, texts)
 
 
 def _text_of(row: Any, column: str, name: str) -> str | None:
@@ -180,72 +138,38 @@ def _text_of(row: Any, column: str, name: str) -> str | None:
     return text if text and not text.isspace() else None
 
 
-def json_rows(path: Path, byte: int = 0) -> Iterator[tuple[int, str, Any]]:
-    """The value on each line of a .jsonl file, after its first byte and its place in words."""
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The value on each line of a .jsonl file, after the line's name; empty lines are skipped."""
     with path.open("rb") as file:
-        file.seek(byte)
-        for line in file:
-            name = f"the line at byte {byte:,} of {path}"
+        for number, line in enumerate(file, 1):
+            name = f"line {number:,} of {path}"
             try:
                 if text := line.decode("utf-8-sig").strip():
-                    yield byte, name, json.loads(text)
+                    yield name, json.loads(text)
             except ValueError as error:
                 raise ValueError(f"expected JSON in UTF-8 in {name}; {error}") from error
-            byte += len(line)
 
 
-def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
-    """The documents of a .jsonl file from a byte on, with the byte at which each begins."""
-    for begin, name, row in json_rows(path, byte):
-        text = None if row is None else _text_of(row, column, name)
-        if text is not None:
-            yield begin, text
-
-
-def _separated(path: Path, byte: int, separator: str) -> Iterator[tuple[int, str]]:
-    """The text between separators from a byte on, in parts, with the byte at which each begins.
-
-    White space at either end of a document is left out, and so are documents of nothing else.
-    """
-    mark = separator.encode()
-    with path.open("rb") as file:
-        file.seek(byte)
-        document, held = _Document(path, byte), b""
-        while block := file.read(BLOCK):
-            *ended, held = (held + block).split(mark)
-            for last in ended:
-                yield from document.add(last, final=True)
-                document = _Document(path, document.end + len(mark))
-            complete = max(0, len(held) - len(mark) + 1)  # the rest may begin a separator
-            yield from document.add(held[:complete])
-            held = held[complete:]
-        yield from document.add(held, final=True)
-
-
-class _Document:
-    """A document that is decoded part by part, with the byte at which it begins."""
-
-    def __init__(self, path: Path, byte: int) -> None:
-        self.path, self.begin, self.end = path, byte, byte
-        encoding = "utf-8" if byte else "utf-8-sig"  # a file may begin with a byte-order mark
-        self._decoder = io.IncrementalNewlineDecoder(
-            codecs.getincrementaldecoder(encoding)(), translate=True
-        )
-        self._begun, self._space = False, ""
-
-    def add(self, data: bytes, *, final: bool = False) -> Iterator[tuple[int, str]]:
-        self.end += len(data)
-        try:
-            text = self._decoder.decode(data, final)
-        except UnicodeDecodeError as error:
-            byte = self.end - len(error.object) + error.start
-            raise ValueError(f"{self.path} is not UTF-8 text at byte {byte:,}: {error}") from error
-        text = self._space + text if self._begun else text.lstrip()
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if kept:
-            self._begun = True
-            yield self.begin, kept
+def _separated(path: Path, separator: str) -> Iterator[str]:
+    """The texts between separators; only one of them is in memory at a time."""
+    mark, start = separator.encode(), 0
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        while start <= len(content):
+            found = content.find(mark, start)
+            end = len(content) if found < 0 else found
+            try:
+                # A file may begin with a byte-order mark.
+                text = content[start:end].decode("utf-8" if start else "utf-8-sig")
+            except UnicodeDecodeError as error:
+                at = start + error.start
+                raise ValueError(f"{path} is not UTF-8 text at byte {at:,}: {error}") from error
+            yield text.replace("\r\n", "\n").replace("\r", "\n")
+            start = end + len(mark)
 
 
 PIECE = 2**17
@@ -260,58 +184,18 @@ def separator(tokenizer: Any) -> int | None:
     return getattr(tokenizer, "eos_token_id", None) if bos is None else bos
 
 
-def tokenised(
-    documents: Iterable[tuple[Any, Iterable[str]]], tokenizer: Any, start: int = 0
-) -> Iterator[tuple[tuple[Any, int], list[int]]]:
-    """The tokens of documents from `Documents.since`, each after its `separator`, piece by piece.
+def pieces_of_tokens(text: str, tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of a document, of which a long one is tokenised piece by piece.
 
-    Before the tokens of a piece: the document's place, and the character at which the piece starts.
-    In the first document, a piece must start at the character `start`.
-    """
-    first = separator(tokenizer)
-    before = [] if first is None else [first]
-    for place, parts in documents:
-        for character, tokens in _pieces(_Text(parts, start), tokenizer, start):
-            yield (place, character), tokens if character else before + tokens
-        start = 0
-
-
-class _Text:
-    """A document that is read as far as requested; text far back is released."""
-
-    def __init__(self, parts: Iterable[str], start: int) -> None:
-        self._parts, self._held, self._first = iter(parts), "", 0
-        self.start = start
-        """Text more than `PIECE` characters before this one is no longer needed."""
-
-    def reaches(self, end: int) -> bool:
-        """Whether the document has that many characters."""
-        while self._first + len(self._held) < end:
-            part = next(self._parts, None)
-            if part is None:
-                return False
-            n_released = min(len(self._held), max(0, self.start - PIECE - self._first))
-            self._held, self._first = self._held[n_released:] + part, self._first + n_released
-        return True
-
-    def __getitem__(self, span: slice) -> str:
-        self.reaches(span.stop)
-        return self._held[span.start - self._first : span.stop - self._first]
-
-
-def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list[int]]]:
-    """The tokens of a document, with the character at which each piece starts.
-
-    A piece of a long document is tokenised with some text before and after it, and ends where both
-    a word and a token end, so that its tokens are those of the full document.
+    A piece is tokenised with some text before and after it, and ends where both a word and a token
+    end, so that its tokens are those of the full document.
     """
     options = {"add_special_tokens": False, "verbose": False}
-    fast = getattr(tokenizer, "is_fast", False)
-    if start == 0 and not (fast and text.reaches(2 * PIECE + 1)):
-        yield 0, tokenizer(text[0 : sys.maxsize], **options)["input_ids"]
+    if len(text) <= 2 * PIECE or not getattr(tokenizer, "is_fast", False):
+        yield tokenizer(text, **options)["input_ids"]
         return
-    piece, context = PIECE, CONTEXT
-    while text.reaches(start + 1):
+    start, piece, context = 0, PIECE, CONTEXT
+    while start < len(text):
         begin, end = max(0, start - context), start + piece + CONTEXT
         read = text[begin:end]
         encoded = tokenizer(read, return_offsets_mapping=True, **options)
@@ -327,15 +211,14 @@ def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list
             context = min(2 * context, PIECE)
             continue
         n_kept, stop = len(spans), end
-        if text.reaches(end + 1):
+        if end < len(text):
             n_kept, stop = _last_word(read, spans, start + piece - begin)
             stop += begin
             if stop <= start:  # one long word
                 piece *= 2
                 continue
-        yield start, encoded["input_ids"][n_before:n_kept]
-        text.start = start = stop
-        piece, context = PIECE, CONTEXT
+        yield encoded["input_ids"][n_before:n_kept]
+        start, piece, context = stop, PIECE, CONTEXT
 
 
 def _last_word(text: str, spans: list[tuple[int, int]], end: int) -> tuple[int, int]:

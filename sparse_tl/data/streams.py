@@ -8,12 +8,14 @@ windows and losses do where one document follows another.
 from __future__ import annotations
 
 import copy
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
+from tempfile import TemporaryFile
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.documents import DocumentRows, Documents, separator, tokenised
+from sparse_tl.data.documents import DocumentRows, Documents, pieces_of_tokens, separator
 from sparse_tl.data.prompts import check_tokenizer
 
 Boundaries = Literal["predict", "skip", "split"]
@@ -102,11 +104,7 @@ def cut_windows(
     check_window(tokenizer, window)
     if isinstance(documents, str):
         raise TypeError("documents are several texts, not one; `read_documents` reads a file")
-    if isinstance(documents, Documents):
-        parts = documents.since(None)
-    else:
-        parts = enumerate((document,) for document in documents)
-    return _stacked(islice(_cut(parts, tokenizer, window, boundaries), limit), window)[0]
+    return _stacked(islice(_cut(documents, tokenizer, window, boundaries), limit), window)
 
 
 def window_rows(windows: Windows, tokenizer: Any, boundaries: Boundaries) -> TokenBatch:
@@ -130,77 +128,40 @@ def check_window(tokenizer: Any, window: int) -> None:
         raise ValueError("a window of fewer than 2 tokens predicts nothing")
 
 
-class TooShortError(ValueError):
-    """The text fills no window."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a window begins.
-
-    Args:
-        document: place of the document; None for the first.
-        character: character of the document at which the tokenised piece starts.
-        token: number of the piece's tokens that belong to earlier windows.
-        window: number of earlier windows.
-    """
-
-    document: Any = None
-    character: int = 0
-    token: int = 0
-    window: int = 0
-
-
 def _cut(
-    documents: Iterable[tuple[Any, Iterable[str]]],
-    tokenizer: Any,
-    window: int,
-    boundaries: Boundaries,
-    place: Place = Place(),
-) -> Iterator[tuple[array[int], Place]]:
-    """The windows of documents from a place on, each with the place after it.
+    documents: Iterable[str], tokenizer: Any, window: int, boundaries: Boundaries
+) -> Iterator[array[int]]:
+    """The windows of documents.
 
     Raises:
-        TooShortError: the text fills no window.
-        ValueError: documents meet within a window, and the tokenizer has no token to separate them.
+        ValueError: the text fills no window, or documents meet within a window, and the tokenizer
+            has no token to separate them.
     """
-    split, separated = boundaries == "split", separator(tokenizer) is not None
-    tokens, number, skipped = array("q"), place.window, place.token
-    before = place  # where the last piece ends
-
-    def ended() -> Iterator[tuple[array[int], Place]]:
-        """The last window of a document."""
-        nonlocal number
-        if split and len(tokens) > 1:
-            number += 1
-            padding = array("q", [PADDING] * (window - len(tokens)))
-            yield tokens + padding, replace(before, window=number)
-
-    for (document, character), piece in tokenised(documents, tokenizer, place.character):
-        if character == 0 and tokens:
-            yield from ended()
-            if split:
-                del tokens[:]
-            elif not separated:
-                raise ValueError(
-                    "expected a tokenizer with a BOS or EOS token, to separate documents that meet "
-                    "within a window; this one has neither. Set one, or keep documents apart "
-                    'with boundaries="split"'
-                )
-        if character == 0 and separated and boundaries == "skip":
-            piece[0] = UNPREDICTED
-        tokens.extend(piece[skipped:])
-        skipped = begin = 0
-        while len(tokens) - begin >= window:
-            row = tokens[begin : begin + window]
-            begin += window
-            number += 1
-            yield row, Place(document, character, len(piece) - (len(tokens) - begin), number)
-        del tokens[:begin]
-        before = Place(document, character, len(piece))
-    yield from ended()
+    split, first = boundaries == "split", separator(tokenizer)
+    begin = [] if first is None else [UNPREDICTED if boundaries == "skip" else first]
+    tokens, number = array("i"), 0
+    for document in documents:
+        if tokens and first is None:
+            raise ValueError(
+                "expected a tokenizer with a BOS or EOS token, to separate documents that meet "
+                "within a window; this one has neither. Set one, or keep documents apart "
+                'with boundaries="split"'
+            )
+        tokens.extend(begin)
+        for piece in pieces_of_tokens(document, tokenizer):
+            tokens.extend(piece)
+            n_full = len(tokens) // window
+            for at in range(n_full):
+                yield tokens[at * window : (at + 1) * window]
+            del tokens[: n_full * window]
+            number += n_full
+        if split:
+            if len(tokens) > 1:
+                number += 1
+                yield tokens + array("i", [PADDING] * (window - len(tokens)))
+            del tokens[:]
     if number == 0:
-        raise TooShortError(
+        raise ValueError(
             "expected a document of at least 2 tokens, including its separator; got none"
             if split
             else f"expected text of at least one window of {window} tokens; got {len(tokens)} "
@@ -208,17 +169,14 @@ def _cut(
         )
 
 
-def _stacked(
-    windows: Iterable[tuple[array[int], Place]], window: int, place: Place = Place()
-) -> tuple[Windows, Place]:
-    """Windows as a tensor, and the place after them."""
-    tokens = array("q")  # eight bytes each, where a list of numbers takes 36
-    for row, after in windows:
+def _stacked(windows: Iterable[array[int]], window: int) -> Windows:
+    """Windows as a tensor."""
+    tokens = array("i")  # four bytes each, where a list of numbers takes 36
+    for row in windows:
         tokens.extend(row)
-        place = after
     if not tokens:
-        return torch.empty(0, window, dtype=torch.int64), place
-    return torch.frombuffer(tokens, dtype=torch.int64).view(-1, window), place
+        return torch.empty(0, window, dtype=torch.int64)
+    return torch.frombuffer(tokens, dtype=torch.int32).view(-1, window).long()
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -233,15 +191,6 @@ class TokenStream(Protocol):
     """
 
     def batch(self, step: int) -> TokenBatch: ...
-
-
-@runtime_checkable
-class ResumableStream(TokenStream, Protocol):
-    """A stream that resumes from a state, a JSON value that checkpoints contain."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 @checked
@@ -306,17 +255,6 @@ class MixedStream:
         """The batches of all streams at a step, concatenated."""
         return TokenBatch.joined([stream.batch(step) for stream in self.streams.values()])
 
-    def state(self) -> dict[str, Any]:
-        """The states of the resumable streams, by group."""
-        streams = self.streams.items()
-        return {name: s.state() for name, s in streams if isinstance(s, ResumableStream)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Resume from these states."""
-        for name, stream in self.streams.items():
-            if isinstance(stream, ResumableStream):
-                stream.load_state(state[name])
-
 
 @checked
 class TextStream:
@@ -327,9 +265,9 @@ class TextStream:
     A batch may span blocks and epochs. With a block as long as the text, the batches are those of a
     `ShuffledStream`.
 
-    While a block is in use, a thread tokenises the next one; no other blocks are in memory. The
-    batch of any step is available. The first time, the text up to there has to be tokenised; later,
-    or after `load_state`, the block's place is known, and a single block suffices.
+    While a block is in use, a thread tokenises the next one. Tokens read so far are in a temporary
+    file, at four bytes each, and only one document is in memory. The batch of any step is
+    available, once all text up to there is tokenised: also where a run is resumed.
 
     All processes of a run get the same batches, and each takes its own rows of them. Where a window
     begins depends on all text before it, so each process has to tokenise all the text.
@@ -377,140 +315,57 @@ class TextStream:
         self.n_windows: int | None = None
         """Number of windows that are not left out; None until the end of the text is reached."""
         self._order = lru_cache(maxsize=4)(_shuffled)  # a batch may span blocks
-        self._identity = self.documents.identity()
-        self._places = {0: Place()}  # known places of blocks
-        self._blocks: dict[int, Windows] = {}  # blocks in use
-        self._current = 0  # the first block of the last batch
+        self._unread = self._windows()
+        self._file, self._n_read = TemporaryFile(), 0  # noqa: SIM115
         # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
-        self._ahead: tuple[int, Future[tuple[Windows, Place]] | None] = (-1, None)
-        self._reading: tuple[Place | None, Iterator[tuple[array[int], Place]]] = None, iter(())
+        self._ahead: Future[Windows] | None = None
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 
         Raises:
-            ValueError: the text cannot be read or tokenised, or fills no window; the message says
-                where.
+            ValueError: the text cannot be read or tokenised, or fills no window.
         """
         first = step * self.batch_size
         rows = [self._row(index) for index in range(first, first + self.batch_size)]
-        used = [block for block, _ in rows]
-        self._current = used[0]
-        self._blocks = {block: self._blocks[block] for block in dict.fromkeys(used)}
-        windows = torch.stack([row for _, row in rows])
-        return window_rows(windows, self.tokenizer, self.boundaries)
+        return window_rows(torch.stack(rows), self.tokenizer, self.boundaries)
 
-    def state(self) -> dict[str, Any]:
-        """The place in the text where the last batch begins, as JSON, the same in all processes."""
-        return {
-            **self._settings(),
-            "text": self._identity,
-            "n_windows": self.n_windows,
-            "block": self._current,
-            "place": asdict(self._places[self._current]),
-        }
+    def _row(self, index: int) -> Int[Tensor, " pos"]:
+        """The tokens of a row of the infinite sequence."""
+        # A row's block has to be read whole, since the last one, if shorter, has another order.
+        while self.n_windows is None and self._n_read <= index:
+            self._read_on()
+        epoch, within = divmod(index, self.n_windows or index + 1)
+        block = within // self.shuffle
+        begin = block * self.shuffle
+        size = min(self.shuffle, self._n_read - begin)
+        number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
+        window = begin + int(self._order(size, self.seed, number)[within - begin])
+        n_bytes = 4 * self.window
+        self._file.seek(window * n_bytes)
+        return torch.frombuffer(bytearray(self._file.read(n_bytes)), dtype=torch.int32).long()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Resume at a saved `state`, without tokenising the text before it.
+    def _read_on(self) -> None:
+        """Add the next block to the file, while the thread goes on with the one after it."""
+        ahead = self._ahead or self._thread.submit(self._next_block)
+        self._ahead = ahead  # one that failed fails again
+        windows = ahead.result()
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(windows.int().numpy().tobytes())
+        self._n_read += len(windows)
+        if len(windows) < self.shuffle:
+            if not self._n_read:
+                raise ValueError("all windows of the text are left out")
+            self.n_windows = self._n_read
+        else:
+            self._ahead = self._thread.submit(self._next_block)
 
-        Raises:
-            ValueError: the state belongs to another stream, or a file has changed since.
-        """
-        for name, here in self._settings().items():
-            if state.get(name) != here:
-                raise ValueError(
-                    f"expected a stream with the {name} of the saved one "
-                    f"({state.get(name)!s:.200}); got {here}"
-                )
-        if state["text"] != self._identity:
-            raise ValueError(
-                "expected the text files as they were (name, bytes, time of change): "
-                f"{state['text']}; now they are {self._identity}. Restore them, or start over."
-            )
-        self.n_windows = state["n_windows"] or self.n_windows
-        self._places[state["block"]] = Place(**state["place"])
+    def _next_block(self) -> Windows:
+        """The next windows of the text, at most one block; runs in the thread."""
+        return _stacked(islice(self._unread, self.shuffle), self.window)
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "window": self.window,
-            "shuffle": self.shuffle,
-            "left_out": [self.left_out.start, self.left_out.stop, self.left_out.step],
-            "boundaries": self.boundaries,
-            "separator": separator(self.tokenizer),
-        }
-
-    def _row(self, index: int) -> tuple[int, Int[Tensor, " pos"]]:
-        """The block and the tokens of a row of the infinite sequence."""
-        while True:
-            epoch, within = divmod(index, self.n_windows or index + 1)
-            block, row = divmod(within, self.shuffle)
-            windows = self._block(block)
-            if row < len(windows):
-                number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
-                return block, windows[self._order(len(windows), self.seed, number)[row]]
-            # The text ends before this row; now that its length is known, compute the row again.
-
-    def _block(self, block: int) -> Windows:
-        """The windows of a block in the order of the text; none if the text ends before it.
-
-        All blocks from the last known place on are read; the thread continues with the next one.
-        """
-        if block in self._blocks:
-            return self._blocks[block]
-        windows = torch.empty(0, self.window)
-        for number in range(max(known for known in self._places if known <= block), block + 1):
-            if self._ended(number):
-                return torch.empty(0, self.window)
-            ahead, reading = self._ahead
-            if reading is None or ahead != number:
-                reading = self._thread.submit(self._read, self._places[number])
-            self._ahead = -1, None
-            windows, after = reading.result()
-            if len(windows) < self.shuffle:
-                self.n_windows = number * self.shuffle + len(windows)
-            else:
-                self._places.setdefault(number + 1, after)
-            following = 0 if self._ended(number + 1) else number + 1
-            if following not in (number, *self._blocks):
-                self._ahead = following, self._thread.submit(self._read, self._places[following])
-        if len(windows):
-            self._blocks[block] = windows
-        return windows
-
-    def _ended(self, block: int) -> bool:
-        """Whether the text is known to end before a block."""
-        return self.n_windows is not None and block * self.shuffle >= self.n_windows
-
-    def _read(self, place: Place) -> tuple[Windows, Place]:
-        """The windows of the block at a place, and the next block's place; runs in the thread."""
-        reached, windows = self._reading
-        if reached != place:
-            windows = self._windows(place)
-        self._reading = None, iter(())
-        block, after = _stacked(islice(windows, self.shuffle), self.window, place)
-        self._reading = after, windows
-        return block, after
-
-    def _windows(self, place: Place) -> Iterator[tuple[array[int], Place]]:
-        """The windows from a place on that are not left out, each with the place after it."""
-        where = "the start"
-
-        def opened() -> Iterator[tuple[Any, Iterable[str]]]:
-            nonlocal where
-            for document, parts in self.documents.since(place.document):
-                where = self.documents.where(document)
-                yield document, parts
-
-        after, n_yielded = place, 0
-        try:
-            for row, after in _cut(opened(), self.tokenizer, self.window, self.boundaries, place):
-                if after.window - 1 not in self.left_out:
-                    n_yielded += 1
-                    yield row, after
-        except TooShortError:
-            raise
-        except Exception as error:  # tokenizer, dataset and network raise different types
-            raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
-        if place.window == n_yielded == 0:
-            raise ValueError(f"expected more windows of text than are left out; got {after.window}")
+    def _windows(self) -> Iterator[array[int]]:
+        """The windows that are not left out."""
+        windows = _cut(self.documents, self.tokenizer, self.window, self.boundaries)
+        return (row for number, row in enumerate(windows) if number not in self.left_out)

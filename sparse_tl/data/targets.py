@@ -218,4 +218,4 @@ class TargetDataset(Rows):
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file with one JSON object per line; empty lines are skipped."""
-    return [record for *_, record in json_rows(Path(path))]
+    return [record for _, record in json_rows(Path(path))]

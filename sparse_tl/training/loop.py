@@ -61,7 +61,7 @@ from sparse_tl.backend import (
 )
 from sparse_tl.contexts import autograd
 from sparse_tl.data.batches import TokenBatch, token_losses
-from sparse_tl.data.streams import ResumableStream, TokenStream
+from sparse_tl.data.streams import TokenStream
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage import files
@@ -193,7 +193,6 @@ class TrainingState:
         objective: the objective's state.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
-        stream: the stream's state, if it has one.
     """
 
     step: int = 0
@@ -203,7 +202,6 @@ class TrainingState:
     objective: dict[str, Any] = field(default_factory=dict)
     first_batch: str = ""
     last_batch: str = ""
-    stream: dict[str, Any] = field(default_factory=dict)
 
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
@@ -394,8 +392,6 @@ class Run:
         """Write a checkpoint in place of the earlier one; all ranks take part."""
         state, launched = self.state, processes()
         state.objective, state.last_batch = self.objective.state(), self.batch.digest()
-        if isinstance(self.stream, ResumableStream):
-            state.stream = self.stream.state()
         tensors = {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
         for name, parameter in self.trained.items():
             moments = self.optimizer.state[parameter].items()
@@ -435,8 +431,6 @@ class Run:
         state.objective.update(groups["objective"])
         if launched.is_main_process:
             state.best_weights = groups["best"]
-        if state.stream and isinstance(self.stream, ResumableStream):
-            self.stream.load_state(state.stream)
         for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
             if self.stream.batch(step).digest() != digest:
                 what = f"the batch of step {step} has different tokens or rows, or another order"

@@ -45,25 +45,23 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("block", [1, 2**20])
-def test_a_byte_order_mark_is_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    monkeypatch.setattr(documents, "BLOCK", block)
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One<|endoftext|>\ufeffTwo", encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text('{"text": "Three\u2028\x85"}', encoding="utf-8-sig")
-    found = list(read_documents([tmp_path / "a.txt", tmp_path / "b.jsonl"]))
+    (tmp_path / "empty.txt").touch()
+    found = list(
+        read_documents([tmp_path / f"{name}" for name in ("a.txt", "empty.txt", "b.jsonl")])
+    )
     assert found == ["One", "\ufeffTwo", "Three\u2028\x85"]
 
 
-@pytest.mark.parametrize("block", [1, 7, 2**20])
-def test_separators_between_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    written = [f"{'día ' * n}{n}" for n in range(1, 12)]
-    (tmp_path / "text.txt").write_text("<|end|>".join(written), encoding="utf-8")
-    monkeypatch.setattr(documents, "BLOCK", block)
-    assert list(read_documents(tmp_path / "text.txt", separator="<|end|>")) == written
+def test_what_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"One<|endoftext|>Two\xff")
+    with pytest.raises(ValueError, match=r"a\.txt .*byte 19"):
+        list(read_documents(tmp_path / "a.txt"))
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text": 3}')
+    with pytest.raises(ValueError, match=r"column 'text' of line 3 of .*b\.jsonl"):
+        list(read_documents(tmp_path / "b.jsonl"))
 
 
 def _dataset_folder(folder: Path) -> str:
