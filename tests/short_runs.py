@@ -10,7 +10,7 @@ import torch
 from sparse_tl.backend import Model, read_parameters
 from sparse_tl.data import ShuffledStream, TokenBatch, TokenStream
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import PostTraining, Selection, TrainingConfig, post_train
+from sparse_tl.training import PostTraining, TrainingConfig, post_train
 from sparse_tl.training.loop import Objective, Run
 
 Build = Callable[..., Model]
@@ -33,9 +33,8 @@ def short_run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTra
 
 def late_step(model: Any, objective: Objective, stream: TokenStream, **config: Any) -> Run:
     """A run after a step late in it, where gates have no noise."""
-    selection = Selection(dict, lambda new, old: True)
     trained = dict.fromkeys(read_parameters(model), 1.0)
-    run = Run(model, objective, stream, selection, TrainingConfig(100, 1e-3, **config), trained)
+    run = Run(model, objective, stream, TrainingConfig(100, 1e-3, **config), trained)
     run.state.step = 95
     run.step()
     return run

@@ -40,12 +40,21 @@ that of GECO, Rezende and Viola, arXiv 1810.00597.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from sparse_tl.backend import adapt
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.training import ranks
+from sparse_tl.training.distillation import DensePredictions, as_dense
+from sparse_tl.training.evaluation import DenseAndSparse, HeldOut, evaluate_held_out
+from sparse_tl.training.loop import Metrics, Precision, in_precision
 
 START = 10.0
 """lambda before the first step."""
@@ -269,3 +278,133 @@ _BY_GROUP = ("log_lambda", "last_error", "gap", "change")
 def remaining(done: float) -> float:
     """The share of the initial noise and margin that is left at a share of the run."""
     return 0.5 * (1 + math.cos(math.pi * min(done / NO_NOISE, 1.0)))
+
+
+class Validation:
+    """Validation rows, each group of which must meet the target, and held-out rows.
+
+    The constructor measures the dense model, so it must be called before training.
+
+    Args:
+        sparse: the model that is trained.
+        rows: validation rows, or those of each group by name.
+        held_out: rows to report on, by name.
+        target: what the validation rows must meet.
+        edge_cost: cost of an attention edge, as in `post_train`.
+        precision: precision of the forward passes.
+        predictions: the dense model's predictions, if the target is a divergence.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseTransformer,
+        rows: TokenBatch | Mapping[str, TokenBatch],
+        held_out: Mapping[str, TokenBatch],
+        target: Target,
+        edge_cost: Float[Tensor, "*#edge"] | None,
+        precision: Precision,
+        predictions: DensePredictions | None,
+    ) -> None:
+        self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
+        self.precision: Precision = precision
+        self.groups = rows if isinstance(rows, Mapping) else {}
+        self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
+        self.held_out, self.predictions = held_out, predictions
+        self.dense = self._of_dense(self.rows)
+        self._dense_groups, self._dense_held_out = (
+            {name: self._of_dense(rows) for name, rows in by_name.items()}
+            for by_name in (self.groups, held_out)
+        )
+        losses, most = self.dense.group_losses, self.dense.edges_per_token
+        if missing := set(range(max(losses) + 1)) - set(losses):
+            raise ValueError(
+                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
+                f"{max(losses) + 1} groups"
+            )
+        self.target_edges = target.edges(most)
+        """The target in edges per token, if it is one of edges."""
+        if self.target_edges is not None and self.target_edges > most:
+            raise ValueError(
+                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
+            )
+        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
+        """The largest gap that the target allows each group, in nats."""
+        if target.of == "loss" and self.loss_budget.min() < 0:
+            raise ValueError(
+                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
+                f"the target of {target}. Give a larger one, or an increase such as "
+                f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
+            )
+
+    def measured(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the current sparse model on some rows."""
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+
+    def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
+        """Every group's gap to the dense model, in nats."""
+        if self.target.of_divergence:
+            return _by_group(measured.group_divergences)
+        return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
+
+    def metrics(self, measured: HeldOut) -> Metrics:
+        """Measurements on the validation rows by name: `is_better` compares them.
+
+        The *violation* is the largest excess over a group's loss budget, or that over the target
+        number of edges.
+        """
+        gaps = self.gaps(measured)
+        violation = (gaps - self.loss_budget).max().item()
+        if self.target_edges is not None:
+            violation = measured.edges_per_token - self.target_edges
+        return {
+            **measured.numbers,
+            **{f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)},
+            "log_size": measured.log_size,
+            "gap": gaps.mean().item(),
+            "violation": violation,
+        }
+
+    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
+        """Measurements of both models on the rows of every group, and on held-out rows."""
+        groups, held_out = (
+            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
+            for of, dense in (
+                (self.groups, self._dense_groups),
+                (self.held_out, self._dense_held_out),
+            )
+        )
+        return groups, held_out
+
+    def _of_dense(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the dense model; before training, where its weights are trained."""
+        with as_dense(self.sparse):
+            found = self._evaluated(rows)
+        return replace(found, active_mlps=None, possible_mlps=None, active_size=None)
+
+    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
+        with in_precision(self.precision, adapt(self.sparse).device):
+            return ranks.from_first(evaluate_held_out(self.sparse, rows, **how))
+
+
+def is_feasible(metrics: Metrics) -> bool:
+    """Whether an evaluation meets the target, that of a loss in every group."""
+    return metrics["violation"] <= 0
+
+
+def is_better(new: Metrics, old: Metrics, minimised: str) -> bool:
+    """Whether the weights of an evaluation are returned, rather than those of an earlier one.
+
+    Feasible ones are better than others. Of two feasible ones, that with the smaller `minimised` is
+    better: ``log_size``, or the ``gap`` under a target of edges; of two others, that with the
+    smaller violation. Step 0 is never preferred: it meets most targets, but is not sparse.
+    """
+    if old["step"] == 0:
+        return True
+    if is_feasible(new) != is_feasible(old):
+        return is_feasible(new)
+    decisive = minimised if is_feasible(new) else "violation"
+    return new[decisive] < old[decisive]
+
+
+def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
+    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)

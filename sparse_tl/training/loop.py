@@ -20,7 +20,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -66,11 +65,17 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage import files
 from sparse_tl.training import ranks
-from sparse_tl.training.outcome import evaluate_held_out
+from sparse_tl.training.evaluation import evaluate_held_out
 
 FORMAT = 9
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
-_SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
+_SHOWN = {
+    "loss": "loss",
+    "over_limit": "over",
+    "lambda": "λ",
+    "expected_per_token": "edges/token",
+    "best": "best",
+}
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
 BETWEEN_RANKS = 2_654_435_761
@@ -135,30 +140,16 @@ class TrainingConfig:
         return self.learning_rate * scale
 
 
-@dataclass
-class Selection:
-    """Model selection: which evaluation is best, and when training may stop early.
-
-    Args:
-        evaluate: returns the current model's validation metrics.
-        better: whether the first metrics beat the second.
-        finished: whether training can stop early, given the best metrics.
-    """
-
-    evaluate: Callable[[], Metrics]
-    better: Callable[[Metrics, Metrics], bool]
-    finished: Callable[[Metrics], bool] = lambda metrics: False
-
-
 class Objective:
-    """A loss with state: measured on every micro-batch, updated once per step.
+    """What a run minimises, and which weights it returns.
 
-    All ranks return the same values. An objective may measure only its rank's rows
-    (`ranks.own_parts`), and then joins means over rows or labels by `ranks.mean`.
+    In every step, `begin` is called once, `measure` on each micro-batch, and `update` once. All
+    ranks return the same values. An objective may measure only its rank's rows (`ranks.own_parts`),
+    and then joins means over rows or labels by `ranks.mean`.
     """
 
     def begin(self, batch: TokenBatch) -> None:
-        """Prepare for a step, given its whole batch, before its micro-batches are measured."""
+        """Prepare for a step, given its whole batch."""
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -170,8 +161,23 @@ class Objective:
         raise NotImplementedError
 
     def update(self, fraction_done: float) -> dict[str, float]:
-        """Update the state, once per step, after all micro-batches; return more to log."""
+        """Update the state; return more to log."""
         return {}
+
+    def evaluate(self) -> Metrics:
+        """Measurements of the current model on validation rows."""
+        return {}
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        """Whether to return the weights of an evaluation rather than those of an earlier one.
+
+        By default, the last weights are returned.
+        """
+        return True
+
+    def finished(self, best: Metrics) -> bool:
+        """Whether training can stop early, given the best evaluation."""
+        return False
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step: plain values and tensors."""
@@ -211,14 +217,9 @@ class TrainingState:
         ``over`` is what `LossConstraint.update` returns; ``best`` is the number of edges at the
         best evaluation.
         """
-        row = self.history[-1]
-        shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
-        if "active_attention_edges_per_token" in self.best:
-            shown["best"] = self.best["active_attention_edges_per_token"]
-        return ", ".join(
-            f"{label} {value:{'.2f' if abs(value) >= 10 else '.4g'}}"
-            for label, value in shown.items()
-        )
+        row = {**self.history[-1], "best": self.best.get("active_attention_edges_per_token")}
+        shown = {label: row[name] for name, label in _SHOWN.items() if row.get(name) is not None}
+        return ", ".join(f"{label} {value:.5g}" for label, value in shown.items())
 
 
 def run_identity(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +232,6 @@ def train(
     model: nn.Module,
     objective: Objective,
     stream: TokenStream,
-    selection: Selection,
     config: TrainingConfig,
     *,
     trained: Mapping[str, float],
@@ -244,9 +244,8 @@ def train(
 
     Args:
         model: module whose parameters are trained.
-        objective: what is minimised.
+        objective: what is minimised, and how weights are selected.
         stream: training batches by step.
-        selection: evaluation and model selection.
         config: settings of the optimizer and the loop.
         trained: names of the parameters to train, with multiples of the learning rate; all other
             parameters are frozen during the run.
@@ -262,7 +261,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
     folder = None if checkpoint is None else Path(checkpoint)
-    run = Run(model, objective, stream, selection, config, trained)
+    run = Run(model, objective, stream, config, trained)
     # As JSON has it, to compare with the checkpoint's copy.
     stated = json.loads(json.dumps({**settings, **trained, **asdict(config)}))
     identity = run_identity(model, stated)
@@ -286,7 +285,7 @@ def train(
             if run.state.step == 0:
                 run.evaluate()
             saved = time.monotonic()
-            while run.state.step < config.steps and not selection.finished(run.state.best):
+            while run.state.step < config.steps and not objective.finished(run.state.best):
                 run.step()
                 show(run.state.latest())
                 last = run.state.step == config.steps
@@ -311,7 +310,6 @@ class Run:
     model: nn.Module
     objective: Objective
     stream: TokenStream
-    selection: Selection
     config: TrainingConfig
     rates: Mapping[str, float]
 
@@ -369,14 +367,14 @@ class Run:
 
     def evaluate(self) -> None:
         try:
-            measured = ranks.from_first(self.selection.evaluate())
+            measured = ranks.from_first(self.objective.evaluate())
         except NonFiniteError as error:
             raise NonFiniteLossError(
                 f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
                 "from an earlier step; a smaller learning rate usually helps."
             ) from error
         metrics = {"step": self.state.step, **measured}
-        if not self.state.best or self.selection.better(metrics, self.state.best):
+        if not self.state.best or self.objective.better(metrics, self.state.best):
             self.state.best = metrics
             for name, parameter in self.trained.items():
                 weight = whole(parameter)  # all ranks take part
@@ -410,9 +408,9 @@ class Run:
         carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
         plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
         tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
-        content = {"format": FORMAT, "identity": identity, "ranks": launched.num_processes}
+        content = {"format": FORMAT, "identity": identity, "state": plain}
         with files.atomic_folder(folder) as temporary:
-            files.write_json(temporary / _STATE, {**content, "state": plain})
+            files.write_json(temporary / _STATE, content)
             files.write_tensors(temporary / _TENSORS, tensors)
 
     def load(self, folder: Path, identity: dict[str, Any]) -> None:
@@ -441,19 +439,13 @@ class Run:
             if self.stream.batch(step).digest() != digest:
                 what = f"the batch of step {step} has different tokens or rows, or another order"
                 raise _of_another_run(folder, what)
-        if content["ranks"] != launched.num_processes and launched.is_main_process:
-            warnings.warn(
-                f"the checkpoint in {folder} was made on {content['ranks']} ranks, and the run "
-                f"resumes on {launched.num_processes}: the gates draw other noise from here on",
-                stacklevel=2,
-            )
         moments = {kind.partition("/")[2]: of for kind, of in groups.items() if "/" in kind}
-        names = {id(parameter): name for name, parameter in self.trained.items()}
-        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        names = {parameter: name for name, parameter in self.trained.items()}
         order = [like for group in self.optimizer.param_groups for like in group["params"]]
-        for number, like in enumerate(order):
-            for key, of in moments.items():
-                if (value := of.get(names[id(like)])) is not None:
+        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, of in moments.items():
+            for number, like in enumerate(order):
+                if (value := of.get(names[like])) is not None:
                     restored[number][key] = ranks.spread(value, like) if value.ndim else value
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(restored)})
         self.set_weights(groups["weights"])
@@ -648,7 +640,17 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
 
     The same holds for signals that a cluster or a closing terminal sends before killing a process.
     """
-    noted, before = threading.Event(), {}
+    noted = threading.Event()
+    asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+    if threading.current_thread() is not threading.main_thread():  # no other can handle signals
+        asking = []
+    before = {number: signal.getsignal(number) for number in asking}
+    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
+    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         noted.set()
@@ -657,15 +659,6 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         if processes().num_processes == 1:
             restore()
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():  # no other can handle signals
-        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        before = {number: signal.getsignal(number) for number in asking}
-    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
-    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, note)
     try:
@@ -675,10 +668,16 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
 
 
 class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
+    """Mean cross-entropy in nats over the loss positions: the objective of a dense model.
 
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
+    The weights with the smallest loss on the `validation` rows are returned; training stops at a
+    loss of `good_enough`, if all rows are right.
+    """
+
+    def __init__(
+        self, model: Model, validation: TokenBatch | None = None, good_enough: float = 0.0
+    ) -> None:
+        self.model, self.validation, self.good_enough = model, validation, good_enough
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -690,6 +689,17 @@ class PlainLoss(Objective):
             losses.append(token_losses(logits, part.loss_labels()))
         loss = ranks.mean(torch.cat(losses))
         return loss, {"loss": loss.item()}
+
+    def evaluate(self) -> Metrics:
+        assert self.validation is not None
+        measured = evaluate_held_out(self.model, self.validation)
+        return {"loss": measured.loss, "accuracy": measured.accuracy}
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        return new["loss"] < old["loss"]
+
+    def finished(self, best: Metrics) -> bool:
+        return best["loss"] <= self.good_enough and best["accuracy"] == 1.0
 
 
 def pretrain(
@@ -721,21 +731,10 @@ def pretrain(
         The history, one row per step.
     """
     check_raw(model)
-
-    def evaluate() -> Metrics:
-        measured = evaluate_held_out(model, validation)
-        return {"loss": measured.loss, "accuracy": measured.accuracy}
-
-    selection = Selection(
-        evaluate,
-        better=lambda new, old: new["loss"] < old["loss"],
-        finished=lambda m: m["loss"] <= good_enough and m["accuracy"] == 1.0,
-    )
     state = train(
         model,
-        PlainLoss(model),
+        PlainLoss(model, validation, good_enough),
         stream,
-        selection,
         TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
         trained=choose_trained(model, {"all": 1.0}),
         settings={"good_enough": good_enough, "validation": validation.digest()},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.gates.sparse.learned_gates import check_edge_cost, costs_of_first, using
+from sparse_tl.results import Result
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
@@ -45,6 +46,9 @@ from sparse_tl.training.constraint import (
     OF_EDGES,
     LossConstraint,
     Target,
+    Validation,
+    is_better,
+    is_feasible,
     parse_target,
     remaining,
 )
@@ -52,26 +56,18 @@ from sparse_tl.training.distillation import (
     KEPT,
     DensePredictions,
     Reference,
-    as_dense,
     distilled,
     distilled_from,
     reference_of,
 )
+from sparse_tl.training.evaluation import DenseAndSparse
 from sparse_tl.training.loop import (
     Metrics,
     Objective,
     Precision,
-    Selection,
     TrainingConfig,
     choose_trained,
-    in_precision,
     train,
-)
-from sparse_tl.training.outcome import (
-    DenseAndSparse,
-    HeldOut,
-    PostTraining,
-    evaluate_held_out,
 )
 
 EVALUATIONS = 40
@@ -203,31 +199,36 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
-        of_model = target.of_divergence
         # Separate from the objective's, which keep training rows in the run's checkpoints.
-        predicted = DensePredictions(dense) if of_model and dense is not None else None
-        measuring = Validation(
+        predicted = DensePredictions(dense) if dense is not None and target.of_divergence else None
+        validated = Validation(
             sparse, validation, held_out or {}, target, edge_cost, precision, predicted
         )
         constraint = LossConstraint(
-            measuring.loss_budget,
-            lead=GAP_LEAD if of_model else 0,
-            target_edges=measuring.target_edges,
+            validated.loss_budget,
+            lead=GAP_LEAD if target.of_divergence else 0,
+            target_edges=validated.target_edges,
             evaluated_every=config.evaluate_every,
-            **({} if measuring.target_edges is None else OF_EDGES),
+            **(OF_EDGES if target.of_edges else {}),
         )
-        share = 1.0 if of_model else DISTILLED
-        objective = SparsityObjective(sparse, dense, constraint, edge_cost, head_cost, share)
+        objective = SparsityObjective(
+            sparse,
+            dense,
+            constraint,
+            edge_cost,
+            head_cost,
+            share=1.0 if target.of_divergence else DISTILLED,
+            validation=validated,
+        )
         state = train(
             sparse,
             objective,
             stream,
-            measuring.selection(constraint),
             config,
             trained=trained,
             settings={
                 "target": str(target),
-                "validation": measuring.rows.digest(),
+                "validation": validated.rows.digest(),
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
@@ -237,12 +238,12 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        groups, others = measuring.compared()
+        groups, others = validated.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
-            dense=measuring.dense,
-            sparse=measuring.measured(measuring.rows),
+            dense=validated.dense,
+            sparse=validated.measured(validated.rows),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
             groups=groups,
@@ -318,6 +319,7 @@ class SparsityObjective(Objective):
         edge_cost: cost of an attention edge, as in `post_train`.
         head_cost: cost of a head in use.
         share: weight of the dense model's prediction in the cross-entropy.
+        validation: the rows that steer lambda and select the weights.
     """
 
     def __init__(
@@ -328,9 +330,10 @@ class SparsityObjective(Objective):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
         share: float = DISTILLED,
+        validation: Validation | None = None,
     ) -> None:
         self.sparse, self.dense, self.constraint, self.share = sparse, dense, constraint, share
-        self.edge_cost, self.head_cost = edge_cost, head_cost
+        self.edge_cost, self.head_cost, self.validation = edge_cost, head_cost, validation
         # Of several ranks, a rank gets other rows in every epoch.
         kept = KEPT if processes().num_processes == 1 else 0
         self._predictions = None if dense is None else DensePredictions(dense, kept)
@@ -432,10 +435,20 @@ class SparsityObjective(Objective):
         return sizes, n_rows
 
     def update(self, fraction_done: float) -> dict[str, float]:
-        """Move lambda, which the last evaluation steers (`Validation.selection`)."""
+        """Move lambda by one step, as the last evaluations demand."""
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
         return {"over_limit": self.constraint.update(fraction_done)}
+
+    def evaluate(self) -> Metrics:
+        """Measure the model on validation rows; what is found moves lambda in the next steps."""
+        assert self.validation is not None
+        measured = self.validation.measured(self.validation.rows)
+        self.constraint.record(self.validation.gaps(measured), measured.edges_per_token)
+        return self.validation.metrics(measured)
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        return is_better(new, old, "log_size" if self.constraint.target_edges is None else "gap")
 
     def state(self) -> dict[str, Any]:
         kept = {} if self._predictions is None else self._predictions.state()
@@ -448,111 +461,81 @@ class SparsityObjective(Objective):
             self._predictions.load_state(state)
 
 
-class Validation:
-    """Validation rows, each group of which must meet the target, and held-out rows.
+@dataclass(frozen=True, eq=False)
+class PostTraining(DenseAndSparse, Result):
+    """The result of a post-training run.
 
-    The constructor measures the dense model, so it must be called before training. Arguments are
-    those of `post_train`, and the dense model's predictions if the target is a divergence.
+    Args:
+        dense: validation measurements of the dense model.
+        sparse: validation measurements of the selected weights.
+        feasible: whether any validation evaluation met the target, except that before training.
+        target: the target that every group had to meet, or that the mean of their edges had to.
+        best_step: step of the selected weights.
+        history: one row per step; validation columns are set at steps with an evaluation.
+        groups: validation measurements of every group, by name, if the groups have names.
+        held_out: measurements on held-out rows, by name: those of a group, or of other texts.
     """
 
-    def __init__(
-        self,
-        sparse: SparseTransformer,
-        rows: TokenBatch | Mapping[str, TokenBatch],
-        held_out: Mapping[str, TokenBatch],
-        target: Target,
-        edge_cost: Float[Tensor, "*#edge"] | None,
-        precision: Precision,
-        predictions: DensePredictions | None,
-    ) -> None:
-        self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
-        self.precision: Precision = precision
-        self.groups = rows if isinstance(rows, Mapping) else {}
-        self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
-        self.held_out, self.predictions = held_out, predictions
-        self.dense = self._of_dense(self.rows)
-        self._dense_groups, self._dense_held_out = (
-            {name: self._of_dense(rows) for name, rows in by_name.items()}
-            for by_name in (self.groups, held_out)
+    feasible: bool
+    target: Target
+    best_step: int
+    history: pd.DataFrame
+    groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+    held_out: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+
+    @property
+    def reported(self) -> dict[str, DenseAndSparse]:
+        """Measurements of every group and held-out text; of groups on held-out rows, if any."""
+        return {**self.groups, **self.held_out}
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few sentences."""
+        n_groups = len(self.dense.group_losses)
+        edges = (
+            f"{self.sparse.active_attention_edges:,.2f} of "
+            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
+            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
         )
-        losses, most = self.dense.group_losses, self.dense.edges_per_token
-        if missing := set(range(max(losses) + 1)) - set(losses):
-            raise ValueError(
-                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
-                f"{max(losses) + 1} groups"
+        if self.sparse.divergence is not None:
+            edges += f", {self.sparse.divergence:.4f} divergence from it"
+        if self.target.of_edges:
+            target, among = f"Target of {self.target}", f", on average over {n_groups} groups,"
+            advice = "or allow more edges"
+        else:
+            divergence = f"divergence of {self.target.amount:g}"
+            nats = divergence if self.target.of_divergence else self.target
+            target, among = f"Target {nats} nats", f" in each of {n_groups} groups"
+            advice = "start from a smaller threshold or a larger bias, or allow more loss"
+        target += among if n_groups > 1 else ""
+        if self.feasible:
+            outcome = f"{target} met at step {self.best_step}: {edges})."
+        else:
+            outcome = (
+                f"{target} NOT met by any validation evaluation after the first step; kept the "
+                f"weights that came closest, from step {self.best_step}: {edges}). Train for "
+                f"longer, {advice}."
             )
-        self.target_edges = target.edges(most)
-        """The target in edges per token, if it is one of edges."""
-        if self.target_edges is not None and self.target_edges > most:
-            raise ValueError(
-                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
-            )
-        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
-        """The largest gap that the target allows each group, in nats."""
-        if target.of == "loss" and self.loss_budget.min() < 0:
-            raise ValueError(
-                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
-                f"the target of {target}. Give a larger one, or an increase such as "
-                f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
-            )
+        return " ".join([outcome, *map(self._line, self.reported)])
 
-    def measured(self, rows: TokenBatch) -> HeldOut:
-        """Measurements of the current sparse model on some rows."""
-        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+    def _line(self, name: str) -> str:
+        """A sentence on a group or a held-out text."""
+        models = self.reported[name]
+        held_out = " (held-out rows)" if name in self.groups else " (held out)"
+        loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
+        if models.sparse.divergence is not None:
+            loss += f", divergence {models.sparse.divergence:.3f}"
+        edges = f"{models.sparse.active_attention_edges_per_token:,.1f} edges per token"
+        name += held_out if name in self.held_out else ""
+        return f"{name}: {edges} ({models.times_fewer:.1f}x fewer), {loss}."
 
-    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
-        """Measurements of both models on the rows of every group, and on held-out rows."""
-        groups, held_out = (
-            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
-            for of, dense in (
-                (self.groups, self._dense_groups),
-                (self.held_out, self._dense_held_out),
-            )
-        )
-        return groups, held_out
+    def to_pandas(self) -> pd.DataFrame:
+        """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
+        if self.reported:
+            rows = {name: models.row() for name, models in self.reported.items()}
+            return pd.DataFrame.from_dict(rows, orient="index")
+        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
 
-    def selection(self, constraint: LossConstraint) -> Selection:
-        """The model selection of a run; each evaluation is also recorded in the constraint."""
-
-        def evaluate() -> Metrics:
-            measured = self.measured(self.rows)
-            edges, target = measured.edges_per_token, self.target_edges
-            if self.target.of_divergence:
-                gaps = _by_group(measured.group_divergences)
-            else:
-                gaps = _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
-            constraint.record(gaps, edges)
-            by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
-            over = (gaps - self.loss_budget).max().item() if target is None else edges - target
-            found = {**measured.numbers, **by_group, "log_size": measured.log_size}
-            return {**found, "gap": gaps.mean().item(), "violation": over}
-
-        def better(new: Metrics, old: Metrics) -> bool:
-            if old["step"] == 0:
-                return True  # never prefer step 0: it meets most targets but is not sparse
-            if is_feasible(new) != is_feasible(old):
-                return is_feasible(new)
-            minimised = "log_size" if self.target_edges is None else "gap"
-            decisive = minimised if is_feasible(new) else "violation"
-            return new[decisive] < old[decisive]
-
-        return Selection(evaluate, better)
-
-    def _of_dense(self, rows: TokenBatch) -> HeldOut:
-        """Measurements of the dense model; before training, where its weights are trained."""
-        with as_dense(self.sparse):
-            found = self._evaluated(rows)
-        return replace(found, active_mlps=None, possible_mlps=None, active_size=None)
-
-    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
-        with in_precision(self.precision, adapt(self.sparse).device):
-            return ranks.from_first(evaluate_held_out(self.sparse, rows, **how))
-
-
-def is_feasible(metrics: Metrics) -> bool:
-    """Whether an evaluation meets the target, that of a loss in every group."""
-    return metrics["violation"] <= 0
-
-
-def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
-    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)
+    def __repr__(self) -> str:
+        return f"PostTraining({self.verdict})"

@@ -25,7 +25,6 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import (
     HeldOut,
     LossConstraint,
-    Selection,
     TrainingConfig,
     evaluate_held_out,
     post_train,
@@ -103,9 +102,8 @@ def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Row
     def job(rank: int = 0) -> list[list[float]]:
         model = torch.nn.ParameterDict({"w": torch.zeros(1)})
         objective = _Drawn(model["w"])
-        selection = Selection(dict, lambda new, old: True)
         stream, config = ShuffledStream(echo_rows(8), 8), TrainingConfig(10, 1e-3, seed=3)
-        run = Run(model, objective, stream, selection, config, {"w": 1.0})
+        run = Run(model, objective, stream, config, {"w": 1.0})
         for _ in range(3):
             run.step()
         return objective.drawn
