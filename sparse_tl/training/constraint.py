@@ -6,22 +6,20 @@ Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI co
 logarithm of lambda by the relative excess of the gap, extrapolated from validation evaluations,
 
     e_t  =  clip((gap_g + lead * change_g - limit_g) / limit_g, -1, 1),
-
-where the *change* is that between the last two evaluations. Edges go on closing for several
-evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
-*lead* is `GAP_LEAD` evaluations for a divergence, and 0 for a loss, whose noise it would multiply.
-The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
-from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts
-`MARGIN` above it and falls to it with the gates' noise: early on, large updates and noise raise the
-loss, which recovers later. Then
-
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
-integral term finds lambda; the proportional term responds to an excess at once and vanishes with
-it, which keeps lambda from oscillating. The target applies to validation rows under deterministic
-gates. The loss of a training batch says little about it: sampled gates raise the loss where
-deterministic ones do not, and the batch's noise can be many times a small target.
+*gap* is the increase in loss over the dense model or, for a divergence target, the divergence from
+it; the *change* is that between the last two evaluations. Edges go on closing for several
+evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
+*lead* is 0 for a loss, whose noise it would multiply. The *loss budget* is the largest gap that the
+target allows, and the *limit* starts `MARGIN` above it and falls to it with the gates' noise: early
+on, large updates and noise raise the loss, which recovers later.
+
+The integral term finds lambda; the proportional term responds to an excess at once and vanishes
+with it, which keeps lambda from oscillating. The target applies to validation rows under
+deterministic gates. The loss of a training batch says little about it: sampled gates raise the loss
+where deterministic ones do not, and the batch's noise can be many times a small target.
 
 Under a target of attention edges, the same controller moves one lambda for all groups, and the loss
 is the divergence from the dense model. The number of edges per token is to follow a line, geometric
@@ -52,7 +50,7 @@ from sparse_tl.backend import adapt
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import ranks
-from sparse_tl.training.distillation import DensePredictions, as_dense
+from sparse_tl.training.distillation import DensePredictions, Reference, as_dense
 from sparse_tl.training.evaluation import DenseAndSparse, HeldOut, evaluate_held_out
 from sparse_tl.training.loop import Metrics, Precision, in_precision
 
@@ -111,23 +109,17 @@ class Target:
         text = str(target).strip()
         if edges:
             of, number = ("times fewer" if text.endswith("x") else "edges"), text.removesuffix("x")
-            problem = (
-                "is not a number of target edges: give edges per token, such as 300, or how many "
-                'times fewer than in the dense model, "100x"'
-            )
+            asked = 'edges per token, such as 300, or how many times fewer than dense, "100x"'
         else:
             sign = next(sign for sign in _SIGNS if text.startswith(sign))
             of, number = _SIGNS[sign], text.removeprefix(sign.removesuffix("+"))
-            problem = (
-                "is not a target loss in nats above 0: give a loss, such as 0.01, an increase over "
-                'the dense model, "+0.05", or a divergence from it, "kl+0.05"'
-            )
+            asked = 'nats above 0: a loss, 0.01, an increase, "+0.05", or a divergence, "kl+0.05"'
         try:
             amount = float(number)
         except ValueError:
             amount = math.nan
         if not 0 < amount < math.inf:
-            raise ValueError(f"{target!r} {problem}")
+            raise ValueError(f"{target!r} is no target; give {asked}")
         return Target(amount, of)
 
     @property
@@ -178,10 +170,9 @@ def parse_target(
     return Target.parse(target_edges, edges=True)
 
 
+@dataclass
 class LossConstraint:
     """The lambda of every group, and the controller that moves it.
-
-    Under a target of edges, all groups have the same lambda.
 
     Args:
         budget: the largest gap that the target allows each group, in nats.
@@ -194,25 +185,20 @@ class LossConstraint:
         bounds: smallest and largest lambda.
     """
 
-    def __init__(
-        self,
-        budget: Float[Tensor, " group"],
-        *,
-        lead: int = 0,
-        target_edges: float | None = None,
-        evaluated_every: int = 1,
-        start: float = START,
-        integral: float = INTEGRAL,
-        proportional: float = PROPORTIONAL,
-        bounds: tuple[float, float] = BOUNDS,
-    ) -> None:
+    budget: Float[Tensor, " group"]
+    lead: int = 0
+    target_edges: float | None = None
+    evaluated_every: int = 1
+    start: float = START
+    integral: float = INTEGRAL
+    proportional: float = PROPORTIONAL
+    bounds: tuple[float, float] = BOUNDS
+
+    def __post_init__(self) -> None:
         # In float64, which JSON stores exactly, so that a resumed run starts from the same value.
-        self.budget = budget.double().clamp(min=LEAST_BUDGET)
-        self.lead, self.target_edges = lead, target_edges
-        self._log_lambda = torch.full_like(self.budget, math.log(start))
+        self.budget = self.budget.double().clamp(min=LEAST_BUDGET)
+        self._log_lambda = torch.full_like(self.budget, math.log(self.start))
         self._last_error = torch.zeros_like(self.budget)
-        self._integral, self._proportional = integral / evaluated_every, proportional
-        self._bounds = [math.log(bound) for bound in bounds]
         self._gap = self.limit(0.0)  # no excess before the first evaluation
         self._change = torch.zeros_like(self.budget)
         self._edges: list[float] = []  # at the first evaluation and at the last two
@@ -254,9 +240,9 @@ class LossConstraint:
     def move(self, excess: Float[Tensor, " group"]) -> None:
         """Move lambda by one step, given every group's relative excess ``e_t`` before clipping."""
         error = excess.clamp(-1, 1).to(self._log_lambda)
-        both = self._integral + self._proportional
-        change = error * both - self._last_error * self._proportional
-        self._log_lambda = (self._log_lambda + change).clamp(*self._bounds)
+        both = self.integral / self.evaluated_every + self.proportional
+        change = error * both - self._last_error * self.proportional
+        self._log_lambda = (self._log_lambda + change).clamp(*map(math.log, self.bounds))
         self._last_error = error
 
     def state(self) -> dict[str, Any]:
@@ -283,16 +269,8 @@ def remaining(done: float) -> float:
 class Validation:
     """Validation rows, each group of which must meet the target, and held-out rows.
 
-    The constructor measures the dense model, so it must be called before training.
-
-    Args:
-        sparse: the model that is trained.
-        rows: validation rows, or those of each group by name.
-        held_out: rows to report on, by name.
-        target: what the validation rows must meet.
-        edge_cost: cost of an attention edge, as in `post_train`.
-        precision: precision of the forward passes.
-        predictions: the dense model's predictions, if the target is a divergence.
+    The constructor measures the dense model, so it must be called before training. Arguments are
+    those of `post_train`, and the frozen dense model, if divergences from it are measured.
     """
 
     def __init__(
@@ -303,13 +281,16 @@ class Validation:
         target: Target,
         edge_cost: Float[Tensor, "*#edge"] | None,
         precision: Precision,
-        predictions: DensePredictions | None,
+        dense: Reference | None,
     ) -> None:
         self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
         self.precision: Precision = precision
         self.groups = rows if isinstance(rows, Mapping) else {}
         self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
-        self.held_out, self.predictions = held_out, predictions
+        self.held_out, self.predictions = held_out, None
+        if dense is not None and target.of_divergence:
+            # Not the objective's, which keeps training rows, in the run's checkpoints too.
+            self.predictions = DensePredictions(dense)
         self.dense = self._of_dense(self.rows)
         self._dense_groups, self._dense_held_out = (
             {name: self._of_dense(rows) for name, rows in by_name.items()}

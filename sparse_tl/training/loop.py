@@ -1,11 +1,7 @@
-"""The resumable training loop, shared by pretraining and post-training.
+"""The resumable training loop, shared by pretraining, post-training and fits of head gates.
 
-Each step: get the stream's batch, compute the objective's loss (in micro-batches if requested),
-backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
-so a resumed run draws the same numbers as an uninterrupted one.
-
-A checkpoint is a folder with ``state.json`` and ``tensors.safetensors``, from which a run resumes
-as if never interrupted.
+Random generators are seeded by step, so a run that resumes from a checkpoint draws the same numbers
+as an uninterrupted one.
 
 Several ranks take each step together: each has its own rows of the step's batch, and gradients are
 averaged. The first rank keeps the best weights, writes checkpoints and shows progress. Checkpoints
@@ -34,15 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.arguments import (
-    AtLeastOne,
-    Count,
-    Fraction,
-    NotNegative,
-    Positive,
-    Seed,
-    checked,
-)
+from sparse_tl.arguments import AtLeastOne, Count, Fraction, NotNegative, Positive, Seed, checked
 from sparse_tl.backend import (
     HookedModel,
     Model,
@@ -69,13 +57,6 @@ from sparse_tl.training.evaluation import evaluate_held_out
 
 FORMAT = 9
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
-_SHOWN = {
-    "loss": "loss",
-    "over_limit": "over",
-    "lambda": "λ",
-    "expected_per_token": "edges/token",
-    "best": "best",
-}
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
 BETWEEN_RANKS = 2_654_435_761
@@ -193,7 +174,7 @@ class TrainingState:
 
     Args:
         step: number of completed steps.
-        history: one dictionary per logged step.
+        history: measurements of every step.
         best: metrics of the best evaluation so far, including its step.
         best_weights: on the first rank, the trained weights at that evaluation, on the CPU.
         objective: the objective's state.
@@ -212,14 +193,16 @@ class TrainingState:
     stream: dict[str, Any] = field(default_factory=dict)
 
     def latest(self) -> str:
-        """The last step's measurements, in nats and attention edges per token.
-
-        ``over`` is what `LossConstraint.update` returns; ``best`` is the number of edges at the
-        best evaluation.
-        """
-        row = {**self.history[-1], "best": self.best.get("active_attention_edges_per_token")}
-        shown = {label: row[name] for name, label in _SHOWN.items() if row.get(name) is not None}
-        return ", ".join(f"{label} {value:.5g}" for label, value in shown.items())
+        """The last step's measurements for the progress bar, and the edges of the best weights."""
+        row = self.history[-1]
+        shown = {
+            "loss": row.get("loss"),
+            "over": row.get("over_limit"),
+            "λ": row.get("lambda"),
+            "edges/token": row.get("expected_per_token"),
+            "best": self.best.get("active_attention_edges_per_token"),
+        }
+        return ", ".join(f"{k} {value:.5g}" for k, value in shown.items() if value is not None)
 
 
 def run_identity(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
@@ -251,8 +234,7 @@ def train(
             parameters are frozen during the run.
         settings: further settings that identify this run in its checkpoints.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
-        title: title of the progress bar.
-        progress: whether to show it.
+        title, progress: title of the progress bar, and whether to show it.
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
@@ -277,7 +259,6 @@ def train(
             autograd(True),  # notebooks often switch gradients off
             _only_trained(model, run.weights),
             nullcontext(run.merge) if apart else merged_lora(model, half) as run.merge,
-            run.masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
             tracked(title, config.steps, progress and is_first, done=run.state.step) as show,
@@ -350,13 +331,12 @@ class Run:
             for name, value in logged.items():
                 measured[name] = measured.get(name, 0.0) + share * value
         ranks.average_gradients(self.trained.values())
-        clip = math.inf if config.clip is None else config.clip
-        norm = ranks.clip_gradients(self.trained.values(), clip)
+        norm = ranks.clip_gradients(self.trained.values(), config.clip or math.inf)
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
                 f"the loss or gradient is not finite: at step {step} the measurements were "
-                f"{measured} and the gradient's norm {norm}. The last checkpoint holds weights "
-                "from before this step; a smaller learning rate usually helps."
+                f"{measured} and the gradient's norm {norm}. The last checkpoint is from before "
+                "this step; a smaller learning rate usually helps."
             )
         self.optimizer.step()
         self.masters.write()
@@ -369,10 +349,8 @@ class Run:
         try:
             measured = ranks.from_first(self.objective.evaluate())
         except NonFiniteError as error:
-            raise NonFiniteLossError(
-                f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
-                "from an earlier step; a smaller learning rate usually helps."
-            ) from error
+            where = f"after step {self.state.step}, on validation rows"
+            raise NonFiniteLossError(f"{where}: {error}") from error
         metrics = {"step": self.state.step, **measured}
         if not self.state.best or self.objective.better(metrics, self.state.best):
             self.state.best = metrics
@@ -461,19 +439,17 @@ class Run:
 
 
 def _difference(stored: dict[str, Any], expected: dict[str, Any]) -> str:
-    """How the identity of a checkpoint's run differs from that of this run."""
+    """How a checkpoint's run differs from this run."""
     there, here = stored["settings"], expected["settings"]
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
         return ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
-    if stored["shapes"] != expected["shapes"]:
-        return "its parameters have different names or shapes"
     return "it started from different weights; load the model again before resuming"
 
 
 def _of_another_run(folder: Path, what: str) -> ValueError:
     return ValueError(
-        f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
-        "folder, remove this one, or use the settings and the data that it was made with."
+        f"the checkpoint in {folder} belongs to another run ({what:.500}): use its settings and "
+        "data, choose another folder, or remove this one"
     )
 
 
@@ -484,6 +460,8 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
     chosen = {id(parameter) for parameter in trained.values()}
     for parameter, _ in flags:
         parameter.requires_grad_(id(parameter) in chosen)
+    for parameter in trained.values():
+        parameter.grad = None  # of the user's
     try:
         yield
     finally:
@@ -501,18 +479,18 @@ def _optimizer(
         {"params": [weights[name] for name in scales if scales[name] == scale], "scale": scale}
         for scale in dict.fromkeys(scales.values())
     ]
-    how = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     # The fused update takes a weight for one piece of memory, which views of joint weights are not.
     fused = all(w.is_contiguous() and not is_sharded(w) for w in weights.values())
-    return torch.optim.AdamW(groups, fused=fused, **how)
+    return torch.optim.AdamW(
+        groups, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+    )
 
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
     """Use deterministic algorithms within the block, where they exist; CUDA lacks a few.
 
-    Otherwise, several threads add up embedding gradients in varying order, and a resumed run drifts
-    away from an uninterrupted one.
+    Otherwise, threads add up embedding gradients in varying order, and a resumed run drifts away.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
@@ -569,11 +547,10 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
 class MasterWeights:
     """The parameters that the optimizer trains: float32 copies of bfloat16 weights, and all others.
 
-    A step changes a weight by a few parts in ten thousand, and late in a run by far less. A
-    bfloat16 number has eight significant bits, so most steps would change nothing. The optimizer
-    therefore moves the master weights, by gradients that are also accumulated in float32, and the
-    model computes with their rounded values. In float16, small gradients would vanish before they
-    reached any copy.
+    A step changes a weight by a few parts in ten thousand or less; bfloat16 has eight significant
+    bits, so most steps would change nothing. The optimizer therefore moves the master weights, by
+    gradients that are also accumulated in float32, and the model computes with their rounded
+    values.
 
     Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
     """
@@ -584,34 +561,22 @@ class MasterWeights:
                 "small gradients vanish in float16: load the model in float32 or bfloat16, or "
                 "train low-rank adapters (add_lora), which are float32"
             )
-        self.by_name = {
-            name: nn.Parameter(weight.detach().float()) if is_half(weight) else weight
+        copies = {
+            name: nn.Parameter(weight.detach().float())
             for name, weight in weights.items()
+            if is_half(weight)
         }
-        """Master weights by name."""
-        self._copied = [
-            (weight, self.by_name[name]) for name, weight in weights.items() if is_half(weight)
-        ]
+        self.by_name = {**weights, **copies}
+        self._copied = [(weights[name], master) for name, master in copies.items()]
 
-    @contextmanager
-    def taking_gradients(self) -> Iterator[None]:
-        """Move each gradient to its master as soon as it exists, so that few are held twice."""
-        for weight, _ in self._copied:
-            weight.grad = None  # from an earlier backward pass by the user
-        handles = [
-            weight.register_post_accumulate_grad_hook(lambda _, pair=(weight, master): _move(*pair))
-            for weight, master in self._copied
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
+    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Take the gradients that no hook moved: those of sharded weights."""
+        """Move the gradients of the model's weights to their masters."""
         for weight, master in self._copied:
-            _move(weight, master)
+            if weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                weight.grad = None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -625,21 +590,9 @@ def is_half(weight: nn.Parameter) -> bool:
     return weight.dtype == torch.bfloat16
 
 
-@torch.no_grad()
-def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
-    if weight.grad is None:
-        return
-    gradient = weight.grad.float()
-    master.grad = gradient if master.grad is None else master.grad + gradient
-    weight.grad = None
-
-
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
-
-    The same holds for signals that a cluster or a closing terminal sends before killing a process.
-    """
+    """Defer Ctrl-C, and signals that precede a kill, until the running step is complete."""
     noted = threading.Event()
     asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
     if threading.current_thread() is not threading.main_thread():  # no other can handle signals
@@ -667,17 +620,13 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         restore()
 
 
+@dataclass
 class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions: the objective of a dense model.
+    """Mean cross-entropy in nats over the loss positions; arguments as in `pretrain`."""
 
-    The weights with the smallest loss on the `validation` rows are returned; training stops at a
-    loss of `good_enough`, if all rows are right.
-    """
-
-    def __init__(
-        self, model: Model, validation: TokenBatch | None = None, good_enough: float = 0.0
-    ) -> None:
-        self.model, self.validation, self.good_enough = model, validation, good_enough
+    model: Model
+    validation: TokenBatch | None = None
+    good_enough: float = 0.0
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -723,8 +672,7 @@ def pretrain(
         steps: maximum number of steps.
         learning_rate: peak learning rate.
         good_enough: validation loss in nats at which training stops, if all rows are right.
-        checkpoint: folder for checkpoints; a run interrupted there is resumed.
-        progress: whether to show a progress bar.
+        checkpoint, progress: as in `post_train`.
         **config: further fields of `TrainingConfig`.
 
     Returns:

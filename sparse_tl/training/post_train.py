@@ -114,17 +114,16 @@ def post_train(
     """Finetune weights and gates until as few attention edges as possible are open.
 
     Solves ``min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)``,
-    where the size is the expected cost of the open edges per example. If MLPs have gates too, every
-    MLP output, of one layer at one position, adds the probability that it is open. Each group ``g``
-    of rows, such as a kind of text or a task, has a size of its own and must meet the target on its
-    own. On return, `sparse` holds the best feasible weights: among the validation evaluations that
-    meet the target, those with the smallest ``mean_g log(1 + size_g)`` of active edges and MLP
-    outputs.
+    where the size is the expected cost per example of the open attention edges and, if MLPs have
+    gates too, of the open MLP outputs (one per layer and position). Each group ``g`` of rows, such
+    as a kind of text or a task, must meet the target on its own. On return, `sparse` holds the best
+    feasible weights: among the validation evaluations that meet the target, those with the smallest
+    ``mean_g log(1 + size_g)``.
 
-    With `target_edges`, the number of edges is given and the divergence is what is minimised: one
-    lambda for all groups steers the edges along a geometric line to the target, at six tenths of
-    the run, and holds them there. The best feasible weights are then, among the evaluations with at
-    most so many edges, those with the smallest mean divergence over groups.
+    With `target_edges`, the number of edges is given and the divergence is minimised: one lambda
+    for all groups steers the edges along a geometric line to the target, at six tenths of the run,
+    and holds them there. The best feasible weights are then, among the evaluations with at most so
+    many edges, those with the smallest mean divergence over groups.
 
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
@@ -146,8 +145,7 @@ def post_train(
             and keys; in latent attention, including those that keys share with values), ``"lora"``
             (adapters), ``"gates"``, ``"all"``, or patterns of parameter names. A parameter takes
             the first rate that matches it.
-        gate_learning_rate: peak learning rate of the gates on attention edges and MLPs, unless
-            `learning_rate` names them.
+        gate_learning_rate: peak learning rate of all gates, unless `learning_rate` names them.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
             broadcastable to ``[layer, head, query, key]``. Reported counts are never weighted.
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
@@ -174,7 +172,14 @@ def post_train(
     gates.
     """
     target = parse_target(target_loss, target_edges, TARGET_LOSS)
-    stream = _mixed(stream, validation)
+    if isinstance(stream, Mapping):
+        if not isinstance(validation, Mapping) or list(stream) != list(validation):
+            named = list(validation) if isinstance(validation, Mapping) else "without group names"
+            raise ValueError(
+                f"the streams are of the groups {list(stream)}, and the validation rows are "
+                f"{named}; give both for the same groups, in the same order"
+            )
+        stream = MixedStream(stream)
     if isinstance(learning_rate, Mapping):
         rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
     else:
@@ -199,10 +204,8 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
-        # Separate from the objective's, which keep training rows in the run's checkpoints.
-        predicted = DensePredictions(dense) if dense is not None and target.of_divergence else None
         validated = Validation(
-            sparse, validation, held_out or {}, target, edge_cost, precision, predicted
+            sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )
         constraint = LossConstraint(
             validated.loss_budget,
@@ -251,21 +254,6 @@ def post_train(
         )
 
 
-def _mixed(
-    stream: TokenStream | Mapping[str, TokenStream], validation: TokenBatch | Mapping[str, Any]
-) -> TokenStream:
-    """Combine the groups' streams into one, in the order of the validation rows."""
-    if not isinstance(stream, Mapping):
-        return stream
-    named = list(validation) if isinstance(validation, Mapping) else []
-    if list(stream) != named:
-        raise ValueError(
-            f"the streams are of the groups {list(stream)}, and the validation rows are "
-            f"{named or 'without group names'}; give both for the same groups, in the same order"
-        )
-    return MixedStream(stream)
-
-
 @contextmanager
 def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
     """Explain an out-of-memory error in the block, in a step or an evaluation of post-training."""
@@ -276,16 +264,15 @@ def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> I
             raise
         rows, window = stream.batch(0).tokens.shape
         raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
-            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
-            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
-            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
-            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
-            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
-            f"shorter validation rows. ({reason(error)})"
+            f"post-training ran out of memory on {adapt(sparse).device}, in steps of {rows} rows "
+            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates the memory of one "
+            "row. Less is needed with micro-batches (--accumulate), --checkpoint-activations, "
+            "shorter windows, --precision bf16, --shard, or low-rank adapters (--trained lora); "
+            f"in an evaluation, with fewer or shorter validation rows. ({reason(error)})"
         ) from error
 
 
+@dataclass
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
@@ -299,13 +286,11 @@ class SparsityObjective(Objective):
         size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                  + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    where E_h is the group's expected number of edges of head h, and an MLP output is that of one
-    layer at one position; MLPs without gates do not count. Because of the logarithm, closing one
-    percent of the edges is worth the same at any density; the 1 keeps it finite when no edge is
-    left. The division keeps the scale of the gradients while lambda moves over orders of magnitude,
-    so that clipping means the same throughout; it does not move the optimum for a given lambda. The
-    divisor is the same for all micro-batches of a step, whatever groups they hold; the sizes are
-    each micro-batch's own.
+    where E_h is the group's expected number of edges of head h; MLPs without gates do not count.
+    Because of the logarithm, closing one percent of the edges is worth the same at any density. The
+    division keeps the scale of the gradients while lambda moves over orders of magnitude, so that
+    clipping means the same throughout; it does not move the optimum for a given lambda. The divisor
+    is the same for all micro-batches of a step; the sizes are each micro-batch's own.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
     previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
@@ -322,24 +307,21 @@ class SparsityObjective(Objective):
         validation: the rows that steer lambda and select the weights.
     """
 
-    def __init__(
-        self,
-        sparse: SparseTransformer,
-        dense: Reference | None,
-        constraint: LossConstraint,
-        edge_cost: Float[Tensor, "*#edge"] | None = None,
-        head_cost: float = 0.0,
-        share: float = DISTILLED,
-        validation: Validation | None = None,
-    ) -> None:
-        self.sparse, self.dense, self.constraint, self.share = sparse, dense, constraint, share
-        self.edge_cost, self.head_cost, self.validation = edge_cost, head_cost, validation
+    sparse: SparseTransformer
+    dense: Reference | None
+    constraint: LossConstraint
+    edge_cost: Float[Tensor, "*#edge"] | None = None
+    head_cost: float = 0.0
+    share: float = DISTILLED
+    validation: Validation | None = None
+
+    def __post_init__(self) -> None:
         # Of several ranks, a rank gets other rows in every epoch.
         kept = KEPT if processes().num_processes == 1 else 0
-        self._predictions = None if dense is None else DensePredictions(dense, kept)
-        self._sizes = torch.full_like(constraint.budget, math.inf)
+        self._predictions = None if self.dense is None else DensePredictions(self.dense, kept)
+        self._sizes = torch.full_like(self.constraint.budget, math.inf)
         self._shares = torch.ones(1)
-        self._summed = self._rows = torch.zeros_like(constraint.budget)
+        self._summed = self._rows = torch.zeros_like(self.constraint.budget)
 
     def begin(self, batch: TokenBatch) -> None:
         labels, n_groups = batch.label_groups(), len(self.constraint.budget)
@@ -492,30 +474,30 @@ class PostTraining(DenseAndSparse, Result):
     def verdict(self) -> str:
         """The outcome in a few sentences."""
         n_groups = len(self.dense.group_losses)
-        edges = (
+        measured = (
             f"{self.sparse.active_attention_edges:,.2f} of "
             f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
             f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
             f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
         )
         if self.sparse.divergence is not None:
-            edges += f", {self.sparse.divergence:.4f} divergence from it"
+            measured += f", {self.sparse.divergence:.4f} divergence from it"
         if self.target.of_edges:
-            target, among = f"Target of {self.target}", f", on average over {n_groups} groups,"
+            target, among = f"of {self.target}", f", on average over {n_groups} groups,"
             advice = "or allow more edges"
         else:
             divergence = f"divergence of {self.target.amount:g}"
-            nats = divergence if self.target.of_divergence else self.target
-            target, among = f"Target {nats} nats", f" in each of {n_groups} groups"
+            target = f"{divergence if self.target.of_divergence else self.target} nats"
+            among = f" in each of {n_groups} groups"
             advice = "start from a smaller threshold or a larger bias, or allow more loss"
         target += among if n_groups > 1 else ""
         if self.feasible:
-            outcome = f"{target} met at step {self.best_step}: {edges})."
+            outcome = f"Target {target} met at step {self.best_step}: {measured})."
         else:
             outcome = (
-                f"{target} NOT met by any validation evaluation after the first step; kept the "
-                f"weights that came closest, from step {self.best_step}: {edges}). Train for "
-                f"longer, {advice}."
+                f"Target {target} NOT met by any validation evaluation after the first step; kept "
+                f"the weights that came closest, from step {self.best_step}: {measured}). Train "
+                f"for longer, {advice}."
             )
         return " ".join([outcome, *map(self._line, self.reported)])
 

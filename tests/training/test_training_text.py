@@ -187,7 +187,7 @@ def test_windows_without_a_separator_continue_beginnings(tmp_path: Path) -> None
     ]
     assert sorted(begun[:4]) == sorted(start[1:] for start in STARTS)
     for beginnings in (None, []):
-        with pytest.raises(ValueError, match=r"BOS or EOS token.*Set one .*, or give beginnings"):
+        with pytest.raises(ValueError, match="BOS or EOS token"):
             sampled_windows(model, 4, 12, beginnings=beginnings, **QUIET)
 
 
