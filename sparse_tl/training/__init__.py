@@ -1,9 +1,6 @@
 """Model training: loss constraint, training loop, checkpoints, validation."""
 
-from sparse_tl.training.constraint import (
-    LossConstraint as LossConstraint,
-    Target as Target,
-)
+from sparse_tl.training.constraint import LossConstraint as LossConstraint, Target as Target
 from sparse_tl.training.evaluation import (
     DenseAndSparse as DenseAndSparse,
     HeldOut as HeldOut,
@@ -15,11 +12,5 @@ from sparse_tl.training.loop import (
     pretrain as pretrain,
     train as train,
 )
-from sparse_tl.training.post_train import (
-    PostTraining as PostTraining,
-    post_train as post_train,
-)
-from sparse_tl.training.text import (
-    sampled_windows as sampled_windows,
-    short_rows as short_rows,
-)
+from sparse_tl.training.post_train import PostTraining as PostTraining, post_train as post_train
+from sparse_tl.training.text import sampled_windows as sampled_windows, short_rows as short_rows

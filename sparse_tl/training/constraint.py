@@ -328,7 +328,7 @@ class Validation:
         return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
 
     def metrics(self, measured: HeldOut) -> Metrics:
-        """Measurements on the validation rows by name: `is_better` compares them.
+        """Measurements on the validation rows by name, which select the weights.
 
         The *violation* is the largest excess over a group's loss budget, or that over the target
         number of edges.
@@ -370,21 +370,6 @@ class Validation:
 def is_feasible(metrics: Metrics) -> bool:
     """Whether an evaluation meets the target, that of a loss in every group."""
     return metrics["violation"] <= 0
-
-
-def is_better(new: Metrics, old: Metrics, minimised: str) -> bool:
-    """Whether the weights of an evaluation are returned, rather than those of an earlier one.
-
-    Feasible ones are better than others. Of two feasible ones, that with the smaller `minimised` is
-    better: ``log_size``, or the ``gap`` under a target of edges; of two others, that with the
-    smaller violation. Step 0 is never preferred: it meets most targets, but is not sparse.
-    """
-    if old["step"] == 0:
-        return True
-    if is_feasible(new) != is_feasible(old):
-        return is_feasible(new)
-    decisive = minimised if is_feasible(new) else "violation"
-    return new[decisive] < old[decisive]
 
 
 def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:

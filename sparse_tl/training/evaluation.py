@@ -145,9 +145,7 @@ def evaluate_held_out(
     edge_cost: Float[Tensor, "*#edge"] | None = None,
     dense: Reference | DensePredictions | None = None,
 ) -> HeldOut:
-    """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
-
-    Gates are deterministic.
+    """Measure loss, accuracy, and what is open under deterministic gates.
 
     Args:
         model: a dense model or a SparseTransformer.
@@ -156,9 +154,8 @@ def evaluate_held_out(
             `LOGITS_PER_PASS`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
-        dense: the dense model, to measure the divergence from it. A sparse model is run as a dense
-            one, with its gates open and its low-rank adapters off. `DensePredictions` reuses
-            predictions for rows that are evaluated again.
+        dense: the dense model, to measure the divergence from it; a sparse model is run with its
+            gates open and its low-rank adapters off. `DensePredictions` reuses predictions.
 
     Raises:
         ValueError: the rows do not fit the model's vocabulary or context.
@@ -175,11 +172,8 @@ def evaluate_held_out(
     if dense is not None and not isinstance(dense, DensePredictions):
         dense = DensePredictions(dense)
     results = []
-    # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
-    with (
-        under_gates(model) as wrapped,
-        wrapped.opened() if wrapped is not model else nullcontext(),
-    ):
+    # A dense model is measured as one whose gates are all open.
+    with under_gates(model) as wrapped, nullcontext() if wrapped is model else wrapped.opened():
         for batch in pieces:
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(
@@ -188,14 +182,11 @@ def evaluate_held_out(
                     **batch.model_kwargs,
                 )
             logits = logits_at(output)
-            right = exact_rows(logits, batch)
+            right, labels = exact_rows(logits, batch), batch.loss_labels()
             if dense is None:
-                losses = token_losses(logits, batch.loss_labels())
-                divergences = losses.new_zeros(0)
+                losses, divergences = token_losses(logits, labels), torch.empty(0)
             else:
-                losses, divergences = losses_and_divergences(
-                    logits, dense.logits(batch), batch.loss_labels()
-                )
+                losses, divergences = losses_and_divergences(logits, dense.logits(batch), labels)
             of_labels, of_rows = batch.label_groups(), batch.row_groups()
             values = losses.double(), of_labels, divergences.double(), right, of_rows
             edges = {name: x.cpu() for name, x in vars(counted).items() if x is not None}

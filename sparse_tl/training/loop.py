@@ -457,11 +457,9 @@ def _of_another_run(folder: Path, what: str) -> ValueError:
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Enable gradients for the trained parameters only, and restore all flags at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(parameter) for parameter in trained.values()}
-    for parameter, _ in flags:
-        parameter.requires_grad_(id(parameter) in chosen)
+    model.requires_grad_(False)
     for parameter in trained.values():
-        parameter.grad = None  # of the user's
+        parameter.requires_grad_().grad = None
     try:
         yield
     finally:
@@ -495,7 +493,6 @@ def _repeatable() -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Untyped, because type checkers cannot follow how the module adds this setting to itself.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -593,11 +590,10 @@ def is_half(weight: nn.Parameter) -> bool:
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C, and signals that precede a kill, until the running step is complete."""
-    noted = threading.Event()
-    asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-    if threading.current_thread() is not threading.main_thread():  # no other can handle signals
-        asking = []
-    before = {number: signal.getsignal(number) for number in asking}
+    noted, before = threading.Event(), {}
+    if threading.current_thread() is threading.main_thread():  # no other can handle signals
+        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in asking}
     # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
 

@@ -82,13 +82,11 @@ class TrainingMemory:
             f"activations of {self.window:,} tokens": self.activations,
             "logits": self.logits,
         }
-        copied = self.dense and not self.masters
-        less = f"; {decimal(self.dense // 2)} less with the dense model in bf16" if copied else ""
         listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
             f"post-training takes {decimal(self.peak)} at its peak: {listed}; or "
             f"{decimal(self.least_peak)} with checkpointed activations, which take "
-            f"{decimal(self.checkpointed)}{less}"
+            f"{decimal(self.checkpointed)}"
         )
 
 
@@ -96,8 +94,7 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
     """Estimate the peak memory of a post-training step on one prompt, in float32.
 
     All weights and gates are trained, or, if the model has adapters, these and the gates.
-    Activations and logits take as much again for every further prompt. The estimate does not depend
-    on whether `checkpointed_activations` is active.
+    Activations and logits take as much again for every further prompt.
 
     Runs forward passes on two short prompts and counts the tensors that they keep, which grow
     linearly for longer windows.

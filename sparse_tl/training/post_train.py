@@ -47,7 +47,6 @@ from sparse_tl.training.constraint import (
     LossConstraint,
     Target,
     Validation,
-    is_better,
     is_feasible,
     parse_target,
     remaining,
@@ -155,14 +154,10 @@ def post_train(
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
-    Returns:
-        The outcome; its `verdict` says whether the target was met.
-
     Raises:
-        ValueError: the target is below the dense model's own validation loss or above its number of
-            edges, both targets are given, a parameter name is unknown, a cost is invalid, the
-            stream and the validation rows have different groups, or the checkpoint belongs to
-            another run or other data.
+        ValueError: the dense model itself misses the target loss, or has fewer edges than are
+            asked for; an argument is invalid; the stream and the validation rows have different
+            groups; or the checkpoint belongs to another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         MemoryError: out of memory; the message says how to use less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
@@ -277,10 +272,9 @@ class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
     Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each
-    group g of the batch counts alike, however many labels and edges it has: short prompts have a
-    fiftieth of the edges of windows of text. If the dense model is given, its prediction replaces
-    the label in a share `share` of the cross-entropy, which has the gradient of
-    ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
+    group g of the batch counts alike, however many labels and edges it has. If the dense model is
+    given, its prediction replaces the label in a share of the cross-entropy, which has the gradient
+    of ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
     per example of a group is
 
         size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
@@ -297,14 +291,8 @@ class SparsityObjective(Objective):
     then worth no more than the group's whole limit. Without this, the last necessary edges close
     before lambda has risen; a closed gate has hardly any gradient.
 
-    Args:
-        sparse: the gated model.
-        dense: the frozen dense model, if its predictions are part of the objective.
-        constraint: lambda, and how validation moves it.
-        edge_cost: cost of an attention edge, as in `post_train`.
-        head_cost: cost of a head in use.
-        share: weight of the dense model's prediction in the cross-entropy.
-        validation: the rows that steer lambda and select the weights.
+    Arguments are those of `post_train`; the frozen `dense` model, if its predictions are part of
+    the objective, and their `share`; and the `validation` that moves lambda and selects weights.
     """
 
     sparse: SparseTransformer
@@ -430,7 +418,19 @@ class SparsityObjective(Objective):
         return self.validation.metrics(measured)
 
     def better(self, new: Metrics, old: Metrics) -> bool:
-        return is_better(new, old, "log_size" if self.constraint.target_edges is None else "gap")
+        """Whether to return the weights of an evaluation rather than those of an earlier one.
+
+        Feasible weights are better than others; of two feasible ones, those with the smaller size,
+        or the smaller gap under a target of edges; of two others, those with the smaller violation.
+        Step 0 is never preferred: it meets most targets, but is not sparse.
+        """
+        if old["step"] == 0:
+            return True
+        if is_feasible(new) != is_feasible(old):
+            return is_feasible(new)
+        minimised = "log_size" if self.constraint.target_edges is None else "gap"
+        decisive = minimised if is_feasible(new) else "violation"
+        return new[decisive] < old[decisive]
 
     def state(self) -> dict[str, Any]:
         kept = {} if self._predictions is None else self._predictions.state()

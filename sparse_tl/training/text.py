@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import (
@@ -210,8 +209,7 @@ def sampled(
     each = math.ceil(len(rows) / launched.num_processes)
     first = rows.start + launched.process_index * each
     own = range(first, first + each)  # some last windows are not asked for
-    given = [torch.tensor(starts[row % len(starts)]) for row in own]
-    tokens = pad_sequence(given, batch_first=True, padding_value=_UNKNOWN)
+    tokens = padded([starts[row % len(starts)] for row in own], _UNKNOWN)
     tokens = F.pad(tokens, (0, window - tokens.shape[1]), value=_UNKNOWN).to(adapter.device)
     drawn = [np.random.default_rng([seed, row]).random(window) for row in own]
     uniform = torch.from_numpy(np.stack(drawn)).to(adapter.device)
@@ -336,8 +334,6 @@ def _rows(
     sentences: list[str], tokenizer: Any, before: str, random: np.random.Generator
 ) -> list[tuple[list[int], int]]:
     """Tokens of each long enough sentence, and how many of them precede it."""
-    if not sentences:
-        return []
     least, most = np.log([TOKENS[0], TOKENS[1] + 1])
     n_tokens = np.exp(random.uniform(least, most, len(sentences)))
     shorter = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,16 @@ from tiny import keep_last_weights
 from sparse_tl.backend import adapt, read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates import BernoulliGate, SparseTransformer
 from sparse_tl.training import (
     PostTraining,
     evaluate_held_out,
-    post_train,
 )
 from sparse_tl.training.loop import choose_trained
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, SparsityObjective
 
 LOOSE = 50.0
 """A target that is always met, so that the sparsest weights are kept."""
-# The package has a function of the module's name.
-module = sys.modules[post_train.__module__]
 
 
 class Echo:
@@ -256,3 +252,10 @@ def test_other_settings_are_another_run(
     echo(checkpoint=tmp_path / "c")
     with pytest.raises(ValueError, match=f"belongs to another run .*{message}"):
         echo(checkpoint=tmp_path / "c", **changed)
+
+
+def test_another_distribution_is_another_run(echo: Echo, tmp_path: Path) -> None:
+    echo(checkpoint=tmp_path / "c")
+    other = SparseTransformer(echo.build(), initial_bias=0.5, distribution=BernoulliGate(0.5))
+    with pytest.raises(ValueError, match="gates: .* there"):
+        echo(other, checkpoint=tmp_path / "c")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import short_runs
 import torch
 from architectures import VOCABULARY, plain_transformer
 from several_ranks import Trained, assert_same, on_ranks, stop
@@ -28,15 +28,11 @@ from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.metrics import logit_difference
 from sparse_tl.training import (
     LossConstraint,
-    TrainingConfig,
     evaluate_held_out,
-    post_train,
 )
 from sparse_tl.training.post_train import SparsityObjective
 
 pytestmark = pytest.mark.long
-
-module = sys.modules[post_train.__module__]
 
 
 def _model(name: str = "gpt2") -> TransformerBridge:
@@ -89,8 +85,7 @@ def test_a_step_in_parts_is_one_process_on_all_rows(name: str, accumulate: int) 
 def often() -> Iterator[None]:
     """An evaluation and a checkpoint every other step; whatever was measured last is kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "EVALUATIONS", 3)
-        patch.setattr(module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2))
+        short_runs.often(patch, 3)
         keep_last_weights(patch)
         yield
 
@@ -177,8 +172,7 @@ def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) ->
 
     for one, other in zip(on_ranks(2, job), whole, strict=True):
         assert_same(one, other)
-    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run resumes on 1"):
-        history, _ = _run(shard=False, checkpoint=alone)
+    history, _ = _run(shard=False, checkpoint=alone)
     assert history["step"].tolist() == list(range(7))
 
 

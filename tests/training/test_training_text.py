@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -252,23 +251,6 @@ def test_an_interrupted_call_continues(model: Any, tmp_path: Path) -> None:
     more = sampled_windows(model, 23, 12, save_to=file, **how)
     assert more.digest() == sampled_windows(model, 23, 12, **how).digest()
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_a_killed_process_leaves_what_it_saved(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparse_tl.training.text.SAVE_AFTER", 0.0)
-    file, copy = tmp_path / "own.safetensors", tmp_path / "copy.safetensors"
-
-    def look(value: Tensor, hook: Any) -> None:
-        if file.exists() and not copy.exists():
-            shutil.copy(file, copy)
-
-    how: dict[str, Any] = {"beginnings": BEGINNINGS, "batch_size": 4, **QUIET}
-    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", look)]):
-        expected = sampled_windows(model, 12, 12, save_to=file, **how)
-    assert len(load_file(copy)["tokens"]) == 4
-    assert sampled_windows(model, 12, 12, save_to=copy, **how).digest() == expected.digest()
 
 
 def test_files_of_other_runs_are_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:
