@@ -1,35 +1,28 @@
-"""The loss constraint: the smallest size at which every group's validation loss meets its target.
+"""The loss constraint: lambda, what moves it, and the validation rows that must meet the target.
 
-    min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)
+The smallest size at which every group ``g`` of rows meets the target is a saddle point of
 
-Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
-logarithm of lambda by the relative excess of the gap, extrapolated from validation evaluations,
+    mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target).
+
+At every step ``t``, a PI controller moves each lambda by the relative excess of the group's gap,
 
     e_t  =  clip((gap_g + lead * change_g - limit_g) / limit_g, -1, 1),
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
-with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
-*gap* is the increase in loss over the dense model or, for a divergence target, the divergence from
-it; the *change* is that between the last two evaluations. Edges go on closing for several
-evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
-*lead* is 0 for a loss, whose noise it would multiply. The *loss budget* is the largest gap that the
-target allows, and the *limit* starts `MARGIN` above it and falls to it with the gates' noise: early
-on, large updates and noise raise the loss, which recovers later.
+with n steps between two evaluations. The *gap* is the increase in loss over the dense model or the
+divergence from it, on validation rows under deterministic gates; the *change* is that between the
+last two evaluations. The *lead* is 0 for a loss, whose noise it would multiply. The *loss budget*
+is the largest gap that the target allows, and the *limit* starts `MARGIN` above it and falls to it
+with the gates' noise.
 
-The integral term finds lambda; the proportional term responds to an excess at once and vanishes
-with it, which keeps lambda from oscillating. The target applies to validation rows under
-deterministic gates. The loss of a training batch says little about it: sampled gates raise the loss
-where deterministic ones do not, and the batch's noise can be many times a small target.
-
-Under a target of attention edges, the same controller moves one lambda for all groups, and the loss
-is the divergence from the dense model. The number of edges per token is to follow a line, geometric
-from its first value to the target at `ARRIVAL` of the run, and to stay there:
+Under a target of attention edges, one lambda for all groups steers the edges per token along a
+line, geometric from their first value to the target at `ARRIVAL` of the run:
 
     e_t  =  clip((1 + STEEPNESS |log(first / target)|) log(line / edges), -1, 1),
 
 both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. The
 farther the line falls, the faster lambda has to follow it; where it is flat, such a gain makes it
-oscillate.
+oscillate. ``docs/post-training.md`` has the reasons for all choices.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, without its moving average; the logarithm is
 that of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -59,14 +52,12 @@ START = 10.0
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
 """Gains of the controller; the integral gain is the total over the steps between evaluations."""
 BOUNDS = (5.0, 20_000.0)
-"""Smallest and largest lambda. A group that has long met its target keeps some weight in case it
-misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
+"""Smallest and largest lambda: at 5, a nat of a group's loss is worth e^5 = 150 times fewer edges."""
 
 NO_NOISE = 0.7
 """Share of the run after which the gates have no noise, and the limits no margin."""
 MARGIN = 0.05
-"""Nats by which the initial loss limit exceeds the final one, whatever the target: at a target of
-0.1 nats, a language model does not recover from an excess of several times that."""
+"""Nats by which the initial loss limit exceeds the final one, whatever the target."""
 LEAST_BUDGET = 1e-4
 """Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 GAP_LEAD = 8
@@ -292,9 +283,9 @@ class Validation:
             # Not the objective's, which keeps training rows, in the run's checkpoints too.
             self.predictions = DensePredictions(dense)
         self.dense = self._of_dense(self.rows)
-        self._dense_groups, self._dense_held_out = (
-            {name: self._of_dense(rows) for name, rows in by_name.items()}
-            for by_name in (self.groups, held_out)
+        self.dense_groups, self.dense_held_out = (
+            {name: self._of_dense(some) for name, some in of.items()}
+            for of in (self.groups, held_out)
         )
         losses, most = self.dense.group_losses, self.dense.edges_per_token
         if missing := set(range(max(losses) + 1)) - set(losses):
@@ -345,16 +336,13 @@ class Validation:
             "violation": violation,
         }
 
-    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
-        """Measurements of both models on the rows of every group, and on held-out rows."""
-        groups, held_out = (
-            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
-            for of, dense in (
-                (self.groups, self._dense_groups),
-                (self.held_out, self._dense_held_out),
-            )
-        )
-        return groups, held_out
+    def compared(
+        self, rows: Mapping[str, TokenBatch], dense: Mapping[str, HeldOut]
+    ) -> dict[str, DenseAndSparse]:
+        """Measurements of both models by name of the rows, those of the dense model given."""
+        return {
+            name: DenseAndSparse(dense[name], self.measured(some)) for name, some in rows.items()
+        }
 
     def _of_dense(self, rows: TokenBatch) -> HeldOut:
         """Measurements of the dense model; before training, where its weights are trained."""

@@ -42,8 +42,7 @@ from sparse_tl.gates.sparse.learned_gates import attention_by_blocks, using
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""
 KEPT = 2**30
-"""Bytes of main memory, and of a checkpoint, for rows that may recur; the first ones are kept. At a
-residual stream of 576 entries, 2,000 windows of 128 tokens take 0.6 GB."""
+"""Bytes of main memory, and of a checkpoint, for rows that may recur; the first ones are kept."""
 LOGITS_PER_CHUNK = SizeByDevice(cpu=2**19, elsewhere=2**25)
 """Logits per chunk of labels; on a CPU, its intermediate values fit into the cache."""
 LOGITS_AT_ONCE = SizeByDevice(cpu=2**22, elsewhere=2**28)
@@ -58,9 +57,8 @@ def reference_of(
 ) -> Reference:
     """The dense reference of a sparse model while the named parameters are trained.
 
-    If only gates and low-rank adapters are trained, it is the sparse model itself: with its gates
-    open and its adapters off, that stays the dense model. Otherwise it is a copy, which is made in
-    bfloat16 for "bf16".
+    If only gates and low-rank adapters are trained, it is the sparse model itself, which stays the
+    dense model under open gates without adapters. Otherwise it is a copy, in bfloat16 for "bf16".
     """
     if not needs_copy(sparse, trained):
         return sparse

@@ -26,8 +26,7 @@ from sparse_tl.training.distillation import (
 )
 
 LOGITS_PER_PASS = SizeByDevice(cpu=2**26, elsewhere=2**28)
-"""Maximum number of logits in one forward pass, of which there are a few copies: 256 MiB each in
-float32 on a CPU."""
+"""Maximum number of logits in one forward pass, of which there are a few copies."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,8 +41,7 @@ class HeldOut(Result):
         possible_attention_edges: causal attention edges per example.
         active_heads: number of heads with at least one active edge in some example.
         group_losses: mean loss by group number; rows without groups form group 0.
-        divergence: mean ``KL(dense || model)`` in nats over all loss positions; None if no dense
-            model was given.
+        divergence: mean ``KL(dense || model)`` in nats over all loss positions, if measured.
         group_divergences: the same by group number.
         group_edges: open attention edges per token by group number.
         group_sizes: open attention edges, weighted by cost, plus open MLP outputs, per example, by
@@ -150,8 +148,7 @@ def evaluate_held_out(
     Args:
         model: a dense model or a SparseTransformer.
         examples: held-out rows.
-        batch_size: rows per forward pass; by default up to 256, as many as keep the logits below
-            `LOGITS_PER_PASS`.
+        batch_size: rows per forward pass; by default up to 256, within `LOGITS_PER_PASS`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
         dense: the dense model, to measure the divergence from it; a sparse model is run with its

@@ -135,10 +135,7 @@ class Objective:
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        """The value to minimise, and the measurements to log.
-
-        All randomness is the generator's; `fraction_done` is the share of the run so far.
-        """
+        """The value to minimise, and measurements to log; all randomness is the generator's."""
         raise NotImplementedError
 
     def update(self, fraction_done: float) -> dict[str, float]:
@@ -150,10 +147,7 @@ class Objective:
         return {}
 
     def better(self, new: Metrics, old: Metrics) -> bool:
-        """Whether to return the weights of an evaluation rather than those of an earlier one.
-
-        By default, the last weights are returned.
-        """
+        """Whether to return the weights of an evaluation rather than those of an earlier one."""
         return True
 
     def finished(self, best: Metrics) -> bool:
@@ -177,10 +171,8 @@ class TrainingState:
         history: measurements of every step.
         best: metrics of the best evaluation so far, including its step.
         best_weights: on the first rank, the trained weights at that evaluation, on the CPU.
-        objective: the objective's state.
-        first_batch: digest of the first step's batch.
-        last_batch: digest of the last completed step's batch.
-        stream: the stream's state, if it has one.
+        objective, stream: their states.
+        first_batch, last_batch: digests of the first and the last completed step's batch.
     """
 
     step: int = 0
@@ -228,8 +220,7 @@ def train(
     Args:
         model: module whose parameters are trained.
         objective: what is minimised, and how weights are selected.
-        stream: training batches by step.
-        config: settings of the optimizer and the loop.
+        stream, config: training batches by step; settings of the optimizer and the loop.
         trained: names of the parameters to train, with multiples of the learning rate; all other
             parameters are frozen during the run.
         settings: further settings that identify this run in its checkpoints.
@@ -486,10 +477,7 @@ def _optimizer(
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms within the block, where they exist; CUDA lacks a few.
-
-    Otherwise, threads add up embedding gradients in varying order, and a resumed run drifts away.
-    """
+    """Use deterministic algorithms where they exist, so that a resumed run does not drift away."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -544,10 +532,9 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
 class MasterWeights:
     """The parameters that the optimizer trains: float32 copies of bfloat16 weights, and all others.
 
-    A step changes a weight by a few parts in ten thousand or less; bfloat16 has eight significant
-    bits, so most steps would change nothing. The optimizer therefore moves the master weights, by
-    gradients that are also accumulated in float32, and the model computes with their rounded
-    values.
+    With its eight significant bits, a bfloat16 weight would not change in most steps. The optimizer
+    moves the master weights, by gradients that are also accumulated in float32, and the model
+    computes with their rounded values.
 
     Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
     """
@@ -561,7 +548,7 @@ class MasterWeights:
         copies = {
             name: nn.Parameter(weight.detach().float())
             for name, weight in weights.items()
-            if is_half(weight)
+            if weight.dtype == torch.bfloat16
         }
         self.by_name = {**weights, **copies}
         self._copied = [(weights[name], master) for name, master in copies.items()]
@@ -580,11 +567,6 @@ class MasterWeights:
         """Write the rounded master weights into the model."""
         for weight, master in self._copied:
             weight.copy_(master)
-
-
-def is_half(weight: nn.Parameter) -> bool:
-    """Whether a weight is in bfloat16, and so trained through a copy."""
-    return weight.dtype == torch.bfloat16
 
 
 @contextmanager

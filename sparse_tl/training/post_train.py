@@ -169,16 +169,15 @@ def post_train(
     target = parse_target(target_loss, target_edges, TARGET_LOSS)
     if isinstance(stream, Mapping):
         if not isinstance(validation, Mapping) or list(stream) != list(validation):
-            named = list(validation) if isinstance(validation, Mapping) else "without group names"
+            named = list(validation) if isinstance(validation, Mapping) else "no names"
             raise ValueError(
-                f"the streams are of the groups {list(stream)}, and the validation rows are "
-                f"{named}; give both for the same groups, in the same order"
+                f"the streams have the groups {list(stream)}, and the validation rows {named}; "
+                "give both for the same groups, in the same order"
             )
         stream = MixedStream(stream)
-    if isinstance(learning_rate, Mapping):
-        rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
-    else:
-        rates = {"gates": gate_learning_rate, "all": learning_rate}
+    if not isinstance(learning_rate, Mapping):
+        learning_rate = {"gates": gate_learning_rate, "all": learning_rate}
+    rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
     peak = max(rates.values())
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
     if edge_cost is not None:
@@ -236,7 +235,6 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        groups, others = validated.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
@@ -244,8 +242,8 @@ def post_train(
             sparse=validated.measured(validated.rows),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
-            groups=groups,
-            held_out=others,
+            groups=validated.compared(validated.groups, validated.dense_groups),
+            held_out=validated.compared(validated.held_out, validated.dense_held_out),
         )
 
 
@@ -271,25 +269,20 @@ def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> I
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each
-    group g of the batch counts alike, however many labels and edges it has. If the dense model is
-    given, its prediction replaces the label in a share of the cross-entropy, which has the gradient
-    of ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
-    per example of a group is
+    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. If the
+    dense model is given, its prediction replaces the label in a share of the cross-entropy, which
+    has the gradient of ``KL(dense || sparse)``. The size per example of a group is
 
         size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                  + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    where E_h is the group's expected number of edges of head h; MLPs without gates do not count.
-    Because of the logarithm, closing one percent of the edges is worth the same at any density. The
-    division keeps the scale of the gradients while lambda moves over orders of magnitude, so that
-    clipping means the same throughout; it does not move the optimum for a given lambda. The divisor
-    is the same for all micro-batches of a step; the sizes are each micro-batch's own.
+    where E_h is the group's expected number of edges of head h. The divisor keeps the gradients at
+    one scale, so that clipping means the same throughout. It is the same for all micro-batches of a
+    step; the sizes are each micro-batch's own.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
-    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
-    then worth no more than the group's whole limit. Without this, the last necessary edges close
-    before lambda has risen; a closed gate has hardly any gradient.
+    previous step: closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
+    then worth no more than the group's whole limit.
 
     Arguments are those of `post_train`; the frozen `dense` model, if its predictions are part of
     the objective, and their `share`; and the `validation` that moves lambda and selects weights.

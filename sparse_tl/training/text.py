@@ -3,9 +3,6 @@
 Each token is drawn by inverting the cumulative distribution at a number drawn uniformly from
 [0, 1). These numbers depend only on `seed` and the window's index, so an interrupted call continues
 with the same windows, and a later call can add more.
-
-Windows have most of their losses far from the beginning, and tasks ask for one token. Gates that
-are trained on these alone close what any other short prompt needs.
 """
 
 from __future__ import annotations
@@ -87,12 +84,10 @@ def sampled_windows(
 ) -> TokenBatch:
     """Sample windows of text from a model, as rows for language modelling.
 
-    Tokens are drawn at temperature 1 from the model's full vocabulary, so the text has exactly the
-    model's distribution. Windows alternately start with the tokenizer's BOS token alone (EOS if
-    there is no BOS), and with that token and a beginning. Given tokens have no loss. Sampling does
-    not stop at EOS: all windows are full.
-
-    The ranks of a run divide the windows of a batch among themselves; all return all windows.
+    Tokens are drawn at temperature 1 from the full vocabulary: the text has exactly the model's
+    distribution. Windows alternately start with the tokenizer's BOS token alone (EOS if there is no
+    BOS), and with that token and a beginning. Given tokens have no loss. Sampling does not stop at
+    EOS: all windows are full. Ranks divide the windows of a batch, and all return all windows.
 
     Args:
         model: a dense model or a SparseTransformer, whose gates are deterministic.
@@ -100,8 +95,7 @@ def sampled_windows(
         window: tokens per window.
         beginnings: texts that windows continue, in an order drawn with `seed`; each is cut to a
             quarter of a window. With an empty list, all windows start with BOS alone. The default
-            is the package's own 125: the first words of stories, articles, letters, proofs,
-            dialogues, tables, programs and more.
+            is the package's own 125: the first words of stories, letters, proofs, tables and more.
         batch_size: number of windows that are sampled together; by default 64, and on a GPU as
             many as fit into a third of its free memory, at most 2,048.
         seed: random seed. PyTorch's random state is neither used nor changed.
