@@ -52,7 +52,7 @@ START = 10.0
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
 """Gains of the controller; the integral gain is the total over the steps between evaluations."""
 BOUNDS = (5.0, 20_000.0)
-"""Smallest and largest lambda: at 5, a nat of a group's loss is worth e^5 = 150 times fewer edges."""
+"""Smallest and largest lambda: at 5, a nat of a group's loss is worth 150 times fewer edges."""
 
 NO_NOISE = 0.7
 """Share of the run after which the gates have no noise, and the limits no margin."""

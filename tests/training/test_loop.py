@@ -383,72 +383,33 @@ def test_a_loss_that_is_no_number_stops_training(
 # Checkpoints that do not belong to the run.
 
 
-@pytest.fixture
-def checkpoint(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> Path:
-    _pretrain(
-        build_tiny(),
-        ShuffledStream(echo_rows(), 16),
-        echo_rows(seed=1),
-        checkpoint=tmp_path / "checkpoint",
-        steps=2,
-    )
-    return tmp_path / "checkpoint"
-
-
 @pytest.mark.parametrize(
-    ("model", "settings", "message"),
+    ("changed", "message"),
     [
-        ({}, {"seed": 5}, "seed: . there, 5 here"),
-        ({}, {"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
-        ({"seed": 1}, {}, "it started from different weights"),
-        ({"n_layers": 1}, {}, "belongs to another run"),
-    ],
-)
-def test_a_checkpoint_of_another_run(
-    build_tiny: Build,
-    echo_rows: Rows,
-    checkpoint: Path,
-    model: dict[str, Any],
-    settings: dict[str, Any],
-    message: str,
-) -> None:
-    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
-    fresh, untouched = build_tiny(**model), build_tiny(**model)
-    with pytest.raises(ValueError, match=f"(?s)belongs to another run.*{message}|{message}"):
-        _pretrain(fresh, stream, validation, **{"checkpoint": checkpoint, "steps": 2, **settings})
-    assert _same_weights(fresh, untouched)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"rows": 2}, "the batch of step 0 has different tokens"),
-        ({"batch_size": 8}, "the batch of step 0 has different tokens"),
-        ({"seed": 3}, "the batch of step 0 has different tokens"),
+        ({"seed": 5}, "seed: . there, 5 here"),
+        ({"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
+        ({"model": {"seed": 1}}, "different weights"),
+        ({"model": {"n_layers": 1}}, "different weights"),
+        ({"rows": 2}, "the batch of step 0"),
+        ({"batch_size": 8}, "the batch of step 0"),
+        ({"stream": 3}, "the batch of step 0"),
         ({"validation": 2}, "validation: '.*' there, '.*' here"),
     ],
-    ids=["text", "batch size", "seed", "held-out rows"],
+    ids=str,
 )
-def test_a_checkpoint_knows_its_data(
-    build_tiny: Build,
-    echo_rows: Rows,
-    tmp_path: Path,
-    data: dict[str, int],
-    message: str,
-    finished: bool,
+def test_a_checkpoint_of_another_run(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    stream = ShuffledStream(echo_rows(), 16)
-    try:
-        first = stream if finished else CallingAt(stream, 5)
-        _pretrain(build_tiny(), first, echo_rows(seed=1), checkpoint=tmp_path / "c")
-    except Killed:
-        assert not finished
-    other = ShuffledStream(
-        echo_rows(seed=data.get("rows", 0)), data.get("batch_size", 16), data.get("seed", 0)
-    )
-    fresh, untouched = build_tiny(), build_tiny()
-    with pytest.raises(ValueError, match=f"belongs to a.*{message}"):
-        validation = echo_rows(seed=data.get("validation", 1))
-        _pretrain(fresh, other, validation, checkpoint=tmp_path / "c")
+    """Of other settings, weights or data."""
+
+    def run(model: Model, rows: int = 0, batch_size: int = 16, **changed: Any) -> None:
+        stream = ShuffledStream(echo_rows(seed=rows), batch_size, changed.pop("stream", 0))
+        validation = echo_rows(seed=changed.pop("validation", 1))
+        _pretrain(model, stream, validation, checkpoint=tmp_path / "c", **{"steps": 2, **changed})
+
+    run(build_tiny())
+    description = changed.get("model", {})
+    fresh, untouched = build_tiny(**description), build_tiny(**description)
+    with pytest.raises(ValueError, match=f"belongs to another run.*{message}"):
+        run(fresh, **{name: value for name, value in changed.items() if name != "model"})
     assert _same_weights(fresh, untouched)

@@ -151,20 +151,6 @@ def test_a_stopped_run_goes_on_exactly(
     assert names == {key for key in weights(resumed) if "lora_" in key} | {"gates.bias"}
 
 
-def test_processed_weights_are_refused_before_training() -> None:
-    model: Any = boot(plain_transformer("gpt2"))
-    model.enable_compatibility_mode(disable_warnings=True)
-    with pytest.raises(ValueError, match="without its raw weights"):
-        trained(SparseTransformer(model), learning_rate={"gates": 1e-2})
-
-
-def test_adapters_in_a_circuit_graph_after_training(last_is_kept: None) -> None:
-    """Checked in numbers with what was learnt, not with the start."""
-    sparse = adapted()
-    trained(sparse)
-    assert adapt(sparse).graph.n_layers == 3
-
-
 @pytest.mark.parametrize("name", ["use_attn_result", "use_split_qkv_input"])
 def test_switches_that_leave_adapters_out(name: str) -> None:
     sparse = adapted()
