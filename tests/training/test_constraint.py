@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_tl.training import LossConstraint, Target
-from sparse_tl.training.constraint import (
-    BOUNDS,
-    INTEGRAL,
-    PROPORTIONAL,
-    START,
-)
+from sparse_tl.training.constraint import BOUNDS, INTEGRAL, PROPORTIONAL, START
 
 FREE = (1e-3, 1e3)
 """Bounds wide enough for problems whose lambda is small."""

@@ -13,7 +13,7 @@ import torch
 from short_runs import Build, Rows, check_resumes, short_run
 
 from sparse_tl.backend import Model
-from sparse_tl.data import MixedStream, ShuffledStream, TokenStream
+from sparse_tl.data import MixedStream, PromptPairs, ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import PostTraining, evaluate_held_out
@@ -169,8 +169,6 @@ def test_groups_that_do_not_match(build_echo: Build, echo_rows: Rows, names: Any
 
 
 def test_prompts_of_a_task_as_rows(build_echo: Build) -> None:
-    from sparse_tl.data import PromptPairs
-
     pairs = PromptPairs(
         clean=torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),
         corrupted=torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),

@@ -56,17 +56,6 @@ def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None)
 
 
 @pytest.mark.long
-def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
-    sparse = adapted()
-    before = weights(sparse)
-    trained(sparse, learning_rate={"qk": 1e-2})
-    changed = moved(before, sparse)
-    assert "gates.bias" in changed and len(changed) == 1 + 3 * 2 * 2
-    changed.remove("gates.bias")
-    assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in changed)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_dense_model_is_the_same_one_bit_for_bit(name: str, last_is_kept: None) -> None:
     sparse, tokens = adapted(name, mlps=True), rows(seed=2).tokens

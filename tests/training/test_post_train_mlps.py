@@ -19,10 +19,7 @@ from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import (
-    LossConstraint,
-    evaluate_held_out,
-)
+from sparse_tl.training import LossConstraint, evaluate_held_out
 from sparse_tl.training.loop import choose_trained
 from sparse_tl.training.post_train import SparsityObjective
 

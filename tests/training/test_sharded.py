@@ -24,10 +24,7 @@ from transformers import AutoModelForCausalLM
 from sparse_tl.backend import add_lora, boot, processes, read_parameters, shard_model, whole
 from sparse_tl.data import ShuffledStream, TokenBatch
 from sparse_tl.gates import Heads, SparseTransformer, gated
-from sparse_tl.training import (
-    LossConstraint,
-    evaluate_held_out,
-)
+from sparse_tl.training import LossConstraint, evaluate_held_out
 from sparse_tl.training.post_train import SparsityObjective
 
 pytestmark = pytest.mark.long

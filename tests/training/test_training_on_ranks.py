@@ -22,12 +22,7 @@ from sparse_tl.backend import read_parameters
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import (
-    HeldOut,
-    LossConstraint,
-    TrainingConfig,
-    evaluate_held_out,
-)
+from sparse_tl.training import HeldOut, LossConstraint, TrainingConfig, evaluate_held_out
 from sparse_tl.training.loop import Objective, PlainLoss, Run
 from sparse_tl.training.post_train import SparsityObjective
 

@@ -13,7 +13,8 @@ from architectures import ARCHITECTURES, VOCABULARY, plain_transformer
 from made_tokenizers import byte_level
 from safetensors.torch import load_file
 from several_ranks import on_ranks
-from tiny import hooked_alone, tiny_model, tokenizer_of
+from short_runs import Killed
+from tiny import tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl
@@ -28,10 +29,6 @@ WORDS = ["<s>", *"abcdefghijkl"]
 BEGINNINGS = ["a b c", "d", "e f g h i j k l", "b a"]
 STARTS = [(0, 1, 2, 3), (0, 4), (0, 5, 6, 7), (0, 2, 1)]
 """The same as tokens, behind BOS, cut to a quarter of a window of twelve."""
-
-
-class Killed(BaseException):
-    """The process is gone."""
 
 
 @pytest.fixture(scope="module")
@@ -277,16 +274,6 @@ def test_files_of_other_runs_are_refused(model: Any, tokenizer: Any, tmp_path: P
 
 
 # ---- refused before work -------------------------------------------------------------------------
-
-
-@hooked_alone
-def test_models_that_predict_nothing_behind_what_they_read(tokenizer: Any) -> None:
-    for changed, said in (
-        ({"attention_dir": "bidirectional"}, "is not causal"),
-        ({"d_vocab_out": 5}, "predicts other tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"causal model that predicts the tokens.*{said}"):
-            sampled_windows(tiny_model(tokenizer=tokenizer, **changed), 4, 12, **QUIET)
 
 
 def test_logits_that_are_no_numbers(model: Any, tmp_path: Path) -> None:
