@@ -40,7 +40,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import DensePredictions, reference_of
-from sparse_tl.training.loop import Run, Selection, TrainingConfig, choose_trained
+from sparse_tl.training.loop import Run, TrainingConfig, choose_trained
 from sparse_tl.training.post_train import SparsityObjective
 
 RANK, EVALUATIONS, WINDOWS, STEPS, VISITS = 16, 40, 64, 2000, 8
@@ -89,9 +89,8 @@ def run_of(sparse: SparseTransformer, stream: Windows) -> Run:
         parameter.requires_grad_(name in trained)
     constraint = LossConstraint(torch.tensor([0.05]))
     objective = SparsityObjective(sparse, reference_of(sparse, trained), constraint)
-    selection = Selection(dict, lambda new, old: True)
     config = TrainingConfig(steps=10_000, learning_rate=1e-5)
-    return Run(sparse, objective, stream, selection, config, trained)
+    return Run(sparse, objective, stream, config, trained)
 
 
 def measured(

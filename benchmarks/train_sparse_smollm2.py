@@ -29,8 +29,8 @@ from sparse_tl.backend import adapt, merge_lora
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
-from sparse_tl.training.constraint import parse_target
-from sparse_tl.training.post_train import EVALUATIONS, Validation
+from sparse_tl.training.constraint import Validation, parse_target
+from sparse_tl.training.post_train import EVALUATIONS
 from sparse_tl.zoo.building import SHIPPED
 
 
@@ -136,7 +136,7 @@ def steps_within(
         work()
         return time.monotonic() - started
 
-    evaluation = took(rows.measured)
+    evaluation = took(lambda: rows.measured(rows.rows))
     one, three = (took(lambda n=n: post_train(sparse, streams, steps=n, **options)) for n in (1, 3))
     # These have an evaluation before training and one after each step; and a beginning and an end.
     step = max((three - one) / 2 - evaluation, 0.01)

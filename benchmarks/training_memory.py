@@ -91,11 +91,12 @@ def measured(shape: str, window: int, checkpointed: bool, half: bool) -> tuple[f
     tokens = torch.randint(model.cfg.d_vocab, (1, window), generator=generator)
     batch = TokenBatch.next_token(tokens)
     kept = checkpointed_activations(sparse) if checkpointed else nullcontext()
-    with kept, masters.taking_gradients():
+    with kept:
         for _ in range(2):
             optimizer.zero_grad(set_to_none=True)
             loss, _ = objective.measure(batch, generator, 0.0)
             loss.backward()
+            masters.take_gradients()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             masters.write()

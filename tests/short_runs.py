@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pytest
 import torch
 
 from sparse_tl.backend import Model, read_parameters
 from sparse_tl.data import ShuffledStream, TokenBatch, TokenStream
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import PostTraining, Selection, TrainingConfig, post_train
+from sparse_tl.training import PostTraining, TrainingConfig, post_train
 from sparse_tl.training.loop import Objective, Run
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
+# The package has a function of the module's name.
+post_train_module = sys.modules[post_train.__module__]
 
 
 def short_run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
@@ -33,9 +40,8 @@ def short_run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTra
 
 def late_step(model: Any, objective: Objective, stream: TokenStream, **config: Any) -> Run:
     """A run after a step late in it, where gates have no noise."""
-    selection = Selection(dict, lambda new, old: True)
     trained = dict.fromkeys(read_parameters(model), 1.0)
-    run = Run(model, objective, stream, selection, TrainingConfig(100, 1e-3, **config), trained)
+    run = Run(model, objective, stream, TrainingConfig(100, 1e-3, **config), trained)
     run.state.step = 95
     run.step()
     return run
@@ -71,3 +77,47 @@ class CallingAt:
         if step == self.step:
             self.call()
         return self.stream.batch(step)
+
+
+def often(patch: pytest.MonkeyPatch, evaluations: int) -> None:
+    """Post-training has so many evaluations, and a checkpoint every other step."""
+    patch.setattr(post_train_module, "EVALUATIONS", evaluations)
+    config = partial(TrainingConfig, checkpoint_every=2)
+    patch.setattr(post_train_module, "TrainingConfig", config)
+
+
+def check_resumes(
+    run: Callable[..., tuple[Any, pd.DataFrame]],
+    stream: TokenStream,
+    checkpoint: Path,
+    at: int,
+    call: Callable[[], Any] = kill,
+) -> tuple[CallingAt, Any]:
+    """Check that a run which is broken off and resumed is one that ran through, bit for bit.
+
+    Args:
+        run: takes a stream, and a checkpoint if there is one; returns a model and its history.
+        stream: training batches.
+        checkpoint: folder for checkpoints.
+        at: the step before which it is broken off.
+        call: what breaks it off.
+
+    Returns:
+        The stream of the resumed run, which has noted its steps, and the resumed model.
+    """
+    whole, expected = run(stream)
+    with pytest.raises((Killed, KeyboardInterrupt)):
+        run(CallingAt(stream, at, call), checkpoint=checkpoint)
+    torch.manual_seed(at)  # no number may come from the global generator
+    noted = CallingAt(stream)
+    resumed, history = run(noted, checkpoint=checkpoint)
+    check_same(whole, expected, resumed, history)
+    return noted, resumed
+
+
+def check_same(one: Any, history: pd.DataFrame, other: Any, again: pd.DataFrame) -> None:
+    """Check that two runs, of models and their histories, are the same bit for bit."""
+    assert not moved(weights(one), other)
+    pd.testing.assert_frame_equal(
+        history.drop(columns="seconds"), again.drop(columns="seconds"), check_exact=True
+    )

@@ -40,7 +40,7 @@ from sparse_tl.head_roles.likelihood import (
 )
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, head_table, mean_table, role_scores
 from sparse_tl.results import Result
-from sparse_tl.training import Selection, TrainingConfig, train
+from sparse_tl.training import TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Initial and final learning rates of G0 from random gates, and of all later fits."""
@@ -185,7 +185,6 @@ def _fitted(
         objective.gated,
         objective,
         fitting.stream(rows),
-        Selection(lambda: {}, better=lambda new, old: True),  # keep the last gates
         TrainingConfig(
             steps=fitting.updates,
             learning_rate=first,

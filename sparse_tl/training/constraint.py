@@ -1,37 +1,28 @@
-"""The loss constraint: the smallest size at which every group's validation loss meets its target.
+"""The loss constraint: lambda, what moves it, and the validation rows that must meet the target.
 
-    min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)
+The smallest size at which every group ``g`` of rows meets the target is a saddle point of
 
-Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
-logarithm of lambda by the relative excess of the gap, extrapolated from validation evaluations,
+    mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target).
+
+At every step ``t``, a PI controller moves each lambda by the relative excess of the group's gap,
 
     e_t  =  clip((gap_g + lead * change_g - limit_g) / limit_g, -1, 1),
-
-where the *change* is that between the last two evaluations. Edges go on closing for several
-evaluations after lambda has risen, and hardly reopen, so that lambda has to rise in time. The
-*lead* is `GAP_LEAD` evaluations for a divergence, and 0 for a loss, whose noise it would multiply.
-The *gap* is the increase in loss over the dense model or, for a divergence target, the divergence
-from it. The *loss budget* is the largest gap that the target allows, and the *limit* starts
-`MARGIN` above it and falls to it with the gates' noise: early on, large updates and noise raise the
-loss, which recovers later. Then
-
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
-with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
-integral term finds lambda; the proportional term responds to an excess at once and vanishes with
-it, which keeps lambda from oscillating. The target applies to validation rows under deterministic
-gates. The loss of a training batch says little about it: sampled gates raise the loss where
-deterministic ones do not, and the batch's noise can be many times a small target.
+with n steps between two evaluations. The *gap* is the increase in loss over the dense model or the
+divergence from it, on validation rows under deterministic gates; the *change* is that between the
+last two evaluations. The *lead* is 0 for a loss, whose noise it would multiply. The *loss budget*
+is the largest gap that the target allows, and the *limit* starts `MARGIN` above it and falls to it
+with the gates' noise.
 
-Under a target of attention edges, the same controller moves one lambda for all groups, and the loss
-is the divergence from the dense model. The number of edges per token is to follow a line, geometric
-from its first value to the target at `ARRIVAL` of the run, and to stay there:
+Under a target of attention edges, one lambda for all groups steers the edges per token along a
+line, geometric from their first value to the target at `ARRIVAL` of the run:
 
     e_t  =  clip((1 + STEEPNESS |log(first / target)|) log(line / edges), -1, 1),
 
 both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. The
 farther the line falls, the faster lambda has to follow it; where it is flat, such a gain makes it
-oscillate.
+oscillate. ``docs/post-training.md`` has the reasons for all choices.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, without its moving average; the logarithm is
 that of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -40,26 +31,33 @@ that of GECO, Rezende and Viola, arXiv 1810.00597.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.backend import adapt
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.training import ranks
+from sparse_tl.training.distillation import DensePredictions, Reference, as_dense
+from sparse_tl.training.evaluation import DenseAndSparse, HeldOut, evaluate_held_out
+from sparse_tl.training.loop import Metrics, Precision, in_precision
+
 START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
 """Gains of the controller; the integral gain is the total over the steps between evaluations."""
 BOUNDS = (5.0, 20_000.0)
-"""Smallest and largest lambda. A group that has long met its target keeps some weight in case it
-misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
+"""Smallest and largest lambda: at 5, a nat of a group's loss is worth 150 times fewer edges."""
 
 NO_NOISE = 0.7
 """Share of the run after which the gates have no noise, and the limits no margin."""
 MARGIN = 0.05
-"""Nats by which the initial loss limit exceeds the final one, whatever the target: at a target of
-0.1 nats, a language model does not recover from an excess of several times that."""
+"""Nats by which the initial loss limit exceeds the final one, whatever the target."""
 LEAST_BUDGET = 1e-4
 """Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 GAP_LEAD = 8
@@ -102,23 +100,17 @@ class Target:
         text = str(target).strip()
         if edges:
             of, number = ("times fewer" if text.endswith("x") else "edges"), text.removesuffix("x")
-            problem = (
-                "is not a number of target edges: give edges per token, such as 300, or how many "
-                'times fewer than in the dense model, "100x"'
-            )
+            asked = 'edges per token, such as 300, or how many times fewer than dense, "100x"'
         else:
             sign = next(sign for sign in _SIGNS if text.startswith(sign))
             of, number = _SIGNS[sign], text.removeprefix(sign.removesuffix("+"))
-            problem = (
-                "is not a target loss in nats above 0: give a loss, such as 0.01, an increase over "
-                'the dense model, "+0.05", or a divergence from it, "kl+0.05"'
-            )
+            asked = 'nats above 0: a loss, 0.01, an increase, "+0.05", or a divergence, "kl+0.05"'
         try:
             amount = float(number)
         except ValueError:
             amount = math.nan
         if not 0 < amount < math.inf:
-            raise ValueError(f"{target!r} {problem}")
+            raise ValueError(f"{target!r} is no target; give {asked}")
         return Target(amount, of)
 
     @property
@@ -169,10 +161,9 @@ def parse_target(
     return Target.parse(target_edges, edges=True)
 
 
+@dataclass
 class LossConstraint:
     """The lambda of every group, and the controller that moves it.
-
-    Under a target of edges, all groups have the same lambda.
 
     Args:
         budget: the largest gap that the target allows each group, in nats.
@@ -185,25 +176,20 @@ class LossConstraint:
         bounds: smallest and largest lambda.
     """
 
-    def __init__(
-        self,
-        budget: Float[Tensor, " group"],
-        *,
-        lead: int = 0,
-        target_edges: float | None = None,
-        evaluated_every: int = 1,
-        start: float = START,
-        integral: float = INTEGRAL,
-        proportional: float = PROPORTIONAL,
-        bounds: tuple[float, float] = BOUNDS,
-    ) -> None:
+    budget: Float[Tensor, " group"]
+    lead: int = 0
+    target_edges: float | None = None
+    evaluated_every: int = 1
+    start: float = START
+    integral: float = INTEGRAL
+    proportional: float = PROPORTIONAL
+    bounds: tuple[float, float] = BOUNDS
+
+    def __post_init__(self) -> None:
         # In float64, which JSON stores exactly, so that a resumed run starts from the same value.
-        self.budget = budget.double().clamp(min=LEAST_BUDGET)
-        self.lead, self.target_edges = lead, target_edges
-        self._log_lambda = torch.full_like(self.budget, math.log(start))
+        self.budget = self.budget.double().clamp(min=LEAST_BUDGET)
+        self._log_lambda = torch.full_like(self.budget, math.log(self.start))
         self._last_error = torch.zeros_like(self.budget)
-        self._integral, self._proportional = integral / evaluated_every, proportional
-        self._bounds = [math.log(bound) for bound in bounds]
         self._gap = self.limit(0.0)  # no excess before the first evaluation
         self._change = torch.zeros_like(self.budget)
         self._edges: list[float] = []  # at the first evaluation and at the last two
@@ -245,9 +231,9 @@ class LossConstraint:
     def move(self, excess: Float[Tensor, " group"]) -> None:
         """Move lambda by one step, given every group's relative excess ``e_t`` before clipping."""
         error = excess.clamp(-1, 1).to(self._log_lambda)
-        both = self._integral + self._proportional
-        change = error * both - self._last_error * self._proportional
-        self._log_lambda = (self._log_lambda + change).clamp(*self._bounds)
+        both = self.integral / self.evaluated_every + self.proportional
+        change = error * both - self._last_error * self.proportional
+        self._log_lambda = (self._log_lambda + change).clamp(*map(math.log, self.bounds))
         self._last_error = error
 
     def state(self) -> dict[str, Any]:
@@ -269,3 +255,110 @@ _BY_GROUP = ("log_lambda", "last_error", "gap", "change")
 def remaining(done: float) -> float:
     """The share of the initial noise and margin that is left at a share of the run."""
     return 0.5 * (1 + math.cos(math.pi * min(done / NO_NOISE, 1.0)))
+
+
+class Validation:
+    """Validation rows, each group of which must meet the target, and held-out rows.
+
+    The constructor measures the dense model, so it must be called before training. Arguments are
+    those of `post_train`, and the frozen dense model, if divergences from it are measured.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseTransformer,
+        rows: TokenBatch | Mapping[str, TokenBatch],
+        held_out: Mapping[str, TokenBatch],
+        target: Target,
+        edge_cost: Float[Tensor, "*#edge"] | None,
+        precision: Precision,
+        dense: Reference | None,
+    ) -> None:
+        self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
+        self.precision: Precision = precision
+        self.groups = rows if isinstance(rows, Mapping) else {}
+        self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
+        self.held_out, self.predictions = held_out, None
+        if dense is not None and target.of_divergence:
+            # Not the objective's, which keeps training rows, in the run's checkpoints too.
+            self.predictions = DensePredictions(dense)
+        self.dense = self._of_dense(self.rows)
+        self.dense_groups, self.dense_held_out = (
+            {name: self._of_dense(some) for name, some in of.items()}
+            for of in (self.groups, held_out)
+        )
+        losses, most = self.dense.group_losses, self.dense.edges_per_token
+        if missing := set(range(max(losses) + 1)) - set(losses):
+            raise ValueError(
+                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
+                f"{max(losses) + 1} groups"
+            )
+        self.target_edges = target.edges(most)
+        """The target in edges per token, if it is one of edges."""
+        if self.target_edges is not None and self.target_edges > most:
+            raise ValueError(
+                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
+            )
+        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
+        """The largest gap that the target allows each group, in nats."""
+        if target.of == "loss" and self.loss_budget.min() < 0:
+            raise ValueError(
+                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
+                f"the target of {target}. Give a larger one, or an increase such as "
+                f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
+            )
+
+    def measured(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the current sparse model on some rows."""
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+
+    def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
+        """Every group's gap to the dense model, in nats."""
+        if self.target.of_divergence:
+            return _by_group(measured.group_divergences)
+        return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
+
+    def metrics(self, measured: HeldOut) -> Metrics:
+        """Measurements on the validation rows by name, which select the weights.
+
+        The *violation* is the largest excess over a group's loss budget, or that over the target
+        number of edges.
+        """
+        gaps = self.gaps(measured)
+        violation = (gaps - self.loss_budget).max().item()
+        if self.target_edges is not None:
+            violation = measured.edges_per_token - self.target_edges
+        return {
+            **measured.numbers,
+            **{f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)},
+            "log_size": measured.log_size,
+            "gap": gaps.mean().item(),
+            "violation": violation,
+        }
+
+    def compared(
+        self, rows: Mapping[str, TokenBatch], dense: Mapping[str, HeldOut]
+    ) -> dict[str, DenseAndSparse]:
+        """Measurements of both models by name of the rows, those of the dense model given."""
+        return {
+            name: DenseAndSparse(dense[name], self.measured(some)) for name, some in rows.items()
+        }
+
+    def _of_dense(self, rows: TokenBatch) -> HeldOut:
+        """Measurements of the dense model; before training, where its weights are trained."""
+        with as_dense(self.sparse):
+            found = self._evaluated(rows)
+        return replace(found, active_mlps=None, possible_mlps=None, active_size=None)
+
+    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
+        with in_precision(self.precision, adapt(self.sparse).device):
+            return ranks.from_first(evaluate_held_out(self.sparse, rows, **how))
+
+
+def is_feasible(metrics: Metrics) -> bool:
+    """Whether an evaluation meets the target, that of a loss in every group."""
+    return metrics["violation"] <= 0
+
+
+def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
+    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)

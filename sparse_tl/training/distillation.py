@@ -6,11 +6,11 @@ label ``y`` and the share ``d`` of the prediction,
     loss = -l_y,    minimised = (1 - d) loss - d sum_v q_v l_v
     d minimised / d logits_v  =  exp(l_v) - (1 - d) [v = y] - d q_v
 
-With a vocabulary of tens of thousands of tokens, these tensors are the largest of a step, and each
-operation reads and writes one in main memory. Here the labels are processed in small chunks, so
-that intermediate values stay in the cache, and the gradient overwrites the dense model's logits. If
-the unembedding is frozen, no logits are kept: each chunk's gradient with respect to the final
-residual stream is computed at once.
+At tens of thousands of tokens, these tensors are the largest of a step, and each operation reads
+and writes one in main memory. Here the labels are processed in small chunks, so that intermediate
+values stay in the cache, and the gradient overwrites the dense model's logits. If the unembedding
+is frozen, no logits are kept: each chunk's gradient with respect to the final residual stream is
+computed at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     Model,
     adapt,
-    check_raw,
     gate_hooks,
     has_sharded_weights,
     lora_off,
@@ -43,8 +42,7 @@ from sparse_tl.gates.sparse.learned_gates import attention_by_blocks, using
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""
 KEPT = 2**30
-"""Bytes of main memory, and of a checkpoint, for rows that may recur; the first ones are kept. At a
-residual stream of 576 entries, 2,000 windows of 128 tokens take 0.6 GB."""
+"""Bytes of main memory, and of a checkpoint, for rows that may recur; the first ones are kept."""
 LOGITS_PER_CHUNK = SizeByDevice(cpu=2**19, elsewhere=2**25)
 """Logits per chunk of labels; on a CPU, its intermediate values fit into the cache."""
 LOGITS_AT_ONCE = SizeByDevice(cpu=2**22, elsewhere=2**28)
@@ -59,12 +57,10 @@ def reference_of(
 ) -> Reference:
     """The dense reference of a sparse model while the named parameters are trained.
 
-    If only gates and low-rank adapters are trained, it is the sparse model itself: with its gates
-    open and its adapters off, that stays the dense model. Otherwise it is a copy, which is made in
-    bfloat16 for "bf16".
+    If only gates and low-rank adapters are trained, it is the sparse model itself, which stays the
+    dense model under open gates without adapters. Otherwise it is a copy, in bfloat16 for "bf16".
     """
     if not needs_copy(sparse, trained):
-        check_raw(sparse.model)
         return sparse
     copy = sparse.dense_copy()
     return copy if precision == "float32" else copy.to(torch.bfloat16)
@@ -114,10 +110,9 @@ def predicting(reference: Reference) -> Iterator[None]:
 class DensePredictions:
     """The dense model's logits at the labels of batches, computed once for rows that recur.
 
-    Training goes over the same windows many times, while the dense model does not change. For each
-    row, the residual stream after the last layer is kept at its labels. From it, the final norm and
-    the unembedding compute the exact logits: a few hundred numbers in place of tens of thousands of
-    logits, at a fifth or less of the cost of a forward pass.
+    For each row, the residual stream after the last layer is kept at its labels: a few hundred
+    numbers, from which the final norm and the unembedding compute the exact logits at a fifth or
+    less of the cost of a forward pass.
 
     Args:
         model: the frozen dense model, or a sparse one that is run as such.
@@ -147,22 +142,18 @@ class DensePredictions:
         """The residual stream after the last layer at the labels of a batch."""
         if adapt(self.model).core.training:  # with dropout, every pass differs
             return self._run(batch)
-        sizes, device = batch.loss_mask.sum(dim=1).tolist(), batch.tokens.device
-        keys = _keys(batch)
-        new = [row for row, key in enumerate(keys) if sizes[row] and key not in self._kept]
-        computed: dict[int, Tensor] = {}
+        keys, sizes = _keys(batch), batch.loss_mask.sum(dim=1).tolist()
+        device = batch.tokens.device
+        found = {
+            row: self._kept[key].to(device) for row, key in enumerate(keys) if key in self._kept
+        }
+        new = [row for row, size in enumerate(sizes) if size and row not in found]
         if new:
             final = self._run(batch.select(torch.tensor(new, device=device)))
-            computed = dict(zip(new, final.split([sizes[row] for row in new]), strict=True))
-            for row, values in computed.items():
+            for row, values in zip(new, final.split([sizes[row] for row in new]), strict=True):
                 self._keep(keys[row], values)
-        return torch.cat(
-            [
-                computed[row] if row in computed else self._kept[keys[row]].to(device)
-                for row, size in enumerate(sizes)
-                if size
-            ]
-        )
+                found[row] = values
+        return torch.cat([found[row] for row, size in enumerate(sizes) if size])
 
     @torch.no_grad()
     def unembed(self, final: Float[Tensor, "label d_model"]) -> Float[Tensor, "label vocab"]:

@@ -1,11 +1,7 @@
-"""The resumable training loop, shared by pretraining and post-training.
+"""The resumable training loop, shared by pretraining, post-training and fits of head gates.
 
-Each step: get the stream's batch, compute the objective's loss (in micro-batches if requested),
-backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
-so a resumed run draws the same numbers as an uninterrupted one.
-
-A checkpoint is a folder with ``state.json`` and ``tensors.safetensors``, from which a run resumes
-as if never interrupted.
+Random generators are seeded by step, so a run that resumes from a checkpoint draws the same numbers
+as an uninterrupted one.
 
 Several ranks take each step together: each has its own rows of the step's batch, and gradients are
 averaged. The first rank keeps the best weights, writes checkpoints and shows progress. Checkpoints
@@ -20,7 +16,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -35,15 +30,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.arguments import (
-    AtLeastOne,
-    Count,
-    Fraction,
-    NotNegative,
-    Positive,
-    Seed,
-    checked,
-)
+from sparse_tl.arguments import AtLeastOne, Count, Fraction, NotNegative, Positive, Seed, checked
 from sparse_tl.backend import (
     HookedModel,
     Model,
@@ -66,11 +53,10 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage import files
 from sparse_tl.training import ranks
-from sparse_tl.training.outcome import evaluate_held_out
+from sparse_tl.training.evaluation import evaluate_held_out
 
 FORMAT = 9
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
-_SHOWN = {"loss": "loss", "over_limit": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""
 BETWEEN_RANKS = 2_654_435_761
@@ -135,43 +121,38 @@ class TrainingConfig:
         return self.learning_rate * scale
 
 
-@dataclass
-class Selection:
-    """Model selection: which evaluation is best, and when training may stop early.
-
-    Args:
-        evaluate: returns the current model's validation metrics.
-        better: whether the first metrics beat the second.
-        finished: whether training can stop early, given the best metrics.
-    """
-
-    evaluate: Callable[[], Metrics]
-    better: Callable[[Metrics, Metrics], bool]
-    finished: Callable[[Metrics], bool] = lambda metrics: False
-
-
 class Objective:
-    """A loss with state: measured on every micro-batch, updated once per step.
+    """What a run minimises, and which weights it returns.
 
-    All ranks return the same values. An objective may measure only its rank's rows
-    (`ranks.own_parts`), and then joins means over rows or labels by `ranks.mean`.
+    In every step, `begin` is called once, `measure` on each micro-batch, and `update` once. All
+    ranks return the same values. An objective may measure only its rank's rows (`ranks.own_parts`),
+    and then joins means over rows or labels by `ranks.mean`.
     """
 
     def begin(self, batch: TokenBatch) -> None:
-        """Prepare for a step, given its whole batch, before its micro-batches are measured."""
+        """Prepare for a step, given its whole batch."""
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        """The value to minimise, and the measurements to log.
-
-        All randomness is the generator's; `fraction_done` is the share of the run so far.
-        """
+        """The value to minimise, and measurements to log; all randomness is the generator's."""
         raise NotImplementedError
 
     def update(self, fraction_done: float) -> dict[str, float]:
-        """Update the state, once per step, after all micro-batches; return more to log."""
+        """Update the state; return more to log."""
         return {}
+
+    def evaluate(self) -> Metrics:
+        """Measurements of the current model on validation rows."""
+        return {}
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        """Whether to return the weights of an evaluation rather than those of an earlier one."""
+        return True
+
+    def finished(self, best: Metrics) -> bool:
+        """Whether training can stop early, given the best evaluation."""
+        return False
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step: plain values and tensors."""
@@ -187,12 +168,11 @@ class TrainingState:
 
     Args:
         step: number of completed steps.
-        history: one dictionary per logged step.
+        history: measurements of every step.
         best: metrics of the best evaluation so far, including its step.
         best_weights: on the first rank, the trained weights at that evaluation, on the CPU.
-        objective: the objective's state.
-        first_batch: digest of the first step's batch.
-        last_batch: digest of the last completed step's batch.
+        objective: its state.
+        first_batch, last_batch: digests of the first and the last completed step's batch.
     """
 
     step: int = 0
@@ -204,19 +184,16 @@ class TrainingState:
     last_batch: str = ""
 
     def latest(self) -> str:
-        """The last step's measurements, in nats and attention edges per token.
-
-        ``over`` is what `LossConstraint.update` returns; ``best`` is the number of edges at the
-        best evaluation.
-        """
+        """The last step's measurements for the progress bar, and the edges of the best weights."""
         row = self.history[-1]
-        shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
-        if "active_attention_edges_per_token" in self.best:
-            shown["best"] = self.best["active_attention_edges_per_token"]
-        return ", ".join(
-            f"{label} {value:{'.2f' if abs(value) >= 10 else '.4g'}}"
-            for label, value in shown.items()
-        )
+        shown = {
+            "loss": row.get("loss"),
+            "over": row.get("over_limit"),
+            "λ": row.get("lambda"),
+            "edges/token": row.get("expected_per_token"),
+            "best": self.best.get("active_attention_edges_per_token"),
+        }
+        return ", ".join(f"{k} {value:.5g}" for k, value in shown.items() if value is not None)
 
 
 def run_identity(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +206,6 @@ def train(
     model: nn.Module,
     objective: Objective,
     stream: TokenStream,
-    selection: Selection,
     config: TrainingConfig,
     *,
     trained: Mapping[str, float],
@@ -242,16 +218,13 @@ def train(
 
     Args:
         model: module whose parameters are trained.
-        objective: what is minimised.
-        stream: training batches by step.
-        selection: evaluation and model selection.
-        config: settings of the optimizer and the loop.
+        objective: what is minimised, and how weights are selected.
+        stream, config: training batches by step; settings of the optimizer and the loop.
         trained: names of the parameters to train, with multiples of the learning rate; all other
             parameters are frozen during the run.
         settings: further settings that identify this run in its checkpoints.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
-        title: title of the progress bar.
-        progress: whether to show it.
+        title, progress: title of the progress bar, and whether to show it.
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
@@ -260,7 +233,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
     folder = None if checkpoint is None else Path(checkpoint)
-    run = Run(model, objective, stream, selection, config, trained)
+    run = Run(model, objective, stream, config, trained)
     # As JSON has it, to compare with the checkpoint's copy.
     stated = json.loads(json.dumps({**settings, **trained, **asdict(config)}))
     identity = run_identity(model, stated)
@@ -276,7 +249,6 @@ def train(
             autograd(True),  # notebooks often switch gradients off
             _only_trained(model, run.weights),
             nullcontext(run.merge) if apart else merged_lora(model, half) as run.merge,
-            run.masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
             tracked(title, config.steps, progress and is_first, done=run.state.step) as show,
@@ -284,7 +256,7 @@ def train(
             if run.state.step == 0:
                 run.evaluate()
             saved = time.monotonic()
-            while run.state.step < config.steps and not selection.finished(run.state.best):
+            while run.state.step < config.steps and not objective.finished(run.state.best):
                 run.step()
                 show(run.state.latest())
                 last = run.state.step == config.steps
@@ -309,7 +281,6 @@ class Run:
     model: nn.Module
     objective: Objective
     stream: TokenStream
-    selection: Selection
     config: TrainingConfig
     rates: Mapping[str, float]
 
@@ -350,13 +321,12 @@ class Run:
             for name, value in logged.items():
                 measured[name] = measured.get(name, 0.0) + share * value
         ranks.average_gradients(self.trained.values())
-        clip = math.inf if config.clip is None else config.clip
-        norm = ranks.clip_gradients(self.trained.values(), clip)
+        norm = ranks.clip_gradients(self.trained.values(), config.clip or math.inf)
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
                 f"the loss or gradient is not finite: at step {step} the measurements were "
-                f"{measured} and the gradient's norm {norm}. The last checkpoint holds weights "
-                "from before this step; a smaller learning rate usually helps."
+                f"{measured} and the gradient's norm {norm}. The last checkpoint is from before "
+                "this step; a smaller learning rate usually helps."
             )
         self.optimizer.step()
         self.masters.write()
@@ -367,14 +337,12 @@ class Run:
 
     def evaluate(self) -> None:
         try:
-            measured = ranks.from_first(self.selection.evaluate())
+            measured = ranks.from_first(self.objective.evaluate())
         except NonFiniteError as error:
-            raise NonFiniteLossError(
-                f"after step {self.state.step}, on validation rows: {error} The last checkpoint is "
-                "from an earlier step; a smaller learning rate usually helps."
-            ) from error
+            where = f"after step {self.state.step}, on validation rows"
+            raise NonFiniteLossError(f"{where}: {error}") from error
         metrics = {"step": self.state.step, **measured}
-        if not self.state.best or self.selection.better(metrics, self.state.best):
+        if not self.state.best or self.objective.better(metrics, self.state.best):
             self.state.best = metrics
             for name, parameter in self.trained.items():
                 weight = whole(parameter)  # all ranks take part
@@ -406,9 +374,9 @@ class Run:
         carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
         plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
         tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
-        content = {"format": FORMAT, "identity": identity, "ranks": launched.num_processes}
+        content = {"format": FORMAT, "identity": identity, "state": plain}
         with files.atomic_folder(folder) as temporary:
-            files.write_json(temporary / _STATE, {**content, "state": plain})
+            files.write_json(temporary / _STATE, content)
             files.write_tensors(temporary / _TENSORS, tensors)
 
     def load(self, folder: Path, identity: dict[str, Any]) -> None:
@@ -435,19 +403,13 @@ class Run:
             if self.stream.batch(step).digest() != digest:
                 what = f"the batch of step {step} has different tokens or rows, or another order"
                 raise _of_another_run(folder, what)
-        if content["ranks"] != launched.num_processes and launched.is_main_process:
-            warnings.warn(
-                f"the checkpoint in {folder} was made on {content['ranks']} ranks, and the run "
-                f"resumes on {launched.num_processes}: the gates draw other noise from here on",
-                stacklevel=2,
-            )
         moments = {kind.partition("/")[2]: of for kind, of in groups.items() if "/" in kind}
-        names = {id(parameter): name for name, parameter in self.trained.items()}
-        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        names = {parameter: name for name, parameter in self.trained.items()}
         order = [like for group in self.optimizer.param_groups for like in group["params"]]
-        for number, like in enumerate(order):
-            for key, of in moments.items():
-                if (value := of.get(names[id(like)])) is not None:
+        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, of in moments.items():
+            for number, like in enumerate(order):
+                if (value := of.get(names[like])) is not None:
                     restored[number][key] = ranks.spread(value, like) if value.ndim else value
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(restored)})
         self.set_weights(groups["weights"])
@@ -463,19 +425,17 @@ class Run:
 
 
 def _difference(stored: dict[str, Any], expected: dict[str, Any]) -> str:
-    """How the identity of a checkpoint's run differs from that of this run."""
+    """How a checkpoint's run differs from this run."""
     there, here = stored["settings"], expected["settings"]
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
         return ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
-    if stored["shapes"] != expected["shapes"]:
-        return "its parameters have different names or shapes"
     return "it started from different weights; load the model again before resuming"
 
 
 def _of_another_run(folder: Path, what: str) -> ValueError:
     return ValueError(
-        f"the checkpoint in {folder} belongs to another run ({what:.500}). Start over in another "
-        "folder, remove this one, or use the settings and the data that it was made with."
+        f"the checkpoint in {folder} belongs to another run ({what:.500}): use its settings and "
+        "data, choose another folder, or remove this one"
     )
 
 
@@ -483,9 +443,9 @@ def _of_another_run(folder: Path, what: str) -> ValueError:
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Enable gradients for the trained parameters only, and restore all flags at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(parameter) for parameter in trained.values()}
-    for parameter, _ in flags:
-        parameter.requires_grad_(id(parameter) in chosen)
+    model.requires_grad_(False)
+    for parameter in trained.values():
+        parameter.requires_grad_().grad = None
     try:
         yield
     finally:
@@ -503,23 +463,19 @@ def _optimizer(
         {"params": [weights[name] for name in scales if scales[name] == scale], "scale": scale}
         for scale in dict.fromkeys(scales.values())
     ]
-    how = {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
     # The fused update takes a weight for one piece of memory, which views of joint weights are not.
     fused = all(w.is_contiguous() and not is_sharded(w) for w in weights.values())
-    return torch.optim.AdamW(groups, fused=fused, **how)
+    return torch.optim.AdamW(
+        groups, betas=config.betas, weight_decay=config.weight_decay, fused=fused
+    )
 
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms within the block, where they exist; CUDA lacks a few.
-
-    Otherwise, several threads add up embedding gradients in varying order, and a resumed run drifts
-    away from an uninterrupted one.
-    """
+    """Use deterministic algorithms where they exist, so that a resumed run does not drift away."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Untyped, because type checkers cannot follow how the module adds this setting to itself.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -571,11 +527,9 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
 class MasterWeights:
     """The parameters that the optimizer trains: float32 copies of bfloat16 weights, and all others.
 
-    A step changes a weight by a few parts in ten thousand, and late in a run by far less. A
-    bfloat16 number has eight significant bits, so most steps would change nothing. The optimizer
-    therefore moves the master weights, by gradients that are also accumulated in float32, and the
-    model computes with their rounded values. In float16, small gradients would vanish before they
-    reached any copy.
+    With its eight significant bits, a bfloat16 weight would not change in most steps. The optimizer
+    moves the master weights, by gradients that are also accumulated in float32, and the model
+    computes with their rounded values.
 
     Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
     """
@@ -586,34 +540,22 @@ class MasterWeights:
                 "small gradients vanish in float16: load the model in float32 or bfloat16, or "
                 "train low-rank adapters (add_lora), which are float32"
             )
-        self.by_name = {
-            name: nn.Parameter(weight.detach().float()) if is_half(weight) else weight
+        copies = {
+            name: nn.Parameter(weight.detach().float())
             for name, weight in weights.items()
+            if weight.dtype == torch.bfloat16
         }
-        """Master weights by name."""
-        self._copied = [
-            (weight, self.by_name[name]) for name, weight in weights.items() if is_half(weight)
-        ]
+        self.by_name = {**weights, **copies}
+        self._copied = [(weights[name], master) for name, master in copies.items()]
 
-    @contextmanager
-    def taking_gradients(self) -> Iterator[None]:
-        """Move each gradient to its master as soon as it exists, so that few are held twice."""
-        for weight, _ in self._copied:
-            weight.grad = None  # from an earlier backward pass by the user
-        handles = [
-            weight.register_post_accumulate_grad_hook(lambda _, pair=(weight, master): _move(*pair))
-            for weight, master in self._copied
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
+    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Take the gradients that no hook moved: those of sharded weights."""
+        """Move the gradients of the model's weights to their masters."""
         for weight, master in self._copied:
-            _move(weight, master)
+            if weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                weight.grad = None
 
     @torch.no_grad()
     def write(self) -> None:
@@ -622,27 +564,19 @@ class MasterWeights:
             weight.copy_(master)
 
 
-def is_half(weight: nn.Parameter) -> bool:
-    """Whether a weight is in bfloat16, and so trained through a copy."""
-    return weight.dtype == torch.bfloat16
-
-
-@torch.no_grad()
-def _move(weight: nn.Parameter, master: nn.Parameter) -> None:
-    if weight.grad is None:
-        return
-    gradient = weight.grad.float()
-    master.grad = gradient if master.grad is None else master.grad + gradient
-    weight.grad = None
-
-
 @contextmanager
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
-
-    The same holds for signals that a cluster or a closing terminal sends before killing a process.
-    """
+    """Defer Ctrl-C, and signals that precede a kill, until the running step is complete."""
     noted, before = threading.Event(), {}
+    if threading.current_thread() is threading.main_thread():  # no other can handle signals
+        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {number: signal.getsignal(number) for number in asking}
+    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
+    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         noted.set()
@@ -651,15 +585,6 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         if processes().num_processes == 1:
             restore()
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    if threading.current_thread() is threading.main_thread():  # no other can handle signals
-        asking = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        before = {number: signal.getsignal(number) for number in asking}
-    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
-    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, note)
     try:
@@ -668,11 +593,13 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         restore()
 
 
+@dataclass
 class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
+    """Mean cross-entropy in nats over the loss positions; arguments as in `pretrain`."""
 
-    def __init__(self, model: HookedModel) -> None:
-        self.model = model
+    model: Model
+    validation: TokenBatch | None = None
+    good_enough: float = 0.0
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -684,6 +611,17 @@ class PlainLoss(Objective):
             losses.append(token_losses(logits, part.loss_labels()))
         loss = ranks.mean(torch.cat(losses))
         return loss, {"loss": loss.item()}
+
+    def evaluate(self) -> Metrics:
+        assert self.validation is not None
+        measured = evaluate_held_out(self.model, self.validation)
+        return {"loss": measured.loss, "accuracy": measured.accuracy}
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        return new["loss"] < old["loss"]
+
+    def finished(self, best: Metrics) -> bool:
+        return best["loss"] <= self.good_enough and best["accuracy"] == 1.0
 
 
 def pretrain(
@@ -707,29 +645,17 @@ def pretrain(
         steps: maximum number of steps.
         learning_rate: peak learning rate.
         good_enough: validation loss in nats at which training stops, if all rows are right.
-        checkpoint: folder for checkpoints; a run interrupted there is resumed.
-        progress: whether to show a progress bar.
+        checkpoint, progress: as in `post_train`.
         **config: further fields of `TrainingConfig`.
 
     Returns:
         The history, one row per step.
     """
     check_raw(model)
-
-    def evaluate() -> Metrics:
-        measured = evaluate_held_out(model, validation)
-        return {"loss": measured.loss, "accuracy": measured.accuracy}
-
-    selection = Selection(
-        evaluate,
-        better=lambda new, old: new["loss"] < old["loss"],
-        finished=lambda m: m["loss"] <= good_enough and m["accuracy"] == 1.0,
-    )
     state = train(
         model,
-        PlainLoss(model),
+        PlainLoss(model, validation, good_enough),
         stream,
-        selection,
         TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
         trained=choose_trained(model, {"all": 1.0}),
         settings={"good_enough": good_enough, "validation": validation.digest()},

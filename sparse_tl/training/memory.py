@@ -23,7 +23,7 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.distillation import needs_copy, under_gates
-from sparse_tl.training.loop import choose_trained, is_half
+from sparse_tl.training.loop import choose_trained
 from sparse_tl.training.post_train import SparsityObjective
 
 PROBED = (256, 320)
@@ -42,8 +42,7 @@ class TrainingMemory:
 
     Args:
         window: tokens of the step, in one prompt.
-        weights: the weights.
-        masters: float32 copies of trained weights in bfloat16.
+        weights, masters: the weights, and float32 copies of trained weights in bfloat16.
         trained: the trained weights, in the precision that they are trained in.
         dense: the frozen copy of the dense model, unless only gates and adapters are trained.
         activations: the tensors that the forward pass keeps for the backward pass.
@@ -82,13 +81,11 @@ class TrainingMemory:
             f"activations of {self.window:,} tokens": self.activations,
             "logits": self.logits,
         }
-        copied = self.dense and not self.masters
-        less = f"; {decimal(self.dense // 2)} less with the dense model in bf16" if copied else ""
         listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
             f"post-training takes {decimal(self.peak)} at its peak: {listed}; or "
             f"{decimal(self.least_peak)} with checkpointed activations, which take "
-            f"{decimal(self.checkpointed)}{less}"
+            f"{decimal(self.checkpointed)}"
         )
 
 
@@ -96,11 +93,9 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
     """Estimate the peak memory of a post-training step on one prompt, in float32.
 
     All weights and gates are trained, or, if the model has adapters, these and the gates.
-    Activations and logits take as much again for every further prompt. The estimate does not depend
-    on whether `checkpointed_activations` is active.
+    Activations and logits take as much again for every further prompt.
 
-    Runs forward passes on two short prompts and counts the tensors that they keep, which grow
-    linearly for longer windows.
+    Counts what forward passes on two short prompts keep, which grows linearly from there.
     """
     adapter = adapt(model)
     check_tokens(adapter, torch.zeros(1, window, dtype=torch.long))
@@ -108,7 +103,7 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
         names = choose_trained(sparse, {"all": 1.0})
         parameters = read_parameters(sparse)
         trained = [parameters[name] for name in names]
-        n_half = sum(weight.numel() for weight in trained if is_half(weight))
+        n_half = sum(weight.numel() for weight in trained if weight.dtype == torch.bfloat16)
         weights = sum(weight.nbytes for weight in adapter.parameters("all"))
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.counting import Counted
 from sparse_tl.gates.sparse.learned_gates import check_edge_cost, costs_of_first, using
+from sparse_tl.results import Result
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
@@ -45,6 +46,8 @@ from sparse_tl.training.constraint import (
     OF_EDGES,
     LossConstraint,
     Target,
+    Validation,
+    is_feasible,
     parse_target,
     remaining,
 )
@@ -52,26 +55,18 @@ from sparse_tl.training.distillation import (
     KEPT,
     DensePredictions,
     Reference,
-    as_dense,
     distilled,
     distilled_from,
     reference_of,
 )
+from sparse_tl.training.evaluation import DenseAndSparse
 from sparse_tl.training.loop import (
     Metrics,
     Objective,
     Precision,
-    Selection,
     TrainingConfig,
     choose_trained,
-    in_precision,
     train,
-)
-from sparse_tl.training.outcome import (
-    DenseAndSparse,
-    HeldOut,
-    PostTraining,
-    evaluate_held_out,
 )
 
 EVALUATIONS = 40
@@ -118,17 +113,16 @@ def post_train(
     """Finetune weights and gates until as few attention edges as possible are open.
 
     Solves ``min_theta max_lambda  mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target)``,
-    where the size is the expected cost of the open edges per example. If MLPs have gates too, every
-    MLP output, of one layer at one position, adds the probability that it is open. Each group ``g``
-    of rows, such as a kind of text or a task, has a size of its own and must meet the target on its
-    own. On return, `sparse` holds the best feasible weights: among the validation evaluations that
-    meet the target, those with the smallest ``mean_g log(1 + size_g)`` of active edges and MLP
-    outputs.
+    where the size is the expected cost per example of the open attention edges and, if MLPs have
+    gates too, of the open MLP outputs (one per layer and position). Each group ``g`` of rows, such
+    as a kind of text or a task, must meet the target on its own. On return, `sparse` holds the best
+    feasible weights: among the validation evaluations that meet the target, those with the smallest
+    ``mean_g log(1 + size_g)``.
 
-    With `target_edges`, the number of edges is given and the divergence is what is minimised: one
-    lambda for all groups steers the edges along a geometric line to the target, at six tenths of
-    the run, and holds them there. The best feasible weights are then, among the evaluations with at
-    most so many edges, those with the smallest mean divergence over groups.
+    With `target_edges`, the number of edges is given and the divergence is minimised: one lambda
+    for all groups steers the edges along a geometric line to the target, at six tenths of the run,
+    and holds them there. The best feasible weights are then, among the evaluations with at most so
+    many edges, those with the smallest mean divergence over groups.
 
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
@@ -150,8 +144,7 @@ def post_train(
             and keys; in latent attention, including those that keys share with values), ``"lora"``
             (adapters), ``"gates"``, ``"all"``, or patterns of parameter names. A parameter takes
             the first rate that matches it.
-        gate_learning_rate: peak learning rate of the gates on attention edges and MLPs, unless
-            `learning_rate` names them.
+        gate_learning_rate: peak learning rate of all gates, unless `learning_rate` names them.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
             broadcastable to ``[layer, head, query, key]``. Reported counts are never weighted.
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
@@ -161,14 +154,10 @@ def post_train(
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
-    Returns:
-        The outcome; its `verdict` says whether the target was met.
-
     Raises:
-        ValueError: the target is below the dense model's own validation loss or above its number of
-            edges, both targets are given, a parameter name is unknown, a cost is invalid, the
-            stream and the validation rows have different groups, or the checkpoint belongs to
-            another run or other data.
+        ValueError: the dense model itself misses the target loss, or has fewer edges than are
+            asked for; an argument is invalid; the stream and the validation rows have different
+            groups; or the checkpoint belongs to another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         MemoryError: out of memory; the message says how to use less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
@@ -178,11 +167,17 @@ def post_train(
     gates.
     """
     target = parse_target(target_loss, target_edges, TARGET_LOSS)
-    stream = _mixed(stream, validation)
-    if isinstance(learning_rate, Mapping):
-        rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
-    else:
-        rates = {"gates": gate_learning_rate, "all": learning_rate}
+    if isinstance(stream, Mapping):
+        if not isinstance(validation, Mapping) or list(stream) != list(validation):
+            named = list(validation) if isinstance(validation, Mapping) else "no names"
+            raise ValueError(
+                f"the streams have the groups {list(stream)}, and the validation rows {named}; "
+                "give both for the same groups, in the same order"
+            )
+        stream = MixedStream(stream)
+    if not isinstance(learning_rate, Mapping):
+        learning_rate = {"gates": gate_learning_rate, "all": learning_rate}
+    rates = {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
     peak = max(rates.values())
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
     if edge_cost is not None:
@@ -203,31 +198,34 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
-        of_model = target.of_divergence
-        # Separate from the objective's, which keep training rows in the run's checkpoints.
-        predicted = DensePredictions(dense) if of_model and dense is not None else None
-        measuring = Validation(
-            sparse, validation, held_out or {}, target, edge_cost, precision, predicted
+        validated = Validation(
+            sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )
         constraint = LossConstraint(
-            measuring.loss_budget,
-            lead=GAP_LEAD if of_model else 0,
-            target_edges=measuring.target_edges,
+            validated.loss_budget,
+            lead=GAP_LEAD if target.of_divergence else 0,
+            target_edges=validated.target_edges,
             evaluated_every=config.evaluate_every,
-            **({} if measuring.target_edges is None else OF_EDGES),
+            **(OF_EDGES if target.of_edges else {}),
         )
-        share = 1.0 if of_model else DISTILLED
-        objective = SparsityObjective(sparse, dense, constraint, edge_cost, head_cost, share)
+        objective = SparsityObjective(
+            sparse,
+            dense,
+            constraint,
+            edge_cost,
+            head_cost,
+            share=1.0 if target.of_divergence else DISTILLED,
+            validation=validated,
+        )
         state = train(
             sparse,
             objective,
             stream,
-            measuring.selection(constraint),
             config,
             trained=trained,
             settings={
                 "target": str(target),
-                "validation": measuring.rows.digest(),
+                "validation": validated.rows.digest(),
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
@@ -237,32 +235,16 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        groups, others = measuring.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
-            dense=measuring.dense,
-            sparse=measuring.measured(measuring.rows),
+            dense=validated.dense,
+            sparse=validated.measured(validated.rows),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
-            groups=groups,
-            held_out=others,
+            groups=validated.compared(validated.groups, validated.dense_groups),
+            held_out=validated.compared(validated.held_out, validated.dense_held_out),
         )
-
-
-def _mixed(
-    stream: TokenStream | Mapping[str, TokenStream], validation: TokenBatch | Mapping[str, Any]
-) -> TokenStream:
-    """Combine the groups' streams into one, in the order of the validation rows."""
-    if not isinstance(stream, Mapping):
-        return stream
-    named = list(validation) if isinstance(validation, Mapping) else []
-    if list(stream) != named:
-        raise ValueError(
-            f"the streams are of the groups {list(stream)}, and the validation rows are "
-            f"{named or 'without group names'}; give both for the same groups, in the same order"
-        )
-    return MixedStream(stream)
 
 
 @contextmanager
@@ -275,68 +257,52 @@ def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> I
             raise
         rows, window = stream.batch(0).tokens.shape
         raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with steps of {rows} rows "
-            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates what one row "
-            "needs. To use less, take more micro-batches (the stream's accumulate, --accumulate), "
-            "checkpointed_activations (--checkpoint-activations), shorter windows, bf16 "
-            "(--precision), more processes (shard_model, --shard), or low-rank adapters in place "
-            "of the weights (add_lora, --trained lora); or, if it was in an evaluation, fewer or "
-            f"shorter validation rows. ({reason(error)})"
+            f"post-training ran out of memory on {adapt(sparse).device}, in steps of {rows} rows "
+            f"of {window} tokens; `sparse-tl doctor --window {window}` estimates the memory of one "
+            "row. Less is needed with micro-batches (--accumulate), --checkpoint-activations, "
+            "shorter windows, --precision bf16, --shard, or low-rank adapters (--trained lora); "
+            f"in an evaluation, with fewer or shorter validation rows. ({reason(error)})"
         ) from error
 
 
+@dataclass
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each
-    group g of the batch counts alike, however many labels and edges it has: short prompts have a
-    fiftieth of the edges of windows of text. If the dense model is given, its prediction replaces
-    the label in a share `share` of the cross-entropy, which has the gradient of
-    ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
-    per example of a group is
+    Minimises ``(mean_g log(1 + size_g) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. If the
+    dense model is given, its prediction replaces the label in a share of the cross-entropy, which
+    has the gradient of ``KL(dense || sparse)``. The size per example of a group is
 
         size_g = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                  + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    where E_h is the group's expected number of edges of head h, and an MLP output is that of one
-    layer at one position; MLPs without gates do not count. Because of the logarithm, closing one
-    percent of the edges is worth the same at any density; the 1 keeps it finite when no edge is
-    left. The division keeps the scale of the gradients while lambda moves over orders of magnitude,
-    so that clipping means the same throughout; it does not move the optimum for a given lambda. The
-    divisor is the same for all micro-batches of a step, whatever groups they hold; the sizes are
-    each micro-batch's own.
+    where E_h is the group's expected number of edges of head h. The divisor keeps the gradients at
+    one scale, so that clipping means the same throughout. It is the same for all micro-batches of a
+    step; the sizes are each micro-batch's own.
 
     Each group's lambda is raised to at least ``1 / (limit_g (1 + size_g))``, with the size of the
-    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
-    then worth no more than the group's whole limit. Without this, the last necessary edges close
-    before lambda has risen; a closed gate has hardly any gradient.
+    previous step: closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
+    then worth no more than the group's whole limit.
 
-    Args:
-        sparse: the gated model.
-        dense: the frozen dense model, if its predictions are part of the objective.
-        constraint: lambda, and how validation moves it.
-        edge_cost: cost of an attention edge, as in `post_train`.
-        head_cost: cost of a head in use.
-        share: weight of the dense model's prediction in the cross-entropy.
+    Arguments are those of `post_train`; the frozen `dense` model, if its predictions are part of
+    the objective, and their `share`; and the `validation` that moves lambda and selects weights.
     """
 
-    def __init__(
-        self,
-        sparse: SparseTransformer,
-        dense: Reference | None,
-        constraint: LossConstraint,
-        edge_cost: Float[Tensor, "*#edge"] | None = None,
-        head_cost: float = 0.0,
-        share: float = DISTILLED,
-    ) -> None:
-        self.sparse, self.dense, self.constraint, self.share = sparse, dense, constraint, share
-        self.edge_cost, self.head_cost = edge_cost, head_cost
+    sparse: SparseTransformer
+    dense: Reference | None
+    constraint: LossConstraint
+    edge_cost: Float[Tensor, "*#edge"] | None = None
+    head_cost: float = 0.0
+    share: float = DISTILLED
+    validation: Validation | None = None
+
+    def __post_init__(self) -> None:
         # Of several ranks, a rank gets other rows in every epoch.
         kept = KEPT if processes().num_processes == 1 else 0
-        self._predictions = None if dense is None else DensePredictions(dense, kept)
-        self._sizes = torch.full_like(constraint.budget, math.inf)
+        self._predictions = None if self.dense is None else DensePredictions(self.dense, kept)
+        self._sizes = torch.full_like(self.constraint.budget, math.inf)
         self._shares = torch.ones(1)
-        self._summed = self._rows = torch.zeros_like(constraint.budget)
+        self._summed = self._rows = torch.zeros_like(self.constraint.budget)
 
     def begin(self, batch: TokenBatch) -> None:
         labels, n_groups = batch.label_groups(), len(self.constraint.budget)
@@ -432,10 +398,32 @@ class SparsityObjective(Objective):
         return sizes, n_rows
 
     def update(self, fraction_done: float) -> dict[str, float]:
-        """Move lambda, which the last evaluation steers (`Validation.selection`)."""
+        """Move lambda by one step, as the last evaluations demand."""
         seen = self._rows > 0
         self._sizes = torch.where(seen, self._summed / self._rows.clamp(min=1), self._sizes)
         return {"over_limit": self.constraint.update(fraction_done)}
+
+    def evaluate(self) -> Metrics:
+        """Measure the model on validation rows; what is found moves lambda in the next steps."""
+        assert self.validation is not None
+        measured = self.validation.measured(self.validation.rows)
+        self.constraint.record(self.validation.gaps(measured), measured.edges_per_token)
+        return self.validation.metrics(measured)
+
+    def better(self, new: Metrics, old: Metrics) -> bool:
+        """Whether to return the weights of an evaluation rather than those of an earlier one.
+
+        Feasible weights are better than others; of two feasible ones, those with the smaller size,
+        or the smaller gap under a target of edges; of two others, those with the smaller violation.
+        Step 0 is never preferred: it meets most targets, but is not sparse.
+        """
+        if old["step"] == 0:
+            return True
+        if is_feasible(new) != is_feasible(old):
+            return is_feasible(new)
+        minimised = "log_size" if self.constraint.target_edges is None else "gap"
+        decisive = minimised if is_feasible(new) else "violation"
+        return new[decisive] < old[decisive]
 
     def state(self) -> dict[str, Any]:
         kept = {} if self._predictions is None else self._predictions.state()
@@ -448,111 +436,81 @@ class SparsityObjective(Objective):
             self._predictions.load_state(state)
 
 
-class Validation:
-    """Validation rows, each group of which must meet the target, and held-out rows.
+@dataclass(frozen=True, eq=False)
+class PostTraining(DenseAndSparse, Result):
+    """The result of a post-training run.
 
-    The constructor measures the dense model, so it must be called before training. Arguments are
-    those of `post_train`, and the dense model's predictions if the target is a divergence.
+    Args:
+        dense: validation measurements of the dense model.
+        sparse: validation measurements of the selected weights.
+        feasible: whether any validation evaluation met the target, except that before training.
+        target: the target that every group had to meet, or that the mean of their edges had to.
+        best_step: step of the selected weights.
+        history: one row per step; validation columns are set at steps with an evaluation.
+        groups: validation measurements of every group, by name, if the groups have names.
+        held_out: measurements on held-out rows, by name: those of a group, or of other texts.
     """
 
-    def __init__(
-        self,
-        sparse: SparseTransformer,
-        rows: TokenBatch | Mapping[str, TokenBatch],
-        held_out: Mapping[str, TokenBatch],
-        target: Target,
-        edge_cost: Float[Tensor, "*#edge"] | None,
-        precision: Precision,
-        predictions: DensePredictions | None,
-    ) -> None:
-        self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
-        self.precision: Precision = precision
-        self.groups = rows if isinstance(rows, Mapping) else {}
-        self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
-        self.held_out, self.predictions = held_out, predictions
-        self.dense = self._of_dense(self.rows)
-        self._dense_groups, self._dense_held_out = (
-            {name: self._of_dense(rows) for name, rows in by_name.items()}
-            for by_name in (self.groups, held_out)
+    feasible: bool
+    target: Target
+    best_step: int
+    history: pd.DataFrame
+    groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+    held_out: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+
+    @property
+    def reported(self) -> dict[str, DenseAndSparse]:
+        """Measurements of every group and held-out text; of groups on held-out rows, if any."""
+        return {**self.groups, **self.held_out}
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few sentences."""
+        n_groups = len(self.dense.group_losses)
+        measured = (
+            f"{self.sparse.active_attention_edges:,.2f} of "
+            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
+            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
         )
-        losses, most = self.dense.group_losses, self.dense.edges_per_token
-        if missing := set(range(max(losses) + 1)) - set(losses):
-            raise ValueError(
-                f"no label of the validation rows is of the groups {sorted(missing)[:5]}, of "
-                f"{max(losses) + 1} groups"
+        if self.sparse.divergence is not None:
+            measured += f", {self.sparse.divergence:.4f} divergence from it"
+        if self.target.of_edges:
+            target, among = f"of {self.target}", f", on average over {n_groups} groups,"
+            advice = "or allow more edges"
+        else:
+            divergence = f"divergence of {self.target.amount:g}"
+            target = f"{divergence if self.target.of_divergence else self.target} nats"
+            among = f" in each of {n_groups} groups"
+            advice = "start from a smaller threshold or a larger bias, or allow more loss"
+        target += among if n_groups > 1 else ""
+        if self.feasible:
+            outcome = f"Target {target} met at step {self.best_step}: {measured})."
+        else:
+            outcome = (
+                f"Target {target} NOT met by any validation evaluation after the first step; kept "
+                f"the weights that came closest, from step {self.best_step}: {measured}). Train "
+                f"for longer, {advice}."
             )
-        self.target_edges = target.edges(most)
-        """The target in edges per token, if it is one of edges."""
-        if self.target_edges is not None and self.target_edges > most:
-            raise ValueError(
-                f"a target of {target} is above the dense model's {most:,.1f} edges per token"
-            )
-        self.loss_budget = _by_group({g: target.budget(loss) for g, loss in losses.items()})
-        """The largest gap that the target allows each group, in nats."""
-        if target.of == "loss" and self.loss_budget.min() < 0:
-            raise ValueError(
-                f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
-                f"the target of {target}. Give a larger one, or an increase such as "
-                f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
-            )
+        return " ".join([outcome, *map(self._line, self.reported)])
 
-    def measured(self, rows: TokenBatch) -> HeldOut:
-        """Measurements of the current sparse model on some rows."""
-        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+    def _line(self, name: str) -> str:
+        """A sentence on a group or a held-out text."""
+        models = self.reported[name]
+        held_out = " (held-out rows)" if name in self.groups else " (held out)"
+        loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
+        if models.sparse.divergence is not None:
+            loss += f", divergence {models.sparse.divergence:.3f}"
+        edges = f"{models.sparse.active_attention_edges_per_token:,.1f} edges per token"
+        name += held_out if name in self.held_out else ""
+        return f"{name}: {edges} ({models.times_fewer:.1f}x fewer), {loss}."
 
-    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
-        """Measurements of both models on the rows of every group, and on held-out rows."""
-        groups, held_out = (
-            {name: DenseAndSparse(dense[name], self.measured(rows)) for name, rows in of.items()}
-            for of, dense in (
-                (self.groups, self._dense_groups),
-                (self.held_out, self._dense_held_out),
-            )
-        )
-        return groups, held_out
+    def to_pandas(self) -> pd.DataFrame:
+        """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
+        if self.reported:
+            rows = {name: models.row() for name, models in self.reported.items()}
+            return pd.DataFrame.from_dict(rows, orient="index")
+        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
 
-    def selection(self, constraint: LossConstraint) -> Selection:
-        """The model selection of a run; each evaluation is also recorded in the constraint."""
-
-        def evaluate() -> Metrics:
-            measured = self.measured(self.rows)
-            edges, target = measured.edges_per_token, self.target_edges
-            if self.target.of_divergence:
-                gaps = _by_group(measured.group_divergences)
-            else:
-                gaps = _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
-            constraint.record(gaps, edges)
-            by_group = {f"gap_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
-            over = (gaps - self.loss_budget).max().item() if target is None else edges - target
-            found = {**measured.numbers, **by_group, "log_size": measured.log_size}
-            return {**found, "gap": gaps.mean().item(), "violation": over}
-
-        def better(new: Metrics, old: Metrics) -> bool:
-            if old["step"] == 0:
-                return True  # never prefer step 0: it meets most targets but is not sparse
-            if is_feasible(new) != is_feasible(old):
-                return is_feasible(new)
-            minimised = "log_size" if self.target_edges is None else "gap"
-            decisive = minimised if is_feasible(new) else "violation"
-            return new[decisive] < old[decisive]
-
-        return Selection(evaluate, better)
-
-    def _of_dense(self, rows: TokenBatch) -> HeldOut:
-        """Measurements of the dense model; before training, where its weights are trained."""
-        with as_dense(self.sparse):
-            found = self._evaluated(rows)
-        return replace(found, active_mlps=None, possible_mlps=None, active_size=None)
-
-    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
-        with in_precision(self.precision, adapt(self.sparse).device):
-            return ranks.from_first(evaluate_held_out(self.sparse, rows, **how))
-
-
-def is_feasible(metrics: Metrics) -> bool:
-    """Whether an evaluation meets the target, that of a loss in every group."""
-    return metrics["violation"] <= 0
-
-
-def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
-    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)
+    def __repr__(self) -> str:
+        return f"PostTraining({self.verdict})"

@@ -1,9 +1,8 @@
 """Ranks: the processes of a run that was started by `accelerate launch`, `torchrun` or a notebook.
 
-Every rank runs the same program on the same model and data, and takes its own rows of every
-micro-batch. Means over rows are joined by `mean` and `total` before anything nonlinear uses them,
-and gradients are averaged, so that all ranks continue alike, as one process on all rows would. A
-process that was started alone is the only rank.
+Every rank runs the same program and takes its own rows of every micro-batch. Means over rows are
+joined by `mean` and `total` before anything nonlinear uses them, and gradients are averaged, so
+that all ranks continue as one process on all rows would. A lone process is the only rank.
 """
 
 from __future__ import annotations

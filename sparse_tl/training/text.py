@@ -1,12 +1,8 @@
 """Training text: windows that a model writes itself, and short rows cut from windows.
 
-The model writes column by column, with a key-value cache. Each token is drawn by inverting the
-cumulative distribution at a number drawn uniformly from [0, 1). These numbers depend only on `seed`
-and the window's index, so an interrupted call continues with the same windows, and a later call can
-add more.
-
-Windows have most of their losses far from the beginning, and tasks ask for one token. Gates that
-are trained on these alone close what any other short prompt needs.
+Each token is drawn by inverting the cumulative distribution at a number drawn uniformly from
+[0, 1). These numbers depend only on `seed` and the window's index, so an interrupted call continues
+with the same windows, and a later call can add more.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import hashlib
 import json
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import (
@@ -53,8 +47,6 @@ from sparse_tl.storage.files import check_writable, read_metadata, read_tensors,
 from sparse_tl.training.loop import run_identity
 from sparse_tl.training.ranks import from_first, gathered
 
-SAVE_AFTER = 30.0
-"""Seconds after which the windows sampled so far are saved."""
 AT_ONCE = SizeByDevice(cpu=64, elsewhere=2048)
 """Largest number of windows that are sampled together by default."""
 GIVEN = 1 / 4
@@ -92,12 +84,10 @@ def sampled_windows(
 ) -> TokenBatch:
     """Sample windows of text from a model, as rows for language modelling.
 
-    Tokens are drawn at temperature 1 from the model's full vocabulary, so the text has exactly the
-    model's distribution. Windows alternately start with the tokenizer's BOS token alone (EOS if
-    there is no BOS), and with that token and a beginning. Given tokens have no loss. Sampling does
-    not stop at EOS: all windows are full.
-
-    The ranks of a run divide the windows of a batch among themselves; all return all windows.
+    Tokens are drawn at temperature 1 from the full vocabulary: the text has exactly the model's
+    distribution. Windows alternately start with the tokenizer's BOS token alone (EOS if there is no
+    BOS), and with that token and a beginning. Given tokens have no loss. Sampling does not stop at
+    EOS: all windows are full. Ranks divide the windows of a batch, and all return all windows.
 
     Args:
         model: a dense model or a SparseTransformer, whose gates are deterministic.
@@ -105,14 +95,12 @@ def sampled_windows(
         window: tokens per window.
         beginnings: texts that windows continue, in an order drawn with `seed`; each is cut to a
             quarter of a window. With an empty list, all windows start with BOS alone. The default
-            is the package's own 125: the first words of stories, articles, letters, proofs,
-            dialogues, tables, programs and more.
+            is the package's own 125: the first words of stories, letters, proofs, tables and more.
         batch_size: number of windows that are sampled together; by default 64, and on a GPU as
             many as fit into a third of its free memory, at most 2,048.
         seed: random seed. PyTorch's random state is neither used nor changed.
-        save_to: a safetensors file, written every half minute, at the end, and on Ctrl-C. The same
-            call continues where the file ends; with another `n`, it takes the first windows or adds
-            more.
+        save_to: a safetensors file, written after every batch. The same call continues where the
+            file ends; with another `n`, it takes the first windows or adds more.
         progress: whether to show a progress bar.
 
     Raises:
@@ -133,22 +121,18 @@ def sampled_windows(
             check_writable(path.parent)
     # Ranks have to make equal passes of a sharded model.
     tokens, batch_size = from_first((tokens, batch_size or _fitting(adapter, window)))
-    parts, is_first, saved = [tokens], processes().is_main_process, time.monotonic()
+    is_first = processes().is_main_process
     batches = [range(at, min(at + batch_size, n)) for at in range(len(tokens), n, batch_size)]
     shown = progress and is_first
     with tracked("sampling windows", len(batches) * (window - 1), shown) as step:
-        try:
-            for rows in batches:
-                show = partial(step, f"windows {rows.start + 1:,} to {rows.stop:,} of {n:,}")
-                check = len(parts) == 1
-                parts.append(sampled(adapter, starts, window, rows, seed, show, check))
-                if path is not None and is_first and time.monotonic() - saved > SAVE_AFTER:
-                    _write(path, _as_rows(torch.cat(parts), starts), identity)
-                    saved = time.monotonic()
-        finally:
-            if path is not None and is_first and len(parts) > 1:
-                _write(path, _as_rows(torch.cat(parts), starts), identity)
-    return _as_rows(torch.cat(parts)[:n], starts)
+        for rows in batches:
+            show = partial(step, f"windows {rows.start + 1:,} to {rows.stop:,} of {n:,}")
+            more = sampled(adapter, starts, window, rows, seed, show, check=rows is batches[0])
+            tokens = torch.cat([tokens, more])
+            if path is not None and is_first:
+                kept = {"tokens": tokens, "loss_mask": _as_rows(tokens, starts).loss_mask}
+                write_tensors(path, kept, {_IDENTITY: identity})
+    return _as_rows(tokens[:n], starts)
 
 
 def _fitting(adapter: Adapter, window: int) -> int:
@@ -178,8 +162,7 @@ def _starts(
     first = separator(tokenizer)
     if first is None and not texts:
         raise ValueError(
-            "the tokenizer has no BOS or EOS token for windows to start with. Set one "
-            "(tokenizer.bos_token = ...), or give beginnings."
+            "the tokenizer has no BOS or EOS token for windows to start with; give beginnings"
         )
     before = [] if first is None else [first]
     for text in texts or ():
@@ -220,8 +203,7 @@ def sampled(
     each = math.ceil(len(rows) / launched.num_processes)
     first = rows.start + launched.process_index * each
     own = range(first, first + each)  # some last windows are not asked for
-    given = [torch.tensor(starts[row % len(starts)]) for row in own]
-    tokens = pad_sequence(given, batch_first=True, padding_value=_UNKNOWN)
+    tokens = padded([starts[row % len(starts)] for row in own], _UNKNOWN)
     tokens = F.pad(tokens, (0, window - tokens.shape[1]), value=_UNKNOWN).to(adapter.device)
     drawn = [np.random.default_rng([seed, row]).random(window) for row in own]
     uniform = torch.from_numpy(np.stack(drawn)).to(adapter.device)
@@ -261,8 +243,7 @@ def _check_cache(
     if error > CACHE_ERROR:
         raise ValueError(
             f"{adapter.name!r} does not predict the same with a key-value cache as without: the "
-            f"predictions differ by {error:.2f} in total variation. Does sparse_tl support the "
-            "installed versions of transformers and TransformerLens?"
+            f"predictions differ by {error:.2f} in total variation"
         )
 
 
@@ -272,15 +253,9 @@ def _read(path: Path, identity: str) -> Int[Tensor, "window pos"]:
     if stored != identity:
         raise ValueError(
             f"{path} does not hold sampled windows of {identity}, but those of {stored:.200}. "
-            "Choose another file, remove this one, or use the model and the arguments that it was "
-            "made with."
+            "Choose another file, or use the same model and arguments."
         )
     return read_tensors(path)["tokens"]
-
-
-def _write(path: Path, rows: TokenBatch, identity: str) -> None:
-    tensors = {"tokens": rows.tokens, "loss_mask": rows.loss_mask}
-    write_tensors(path, tensors, {_IDENTITY: identity})
 
 
 def _identity(
@@ -353,8 +328,6 @@ def _rows(
     sentences: list[str], tokenizer: Any, before: str, random: np.random.Generator
 ) -> list[tuple[list[int], int]]:
     """Tokens of each long enough sentence, and how many of them precede it."""
-    if not sentences:
-        return []
     least, most = np.log([TOKENS[0], TOKENS[1] + 1])
     n_tokens = np.exp(random.uniform(least, most, len(sentences)))
     shorter = [

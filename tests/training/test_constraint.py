@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,7 @@ import torch
 from torch import Tensor
 
 from sparse_tl.training import LossConstraint, Target
-from sparse_tl.training.constraint import (
-    BOUNDS,
-    INTEGRAL,
-    PROPORTIONAL,
-    START,
-)
+from sparse_tl.training.constraint import BOUNDS, INTEGRAL, PROPORTIONAL, START
 
 FREE = (1e-3, 1e3)
 """Bounds wide enough for problems whose lambda is small."""
@@ -77,11 +71,6 @@ def test_target_edges(written: Any, amount: float, times_fewer: bool, shown: str
 # The controller, update by update.
 
 
-def test_lambda_starts_where_it_is_told_to() -> None:
-    assert _constraint().lambda_.tolist() == pytest.approx([START])
-    assert _constraint(3, start=7.5).lambda_.tolist() == pytest.approx([7.5] * 3)
-
-
 def test_three_updates_by_hand() -> None:
     """``log lambda = log START + INTEGRAL / n * sum e + PROPORTIONAL * e``."""
     violations = [0.5, -0.2, 0.9]
@@ -107,13 +96,6 @@ def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
     assert abs(_moved(constraint, -violation)[-1][0] - math.log(bound)) > 0.1
 
 
-@pytest.mark.parametrize(("violation", "direction"), [(0.3, 1), (-0.3, -1), (0.0, 0)])
-def test_lambda_rises_while_the_loss_is_above_its_target(violation: float, direction: int) -> None:
-    free = _constraint(bounds=FREE)
-    path = [math.log(START), *(x for (x,) in _moved(free, *[violation] * 5))]
-    assert [(b > a) - (b < a) for a, b in pairwise(path)] == [direction] * 5
-
-
 def test_a_group_that_violates_raises_its_own_lambda_alone() -> None:
     groups = _moved(_constraint(3), [0.4, -0.1, 0.0], [0.2, -0.3, 0.0])
     alone = [_moved(_constraint(), *of) for of in ([0.4, 0.2], [-0.1, -0.3], [0.0, 0.0])]
@@ -122,25 +104,6 @@ def test_a_group_that_violates_raises_its_own_lambda_alone() -> None:
     ]
     assert groups[-1][0] > math.log(START) > groups[-1][1]
     assert groups[-1][2] == math.log(START)
-
-
-@pytest.mark.parametrize("updates", [0, 1, 7])
-def test_a_resumed_constraint_goes_on_exactly(updates: int) -> None:
-    constraint = _constraint(2, start=6.0)
-    for i in range(updates):
-        _moved(constraint, [math.sin(i) / 3, math.cos(i)])
-    kept = json.dumps(constraint.state())
-    violations = [0.07, -0.4], [0.01, 0.9], [-1 / 3, 0.2]
-    # In a new process, and in one in which a run went on already.
-    used = _constraint(2)
-    _moved(used, [1.0, -1.0])
-    for resumed in (_constraint(2), used):
-        resumed.load_state(json.loads(kept))
-        assert resumed.state() == constraint.state()
-    expected = _moved(constraint, *violations)
-    for resumed in (_constraint(2), used):
-        resumed.load_state(json.loads(kept))
-        assert _moved(resumed, *violations) == expected
 
 
 # What it finds: problems with a multiplier that is known.

@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from short_runs import Build, CallingAt, Killed, Rows, short_run
+from short_runs import Build, Rows, check_resumes, short_run
 
 from sparse_tl.backend import Model
-from sparse_tl.data import MixedStream, ShuffledStream
+from sparse_tl.data import MixedStream, PromptPairs, ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import PostTraining, evaluate_held_out
@@ -150,21 +150,14 @@ def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_r
 
 
 def test_a_run_on_several_texts_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = _trained(SparseTransformer(build_echo(), gates="share"), echo_rows)
-    sparse = SparseTransformer(build_echo(), gates="share")
-    settings = {"checkpoint": tmp_path / "checkpoint"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparse_tl.training.loop.SAVE_AFTER", 0.0)
-        with pytest.raises(Killed):
-            halted = CallingAt(MixedStream(_streams(echo_rows)), 4)
-            _trained(sparse, echo_rows, stream=halted, **settings)
-    resumed = _trained(SparseTransformer(build_echo(), gates="share"), echo_rows, **settings)
-    pd.testing.assert_frame_equal(
-        resumed.history.drop(columns="seconds"), whole.history.drop(columns="seconds")
-    )
-    assert resumed.verdict == whole.verdict
+    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
+        sparse = SparseTransformer(build_echo(), gates="share")
+        return sparse, _trained(sparse, echo_rows, stream=stream, **settings).history
+
+    monkeypatch.setattr("sparse_tl.training.loop.SAVE_AFTER", 0.0)
+    check_resumes(run, MixedStream(_streams(echo_rows)), tmp_path / "checkpoint", 4)
 
 
 @pytest.mark.parametrize("names", [["short", "long"], ["long"], None])
@@ -176,8 +169,6 @@ def test_groups_that_do_not_match(build_echo: Build, echo_rows: Rows, names: Any
 
 
 def test_prompts_of_a_task_as_rows(build_echo: Build) -> None:
-    from sparse_tl.data import PromptPairs
-
     pairs = PromptPairs(
         clean=torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),
         corrupted=torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]),

@@ -6,27 +6,23 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+import short_runs
 import torch
-from short_runs import Build, CallingAt, Killed, Rows
+from short_runs import Build, CallingAt, Killed, Rows, check_resumes, check_same, moved, weights
 
 from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
-
-# The package has a function of the module's name.
-post_train_module = sys.modules[post_train.__module__]
 
 
 def _pretrain(model: Model, stream: TokenStream, validation: TokenBatch, **config: Any) -> Any:
@@ -55,29 +51,11 @@ def _post_train(
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight steps of post-training with three evaluations, and a checkpoint every other step."""
-    monkeypatch.setattr(post_train_module, "EVALUATIONS", 3)
-    monkeypatch.setattr(
-        post_train_module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2)
-    )
+    short_runs.often(monkeypatch, 3)
 
 
 def _saved_step(checkpoint: Path) -> int:
     return json.loads((checkpoint / "state.json").read_text())["state"]["step"]
-
-
-def _same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
-
-
-def _same(
-    model: torch.nn.Module, one: pd.DataFrame, again: torch.nn.Module, other: pd.DataFrame
-) -> None:
-    """Check that two runs, of models and their histories, are the same bit for bit."""
-    assert _same_weights(model, again)
-    pd.testing.assert_frame_equal(
-        one.drop(columns="seconds"), other.drop(columns="seconds"), check_exact=True
-    )
 
 
 # Plain training.
@@ -210,18 +188,13 @@ def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) ->
 def test_a_killed_pretraining_resumes_exactly(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
 ) -> None:
-    validation = echo_rows(seed=1)
-    stream = ShuffledStream(echo_rows(), 16)
-    whole, killed, resumed = build_tiny(), build_tiny(), build_tiny()
-    expected = _pretrain(whole, stream, validation)
-    with pytest.raises(Killed):
-        _pretrain(killed, CallingAt(stream, killed_at), validation, checkpoint=tmp_path / "c")
-    assert (tmp_path / "c").exists() == (killed_at >= 2)
-    started = CallingAt(stream, killed_at // 2 * 2, lambda: seen.append(1))
-    seen: list[int] = []
-    history = _pretrain(resumed, started, validation, checkpoint=tmp_path / "c")
-    assert seen
-    _same(whole, expected, resumed, history)
+    def run(stream: TokenStream, **settings: Any) -> tuple[Model, pd.DataFrame]:
+        model = build_tiny()
+        return model, _pretrain(model, stream, echo_rows(seed=1), **settings)
+
+    noted, _ = check_resumes(run, ShuffledStream(echo_rows(), 16), tmp_path / "c", killed_at)
+    saved = killed_at // 2 * 2
+    assert noted.steps == [*([0, saved - 1] if saved else []), *range(saved, 8)]
 
 
 def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Rows) -> None:
@@ -235,7 +208,7 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
             _pretrain(model, stream, echo_rows(seed=1), steps=4)
     finally:
         torch.set_num_threads(before)
-    assert all(_same_weights(models[0], other) for other in models[1:])
+    assert not any(moved(weights(models[0]), other) for other in models[1:])
     assert not torch.are_deterministic_algorithms_enabled(), "put back at the end"
 
 
@@ -249,16 +222,11 @@ def test_a_killed_post_training_resumes_exactly(
     killed_at: int,
     target: dict[str, Any],
 ) -> None:
-    validation = echo_rows(seed=1)
-    stream = ShuffledStream(echo_rows(), 16)
-    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    expected = _post_train(whole, stream, validation, **target)
-    settings = {"checkpoint": tmp_path / "c", **target}
-    with pytest.raises(Killed):
-        _post_train(killed, CallingAt(stream, killed_at), validation, **settings)
-    torch.manual_seed(killed_at)  # No number may come from the global generator.
-    history = _post_train(resumed, stream, validation, **settings)
-    _same(whole, expected, resumed, history)
+    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
+        sparse = SparseTransformer(build_echo(), initial_bias=2.0)
+        return sparse, _post_train(sparse, stream, echo_rows(seed=1), **target, **settings)
+
+    check_resumes(run, ShuffledStream(echo_rows(), 16), tmp_path / "c", killed_at)
 
 
 def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
@@ -271,19 +239,15 @@ def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
     )
     stream = ShuffledStream(rows, 16, accumulate=3)
     assert {int(stream.batch(step).label_groups().max()) for step in range(8)} == {0, 1}
-    settings: dict[str, Any] = {
-        "edge_cost": torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)),
-        "head_cost": 2.0,
-    }
-    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    expected = _post_train(whole, stream, validation, **settings)
-    halted = CallingAt(stream, 5)
-    with pytest.raises(Killed):
-        _post_train(killed, halted, validation, checkpoint=tmp_path / "c", **settings)
-    noted = CallingAt(stream)
-    history = _post_train(resumed, noted, validation, checkpoint=tmp_path / "c", **settings)
+    cost = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
+        sparse = SparseTransformer(build_echo(), initial_bias=2.0)
+        settings |= {"edge_cost": cost, "head_cost": 2.0}
+        return sparse, _post_train(sparse, stream, validation, **settings)
+
+    noted, _ = check_resumes(run, stream, tmp_path / "c", 5)
     assert noted.steps == [0, 3, *range(4, 8)]
-    _same(whole, expected, resumed, history)
 
 
 def test_a_finished_run_is_read_not_repeated(
@@ -296,7 +260,7 @@ def test_a_finished_run_is_read_not_repeated(
     noted = CallingAt(stream)
     history = _pretrain(again, noted, validation, checkpoint=tmp_path / "c")
     assert noted.steps == [0, 7]  # is this the data that it was trained on?
-    _same(first, expected, again, history)
+    check_same(first, expected, again, history)
 
 
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
@@ -304,21 +268,17 @@ def test_a_signal_to_stop_saves_the_running_step(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path, sent: str
 ) -> None:
     number = getattr(signal, sent)
-    validation = echo_rows(seed=1)
-    stream = ShuffledStream(echo_rows(), 16)
-    whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
-    expected = _pretrain(whole, stream, validation, checkpoint_every=100)
     handler = signal.getsignal(number)
-    pressed = CallingAt(stream, 4, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(KeyboardInterrupt):
-        _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", checkpoint_every=100)
+
+    def run(stream: TokenStream, **settings: Any) -> tuple[Model, pd.DataFrame]:
+        model = build_tiny()
+        return model, _pretrain(model, stream, echo_rows(seed=1), checkpoint_every=100, **settings)
+
+    stream = ShuffledStream(echo_rows(), 16)
+    noted, _ = check_resumes(run, stream, tmp_path / "c", 4, lambda: os.kill(os.getpid(), number))
     assert signal.getsignal(number) is handler
     # The step during which it was pressed is complete and saved, far from the next regular save.
-    assert _saved_step(tmp_path / "c") == 5
-    history = _pretrain(
-        resumed, stream, validation, checkpoint=tmp_path / "c", checkpoint_every=100
-    )
-    _same(whole, expected, resumed, history)
+    assert noted.steps[2:] == [5, 6, 7]
 
 
 def test_a_second_signal_stops_at_once(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
@@ -334,7 +294,7 @@ def test_a_second_signal_stops_at_once(build_tiny: Build, echo_rows: Rows, tmp_p
     assert all(p.requires_grad and p.grad is None for p in stopped.parameters())
     assert _saved_step(tmp_path / "c") == 3  # the running step is lost, and nothing else
     history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c", **settings)
-    _same(whole, expected, resumed, history)
+    check_same(whole, expected, resumed, history)
 
 
 def test_a_signal_that_is_ignored_stays_so(
@@ -390,7 +350,7 @@ def test_kill_9_and_resume_gives_equal_weights(
     asked = noted.steps
     assert asked[:2] == [0, asked[2] - 1], "the data that it was trained on so far"
     assert 0 < asked[2] < 20 and asked[2:] == list(range(asked[2], 20))
-    _same(whole, expected, resumed, found)
+    check_same(whole, expected, resumed, found)
 
 
 # Numbers that are none.
@@ -413,88 +373,39 @@ def test_a_loss_that_is_no_number_stops_training(
         _pretrain(model, CallingAt(stream, 5, _spoil(model)), validation, checkpoint=tmp_path / "c")
     assert _saved_step(tmp_path / "c") == 4
     history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c")
-    _same(whole, _pretrain(whole, stream, validation), resumed, history)
+    check_same(whole, _pretrain(whole, stream, validation), resumed, history)
 
 
 # Checkpoints that do not belong to the run.
 
 
-@pytest.fixture
-def checkpoint(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> Path:
-    _pretrain(
-        build_tiny(),
-        ShuffledStream(echo_rows(), 16),
-        echo_rows(seed=1),
-        checkpoint=tmp_path / "checkpoint",
-        steps=2,
-    )
-    return tmp_path / "checkpoint"
-
-
 @pytest.mark.parametrize(
-    ("model", "settings", "message"),
+    ("changed", "message"),
     [
-        ({}, {"seed": 5}, "seed: . there, 5 here"),
-        ({}, {"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
-        ({"seed": 1}, {}, "it started from different weights"),
-        ({"n_layers": 1}, {}, "belongs to another run"),
-    ],
-)
-def test_a_checkpoint_of_another_run(
-    build_tiny: Build,
-    echo_rows: Rows,
-    checkpoint: Path,
-    model: dict[str, Any],
-    settings: dict[str, Any],
-    message: str,
-) -> None:
-    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
-    fresh, untouched = build_tiny(**model), build_tiny(**model)
-    with pytest.raises(ValueError, match=f"(?s)belongs to another run.*{message}|{message}"):
-        _pretrain(fresh, stream, validation, **{"checkpoint": checkpoint, "steps": 2, **settings})
-    assert _same_weights(fresh, untouched)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"rows": 2}, "the batch of step 0 has different tokens"),
-        ({"batch_size": 8}, "the batch of step 0 has different tokens"),
-        ({"seed": 3}, "the batch of step 0 has different tokens"),
+        ({"seed": 5}, "seed: . there, 5 here"),
+        ({"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
+        ({"model": {"seed": 1}}, "different weights"),
+        ({"model": {"n_layers": 1}}, "different weights"),
+        ({"rows": 2}, "the batch of step 0"),
+        ({"batch_size": 8}, "the batch of step 0"),
+        ({"stream": 3}, "the batch of step 0"),
         ({"validation": 2}, "validation: '.*' there, '.*' here"),
     ],
-    ids=["text", "batch size", "seed", "held-out rows"],
+    ids=str,
 )
-def test_a_checkpoint_knows_its_data(
-    build_tiny: Build,
-    echo_rows: Rows,
-    tmp_path: Path,
-    data: dict[str, int],
-    message: str,
-    finished: bool,
+def test_a_checkpoint_of_another_run(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path, changed: dict[str, Any], message: str
 ) -> None:
-    stream = ShuffledStream(echo_rows(), 16)
-    try:
-        first = stream if finished else CallingAt(stream, 5)
-        _pretrain(build_tiny(), first, echo_rows(seed=1), checkpoint=tmp_path / "c")
-    except Killed:
-        assert not finished
-    other = ShuffledStream(
-        echo_rows(seed=data.get("rows", 0)), data.get("batch_size", 16), data.get("seed", 0)
-    )
-    fresh, untouched = build_tiny(), build_tiny()
-    with pytest.raises(ValueError, match=f"belongs to a.*{message}"):
-        validation = echo_rows(seed=data.get("validation", 1))
-        _pretrain(fresh, other, validation, checkpoint=tmp_path / "c")
-    assert _same_weights(fresh, untouched)
+    """Of other settings, weights or data."""
 
+    def run(model: Model, rows: int = 0, batch_size: int = 16, **changed: Any) -> None:
+        stream = ShuffledStream(echo_rows(seed=rows), batch_size, changed.pop("stream", 0))
+        validation = echo_rows(seed=changed.pop("validation", 1))
+        _pretrain(model, stream, validation, checkpoint=tmp_path / "c", **{"steps": 2, **changed})
 
-def test_a_folder_of_something_else_is_no_checkpoint(
-    build_tiny: Build, echo_rows: Rows, tmp_path: Path
-) -> None:
-    (tmp_path / "holiday.jpg").touch()
-    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
-    with pytest.raises(ValueError, match=r"holiday\.jpg.*no state.json"):
-        _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path, steps=2)
-    assert (tmp_path / "holiday.jpg").exists()
+    run(build_tiny())
+    description = changed.get("model", {})
+    fresh, untouched = build_tiny(**description), build_tiny(**description)
+    with pytest.raises(ValueError, match=f"belongs to another run.*{message}"):
+        run(fresh, **{name: value for name, value in changed.items() if name != "model"})
+    assert not moved(weights(fresh), untouched)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
-from short_runs import CallingAt, Killed, moved, short_run, weights
+from short_runs import check_resumes, moved, often, post_train_module, short_run, weights
 from tiny import keep_last_weights
 
 from sparse_tl.backend import adapt, add_lora, boot, lora_parameters
-from sparse_tl.data import ShuffledStream, TokenBatch
+from sparse_tl.data import ShuffledStream, TokenBatch, TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.storage.files import read_tensors
-from sparse_tl.training import PostTraining, evaluate_held_out, post_train
+from sparse_tl.training import PostTraining, evaluate_held_out
 from sparse_tl.training.distillation import as_dense, reference_of
 
-# The package has a function of the module's name.
-module = sys.modules[post_train.__module__]
 LORA = {"gates": 1e-1, "lora": 1e-2}
 
 
@@ -58,17 +56,6 @@ def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None)
 
 
 @pytest.mark.long
-def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
-    sparse = adapted()
-    before = weights(sparse)
-    trained(sparse, learning_rate={"qk": 1e-2})
-    changed = moved(before, sparse)
-    assert "gates.bias" in changed and len(changed) == 1 + 3 * 2 * 2
-    changed.remove("gates.bias")
-    assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in changed)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_dense_model_is_the_same_one_bit_for_bit(name: str, last_is_kept: None) -> None:
     sparse, tokens = adapted(name, mlps=True), rows(seed=2).tokens
@@ -89,7 +76,7 @@ def test_a_run_without_a_copy_is_the_run_with_one(
 ) -> None:
     alone, beside = adapted(), adapted()
     found = trained(alone)
-    monkeypatch.setattr(module, "reference_of", lambda sparse, *_: sparse.dense_copy())
+    monkeypatch.setattr(post_train_module, "reference_of", lambda sparse, *_: sparse.dense_copy())
     expected = trained(beside)
     for column in ("loss", "size", "validation_loss", "lambda"):
         assert found.history[column].notna().any()
@@ -141,33 +128,16 @@ def test_what_is_saved_has_them_in_its_weights(
 def test_a_stopped_run_goes_on_exactly(
     last_is_kept: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = module.TrainingConfig
-    monkeypatch.setattr(module, "TrainingConfig", lambda **kw: config(checkpoint_every=2, **kw))
-    whole, stopped, resumed = adapted(), adapted(), adapted()
-    trained(whole)
-    with pytest.raises(Killed):
-        trained(stopped, stream=CallingAt(ShuffledStream(rows(), 16), 4), checkpoint=tmp_path / "c")
+    often(monkeypatch, 6)
+
+    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
+        sparse = adapted()
+        return sparse, trained(sparse, stream=stream, **settings).history
+
+    _, resumed = check_resumes(run, ShuffledStream(rows(), 16), tmp_path / "c", 4)
     held = read_tensors(tmp_path / "c" / "tensors.safetensors")
     names = {key.partition("/")[2] for key in held if key.startswith(("weights/", "best/"))}
-    assert names == {key for key in weights(whole) if "lora_" in key} | {"gates.bias"}
-    torch.manual_seed(1)  # no number may come from the global generator
-    trained(resumed, checkpoint=tmp_path / "c")
-    expected = weights(whole)
-    assert all(torch.equal(now, expected[key]) for key, now in weights(resumed).items())
-
-
-def test_processed_weights_are_refused_before_training() -> None:
-    model: Any = boot(plain_transformer("gpt2"))
-    model.enable_compatibility_mode(disable_warnings=True)
-    with pytest.raises(ValueError, match="without its raw weights"):
-        trained(SparseTransformer(model), learning_rate={"gates": 1e-2})
-
-
-def test_adapters_in_a_circuit_graph_after_training(last_is_kept: None) -> None:
-    """Checked in numbers with what was learnt, not with the start."""
-    sparse = adapted()
-    trained(sparse)
-    assert adapt(sparse).graph.n_layers == 3
+    assert names == {key for key in weights(resumed) if "lora_" in key} | {"gates.bias"}
 
 
 @pytest.mark.parametrize("name", ["use_attn_result", "use_split_qkv_input"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from short_runs import Build, CallingAt, Rows, moved, short_run, weights
+from short_runs import Build, Rows, check_resumes, moved, short_run, weights
 from tiny import small_model
 
 from sparse_tl.backend import Model
-from sparse_tl.data import ShuffledStream
+from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import (
-    LossConstraint,
-    evaluate_held_out,
-)
+from sparse_tl.training import LossConstraint, evaluate_held_out
 from sparse_tl.training.loop import choose_trained
 from sparse_tl.training.post_train import SparsityObjective
 
@@ -203,20 +201,11 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
 def test_a_run_that_is_stopped_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, stopped_at: int
 ) -> None:
-    whole, stopped, resumed = (
-        SparseTransformer(build_echo(), mlps=True, initial_bias=2.0) for _ in range(3)
-    )
-    expected = short_run(whole, echo_rows, steps=8).history
-    stream = ShuffledStream(echo_rows(), 32)
-    pressed = CallingAt(stream, stopped_at, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        short_run(stopped, echo_rows, steps=8, stream=pressed, checkpoint=tmp_path / "c")
-    torch.manual_seed(stopped_at)  # no number may come from the global generator
-    found = short_run(resumed, echo_rows, steps=8, checkpoint=tmp_path / "c").history
-    pd.testing.assert_frame_equal(
-        found.drop(columns="seconds"), expected.drop(columns="seconds"), check_exact=True
-    )
-    theirs = whole.state_dict()
-    assert all(torch.equal(t, theirs[name]) for name, t in resumed.state_dict().items())
+    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
+        sparse = SparseTransformer(build_echo(), mlps=True, initial_bias=2.0)
+        return sparse, short_run(sparse, echo_rows, steps=8, stream=stream, **settings).history
+
+    stream, stop = ShuffledStream(echo_rows(), 32), partial(os.kill, os.getpid(), signal.SIGINT)
+    _, resumed = check_resumes(run, stream, tmp_path / "c", stopped_at, stop)
     start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
     assert not torch.equal(_mlp_gates(resumed).bias, start.bias)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from short_runs import Killed
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tiny import tokenizer_of
+from transformers import PreTrainedTokenizerFast
 
 from sparse_tl.backend import Model, save_model
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
@@ -35,12 +35,7 @@ class Stopping(TextStream):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="a"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<s>")
-    folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    return tokenizer_of(WORDS, tmp_path_factory.mktemp("tokenizer"), unknown="a")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCABULARY, plain_transformer
 from made_tokenizers import byte_level
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from several_ranks import on_ranks
-from tiny import hooked_alone, tiny_model, tokenizer_of
+from short_runs import Killed
+from tiny import tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl
@@ -29,10 +29,6 @@ WORDS = ["<s>", *"abcdefghijkl"]
 BEGINNINGS = ["a b c", "d", "e f g h i j k l", "b a"]
 STARTS = [(0, 1, 2, 3), (0, 4), (0, 5, 6, 7), (0, 2, 1)]
 """The same as tokens, behind BOS, cut to a quarter of a window of twelve."""
-
-
-class Killed(BaseException):
-    """The process is gone."""
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +183,7 @@ def test_windows_without_a_separator_continue_beginnings(tmp_path: Path) -> None
     ]
     assert sorted(begun[:4]) == sorted(start[1:] for start in STARTS)
     for beginnings in (None, []):
-        with pytest.raises(ValueError, match=r"BOS or EOS token.*Set one .*, or give beginnings"):
+        with pytest.raises(ValueError, match="BOS or EOS token"):
             sampled_windows(model, 4, 12, beginnings=beginnings, **QUIET)
 
 
@@ -254,64 +250,30 @@ def test_an_interrupted_call_continues(model: Any, tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_killed_process_leaves_what_it_saved(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparse_tl.training.text.SAVE_AFTER", 0.0)
-    file, copy = tmp_path / "own.safetensors", tmp_path / "copy.safetensors"
-
-    def look(value: Tensor, hook: Any) -> None:
-        if file.exists() and not copy.exists():
-            shutil.copy(file, copy)
-
-    how: dict[str, Any] = {"beginnings": BEGINNINGS, "batch_size": 4, **QUIET}
-    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", look)]):
-        expected = sampled_windows(model, 12, 12, save_to=file, **how)
-    assert len(load_file(copy)["tokens"]) == 4
-    assert sampled_windows(model, 12, 12, save_to=copy, **how).digest() == expected.digest()
-
-
 def test_files_of_other_runs_are_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "own.safetensors"
-    how: dict[str, Any] = {"beginnings": BEGINNINGS, **QUIET}
-    sampled_windows(model, 4, 12, save_to=file, **how)
+    how: dict[str, Any] = {"beginnings": BEGINNINGS, "save_to": file, **QUIET}
+    sampled_windows(model, 4, 12, **how)
     before = file.read_bytes()
     other = sure(tiny_model(seed=1, dtype="float64", tokenizer=tokenizer))
     for one, window, changed, said in (
         (model, 12, {"seed": 1}, "seed 1, .* seed 0, "),
         (model, 11, {}, "window 11, .* window 12, "),
-        (model, 12, {"beginnings": ["a b c"]}, "beginnings "),
         (model, 12, {"beginnings": BEGINNINGS[::-1]}, "beginnings "),
         (other, 12, {}, "model "),
         (SparseTransformer(other, initial_bias=0.0), 12, {}, "model "),
     ):
-        with pytest.raises(
-            ValueError, match=f"does not hold sampled windows of .*{said}.*Choose another"
-        ):
-            sampled_windows(one, 8, window, save_to=file, **{**how, **changed})
+        with pytest.raises(ValueError, match=f"does not hold sampled windows of .*{said}"):
+            sampled_windows(one, 8, window, **{**how, **changed})
     assert file.read_bytes() == before
-    sparse = SparseTransformer(model, initial_bias=0.0)
+    sparse, how["save_to"] = SparseTransformer(model), tmp_path / "opened.safetensors"
     with sparse.opened():
-        sampled_windows(sparse, 4, 12, save_to=tmp_path / "opened.safetensors", **how)
-    with pytest.raises(ValueError, match="Choose another"):
-        sampled_windows(sparse, 4, 12, save_to=tmp_path / "opened.safetensors", **how)
-    sparse.unwrap()
-    save_file({"tokens": torch.zeros(4, 12, dtype=torch.long)}, file)
-    with pytest.raises(ValueError, match="but those of something else"):
-        sampled_windows(model, 4, 12, save_to=file, **how)
+        sampled_windows(sparse, 4, 12, **how)
+    with pytest.raises(ValueError, match="does not hold sampled windows"):
+        sampled_windows(sparse, 4, 12, **how)
 
 
 # ---- refused before work -------------------------------------------------------------------------
-
-
-@hooked_alone
-def test_models_that_predict_nothing_behind_what_they_read(tokenizer: Any) -> None:
-    for changed, said in (
-        ({"attention_dir": "bidirectional"}, "is not causal"),
-        ({"d_vocab_out": 5}, "predicts other tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"causal model that predicts the tokens.*{said}"):
-            sampled_windows(tiny_model(tokenizer=tokenizer, **changed), 4, 12, **QUIET)
 
 
 def test_logits_that_are_no_numbers(model: Any, tmp_path: Path) -> None:

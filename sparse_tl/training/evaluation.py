@@ -1,14 +1,12 @@
-"""Measurements on held-out rows, and the outcome of post-training that they make up."""
+"""Measurements of a dense or sparse model on held-out rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 
-import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +18,6 @@ from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.sparse.learned_gates import costs_of_first
 from sparse_tl.results import Result
-from sparse_tl.training.constraint import Target
 from sparse_tl.training.distillation import (
     DensePredictions,
     Reference,
@@ -29,13 +26,7 @@ from sparse_tl.training.distillation import (
 )
 
 LOGITS_PER_PASS = SizeByDevice(cpu=2**26, elsewhere=2**28)
-"""Maximum number of logits in one forward pass, of which there are a few copies: 256 MiB each in
-float32 on a CPU."""
-UNUSED = 0.5
-"""A group that uses less than this share of its loss budget was not limited by the constraint."""
-STILL_FALLING = 0.95
-"""Active edges at the end, as a share of those after nine tenths of the run; below this, more steps
-would close more edges."""
+"""Maximum number of logits in one forward pass, of which there are a few copies."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,8 +41,7 @@ class HeldOut(Result):
         possible_attention_edges: causal attention edges per example.
         active_heads: number of heads with at least one active edge in some example.
         group_losses: mean loss by group number; rows without groups form group 0.
-        divergence: mean ``KL(dense || model)`` in nats over all loss positions; None if no dense
-            model was given.
+        divergence: mean ``KL(dense || model)`` in nats over all loss positions, if measured.
         group_divergences: the same by group number.
         group_edges: open attention edges per token by group number.
         group_sizes: open attention edges, weighted by cost, plus open MLP outputs, per example, by
@@ -96,11 +86,6 @@ class HeldOut(Result):
             if not name.startswith("group_") and value is not None
         }
 
-    @property
-    def active_share(self) -> float:
-        """Active edges as a share of possible edges."""
-        return self.active_attention_edges / self.possible_attention_edges
-
     def __repr__(self) -> str:
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
@@ -117,8 +102,8 @@ class HeldOut(Result):
 
 
 @dataclass(frozen=True, eq=False)
-class _Compared:
-    """What follows from measurements of the dense and the sparse model on the same rows."""
+class DenseAndSparse:
+    """Measurements of the dense and the sparse model on the same rows."""
 
     dense: HeldOut
     sparse: HeldOut
@@ -134,11 +119,6 @@ class _Compared:
         active = self.sparse.active_attention_edges
         return self.sparse.possible_attention_edges / active if active else math.inf
 
-    def used(self, target: Target) -> float:
-        """The share of the loss budget that the rows used; NaN without a measured divergence."""
-        gap = self.sparse.divergence if target.of_divergence else self.loss_increase
-        return math.nan if gap is None else gap / max(target.budget(self.dense.loss), 1e-12)
-
     def row(self) -> dict[str, float]:
         """The main numbers of both models, by name."""
         dense, sparse = self.dense, self.sparse
@@ -152,114 +132,6 @@ class _Compared:
         }
 
 
-@dataclass(frozen=True)
-class DenseAndSparse(_Compared):
-    """Measurements of the dense and the sparse model on the same rows."""
-
-
-@dataclass(frozen=True, eq=False)
-class PostTraining(_Compared, Result):
-    """The result of a post-training run.
-
-    Args:
-        dense: validation measurements of the dense model.
-        sparse: validation measurements of the selected weights.
-        feasible: whether any validation evaluation met the target, except that before training.
-        target: the target that every group had to meet, or that the mean of their edges had to.
-        best_step: step of the selected weights.
-        history: one row per step; validation columns are set at steps with an evaluation.
-        groups: validation measurements of every group, by name, if the groups have names.
-        held_out: measurements on held-out rows, by name: those of a group, or of other texts.
-    """
-
-    feasible: bool
-    target: Target
-    best_step: int
-    history: pd.DataFrame
-    groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
-    held_out: Mapping[str, DenseAndSparse] = field(default_factory=dict)
-
-    @property
-    def reported(self) -> dict[str, DenseAndSparse]:
-        """Measurements of every group and held-out text; of groups on held-out rows, if any."""
-        return {**self.groups, **self.held_out}
-
-    @property
-    def verdict(self) -> str:
-        """The outcome in a few sentences."""
-        n_groups = len(self.dense.group_losses)
-        edges = (
-            f"{self.sparse.active_attention_edges:,.2f} of "
-            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
-            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
-        )
-        if self.sparse.divergence is not None:
-            edges += f", {self.sparse.divergence:.4f} divergence from it"
-        if self.target.of_edges:
-            target, among = f"Target of {self.target}", f", on average over {n_groups} groups,"
-            advice = "or allow more edges"
-        else:
-            divergence = f"divergence of {self.target.amount:g}"
-            nats = divergence if self.target.of_divergence else self.target
-            target, among = f"Target {nats} nats", f" in each of {n_groups} groups"
-            advice = "start from a smaller threshold or a larger bias, or allow more loss"
-        target += among if n_groups > 1 else ""
-        if self.feasible:
-            outcome = f"{target} met at step {self.best_step}: {edges}).{self._advice}"
-        else:
-            outcome = (
-                f"{target} NOT met by any validation evaluation after the first step; kept the "
-                f"weights that came closest, from step {self.best_step}: {edges}). Train for "
-                f"longer, {advice}."
-            )
-        return " ".join([outcome, *map(self._line, self.reported)])
-
-    @property
-    def _advice(self) -> str:
-        """Advice for a longer run after a target that was met; empty if there is none."""
-        column = "validation_active_attention_edges"
-        if self.target.of_edges or column not in self.history:
-            return ""
-        edges = self.history.set_index("step")[column].dropna()
-        last = edges.index[-1]
-        if self.best_step < last / 2 and edges.iloc[-1] < edges[self.best_step]:
-            return (
-                f" Later in training fewer edges were active ({edges.iloc[-1]:,.2f} at the end), "
-                "but the target was missed. Train for longer, or allow more loss."
-            )
-        groups = self.groups or {"": self}
-        loose = [name for name, models in groups.items() if models.used(self.target) < UNUSED]
-        if not loose or edges.iloc[-1] >= STILL_FALLING * edges[edges.index <= 0.9 * last].iloc[-1]:
-            return ""
-        where = f" on {', '.join(loose)}" if self.groups else ""
-        return (
-            f" The constraint did not bind{where}: less than half of the loss budget was used, and "
-            "edges were still closing at the end. More steps would close more."
-        )
-
-    def _line(self, name: str) -> str:
-        """A sentence on a group or a held-out text."""
-        models = self.reported[name]
-        held_out = " (held-out rows)" if name in self.groups else " (held out)"
-        loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
-        if models.sparse.divergence is not None:
-            loss += f", divergence {models.sparse.divergence:.3f}"
-        edges = f"{models.sparse.active_attention_edges_per_token:,.1f} edges per token"
-        name += held_out if name in self.held_out else ""
-        return f"{name}: {edges} ({models.times_fewer:.1f}x fewer), {loss}."
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
-        if self.reported:
-            rows = {name: models.row() for name, models in self.reported.items()}
-            return pd.DataFrame.from_dict(rows, orient="index")
-        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
-
-    def __repr__(self) -> str:
-        return f"PostTraining({self.verdict})"
-
-
 @checked
 @in_evaluation_mode
 @torch.no_grad()
@@ -271,20 +143,16 @@ def evaluate_held_out(
     edge_cost: Float[Tensor, "*#edge"] | None = None,
     dense: Reference | DensePredictions | None = None,
 ) -> HeldOut:
-    """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
-
-    Gates are deterministic.
+    """Measure loss, accuracy, and what is open under deterministic gates.
 
     Args:
         model: a dense model or a SparseTransformer.
         examples: held-out rows.
-        batch_size: rows per forward pass; by default up to 256, as many as keep the logits below
-            `LOGITS_PER_PASS`.
+        batch_size: rows per forward pass; by default up to 256, within `LOGITS_PER_PASS`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
-        dense: the dense model, to measure the divergence from it. A sparse model is run as a dense
-            one, with its gates open and its low-rank adapters off. `DensePredictions` reuses
-            predictions for rows that are evaluated again.
+        dense: the dense model, to measure the divergence from it; a sparse model is run with its
+            gates open and its low-rank adapters off. `DensePredictions` reuses predictions.
 
     Raises:
         ValueError: the rows do not fit the model's vocabulary or context.
@@ -301,11 +169,8 @@ def evaluate_held_out(
     if dense is not None and not isinstance(dense, DensePredictions):
         dense = DensePredictions(dense)
     results = []
-    # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
-    with (
-        under_gates(model) as wrapped,
-        wrapped.opened() if wrapped is not model else nullcontext(),
-    ):
+    # A dense model is measured as one whose gates are all open.
+    with under_gates(model) as wrapped, nullcontext() if wrapped is model else wrapped.opened():
         for batch in pieces:
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(
@@ -314,14 +179,11 @@ def evaluate_held_out(
                     **batch.model_kwargs,
                 )
             logits = logits_at(output)
-            right = exact_rows(logits, batch)
+            right, labels = exact_rows(logits, batch), batch.loss_labels()
             if dense is None:
-                losses = token_losses(logits, batch.loss_labels())
-                divergences = losses.new_zeros(0)
+                losses, divergences = token_losses(logits, labels), torch.empty(0)
             else:
-                losses, divergences = losses_and_divergences(
-                    logits, dense.logits(batch), batch.loss_labels()
-                )
+                losses, divergences = losses_and_divergences(logits, dense.logits(batch), labels)
             of_labels, of_rows = batch.label_groups(), batch.row_groups()
             values = losses.double(), of_labels, divergences.double(), right, of_rows
             edges = {name: x.cpu() for name, x in vars(counted).items() if x is not None}
