@@ -22,7 +22,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.backend.bridges import boot, plain_model
 from sparse_tl.backend.devices import checked_device, dtype_named, has_sharded_weights, processes
 from sparse_tl.backend.hook_points import HookedTransformer, Model, TransformerBridge
-from sparse_tl.backend.hooked_folder import CONFIG_FILE, load_hooked, read_architecture, save_hooked
+from sparse_tl.backend.hooked_folder import CONFIG_FILE, load_hooked, save_hooked
 from sparse_tl.backend.hugging_face import (
     OWN_FIELDS,
     find_gguf,
@@ -193,7 +193,7 @@ def check_folder(folder: str | Path) -> None:
     """Check that a folder can hold a model, without reading its weights; see `load_model`."""
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        read_architecture(folder / CONFIG_FILE)
+        read_json(folder / CONFIG_FILE)
     elif (source := _source_in(folder)).is_dir():
         read_config(source)
     else:
