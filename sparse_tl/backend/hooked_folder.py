@@ -5,9 +5,10 @@ model has a tokenizer, the tokenizer's files. Weights are loaded without folding
 that the model can be trained further. A folder may be untrusted: TransformerLens's configuration
 also names tokenizers to fetch, code to trust, devices and seeds, none of which are read.
 
-If TransformerLens has no HookedTransformer, the folder loads as a bridge around the GPT-2 with the
-same weights, since HookedTransformer's defaults describe a GPT-2. Any other setting is refused: a
-nearly equal model would silently give wrong numbers.
+If TransformerLens has no HookedTransformer, the folder loads as a bridge around the equivalent
+model of `transformers`: a GPT-2 (learned positions, LayerNorm), which is what HookedTransformer's
+defaults describe, or a Llama (rotary positions, RMS norms, a gated MLP). Everything else is
+refused: a nearly equal model would silently give wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from sparse_tl.backend.bridges import boot
@@ -95,7 +96,7 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
         check_tokenizer(tokenizer, config.get("d_vocab", len(tokenizer)))
     if HookedTransformerConfig is None:
         try:
-            plain = _as_gpt2(config, weights)
+            plain: Any = _as_transformers(config, weights)
         except (ValueError, KeyError, RuntimeError) as error:
             raise ValueError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
         bridge = boot(plain.to(device), tokenizer, name=config.get("model_name", folder.name))
@@ -142,22 +143,20 @@ def model_config(model: HookedTransformer) -> dict[str, Any]:
     return kept
 
 
-# ---- as GPT-2 ------------------------------------------------------------------------------------
+# ---- the equivalent model of transformers --------------------------------------------------------
 
-_OF_GPT2: dict[str, Any] = {
+_ABSENT: dict[str, Any] = {
     "attention_dir": "causal",
     "attn_only": False,
     "attn_scores_soft_cap": -1.0,
     "clip_qkv": None,
-    "final_rms": False,
-    "gated_mlp": False,
-    "normalization_type": "LN",
     "num_experts": None,
     "output_logits_soft_cap": -1.0,
     "parallel_attn_mlp": False,
-    "positional_embedding_type": "standard",
     "post_embedding_ln": False,
+    "rotary_scaling_factor": 1.0,
     "scale_attn_by_inverse_layer_idx": False,
+    **dict.fromkeys(("use_NTK_by_parts_rope", "use_dynamic_ntk_rope", "use_yarn_rope"), False),
     "use_attention_sinks": False,
     "use_attn_scale": True,
     "use_local_attn": False,
@@ -165,65 +164,95 @@ _OF_GPT2: dict[str, Any] = {
     "use_normalization_before_and_after": False,
     "use_qk_norm": False,
 }
-"""The values that choose GPT-2 among HookedTransformers, which are TransformerLens's defaults."""
+"""Features that neither GPT-2 nor Llama has: the value of each field without the feature."""
 
 
-def _as_gpt2(fields: dict[str, Any], weights: dict[str, Tensor]) -> GPT2LMHeadModel:
-    """The GPT-2 defined by fields of `HookedTransformerConfig` and weights."""
+def _as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTrainedModel:
+    """The GPT-2 or Llama defined by fields of `HookedTransformerConfig` and weights."""
     d_model, d_head, d_vocab = (fields[name] for name in ("d_model", "d_head", "d_vocab"))
-    n_heads = d_model // d_head
-    wanted = {
-        **_OF_GPT2,
-        "act_fn": fields["act_fn"] if fields["act_fn"] in ACT2FN else None,
-        "attn_scale": math.sqrt(d_head),
-        "d_vocab_out": d_vocab,
-        "n_heads": n_heads,
-        "n_key_value_heads": n_heads,
-    }
+    is_llama = fields.get("positional_embedding_type") == "rotary"
     # Norms without weights equal norms with weights of one.
     norms = str(fields.get("normalization_type", "LN")).removesuffix("Pre")
-    said = {**fields, "normalization_type": norms}
+    said = {"n_heads": d_model // d_head, **fields, "normalization_type": norms}
+    said = {"n_key_value_heads": said["n_heads"], **said}
+    wanted = {
+        **_ABSENT,
+        "act_fn": said["act_fn"] if said["act_fn"] in ACT2FN else None,
+        "attn_scale": math.sqrt(d_head),
+        "d_vocab_out": d_vocab,
+        "gated_mlp": is_llama,
+    }
+    if is_llama:
+        wanted |= {"normalization_type": "RMS", "rotary_dim": d_head}
+    else:
+        wanted |= {"normalization_type": "LN", "positional_embedding_type": "standard"}
+        wanted |= {"final_rms": False, "n_heads": d_model // d_head}
+        wanted |= {"n_key_value_heads": d_model // d_head}
     strange = {name: said[name] for name, value in wanted.items() if said.get(name, value) != value}
     if strange:
         raise ValueError(
-            "this version of transformer-lens has no HookedTransformer (3.9 has), and the GPT-2 of "
-            f"transformers cannot represent {strange}"
+            "this version of transformer-lens has no HookedTransformer (3.9 has), and neither "
+            f"GPT-2 nor Llama can represent {strange}"
         )
-    config = GPT2Config(
-        vocab_size=d_vocab,
-        n_layer=fields["n_layers"],
-        n_embd=d_model,
-        n_head=n_heads,
-        n_positions=fields["n_ctx"],
-        n_inner=fields.get("d_mlp"),
-        activation_function=fields["act_fn"],
-        layer_norm_epsilon=fields.get("eps", 1e-5),
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": d_vocab,
+        "num_hidden_layers": said["n_layers"],
+        "hidden_size": d_model,
+        "num_attention_heads": said["n_heads"],
+        "max_position_embeddings": said["n_ctx"],
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        "tie_word_embeddings": False,
+    }
+    eps, d_mlp, left = said.get("eps", 1e-5), said.get("d_mlp", 4 * d_model), dict(weights)
+    if is_llama:
+        theta = float(said.get("rotary_base", 10_000))
+        config: Any = LlamaConfig(
+            **sizes,
+            num_key_value_heads=said["n_key_value_heads"],
+            head_dim=d_head,
+            intermediate_size=d_mlp,
+            hidden_act=said["act_fn"],
+            rms_norm_eps=eps,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+        )
+    else:
+        config = GPT2Config(
+            **sizes,
+            n_inner=d_mlp,
+            activation_function=said["act_fn"],
+            layer_norm_epsilon=eps,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    converted = (_llama if is_llama else _gpt2)(said, left)
+    if left:
+        raise ValueError(f"this architecture has no place for the weights {sorted(left)[:5]}")
     with torch.random.fork_rng(devices=[]):  # its initial random weights are discarded
-        model = GPT2LMHeadModel(config).to(dtype_named(fields.get("dtype", "float32")))
-    model.load_state_dict(_by_name_in_gpt2(weights, fields["n_layers"], n_heads, d_head))
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype_named(said.get("dtype", "float32"))
+        )
+    model.load_state_dict(converted, strict=True)
     return model.eval()
 
 
-def _by_name_in_gpt2(
-    weights: dict[str, Tensor], n_layers: int, n_heads: int, d_head: int
-) -> dict[str, Tensor]:
-    left, sizes = dict(weights), {"head": n_heads, "d_head": d_head}
+def _gpt2(said: dict[str, Any], left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by GPT-2's names; those that are left over stay in `left`."""
     found = {"wte.weight": left.pop("embed.W_E"), "wpe.weight": left.pop("pos_embed.W_pos")}
+    sizes = {"head": said["n_heads"], "d_head": said["d_head"]}
 
     def take_norm(ours: str, theirs: str) -> None:
-        plain = torch.ones(n_heads * d_head)
+        plain = torch.ones(said["d_model"])
         found[f"{theirs}.weight"] = left.pop(f"{ours}.w", plain)
         found[f"{theirs}.bias"] = left.pop(f"{ours}.b", 0 * plain)
 
-    for layer in range(n_layers):
+    for layer in range(said["n_layers"]):
         ours, theirs = f"blocks.{layer}", f"h.{layer}"
-        weight = torch.stack([left.pop(f"{ours}.attn.W_{slot}") for slot in "QKV"])
-        bias = torch.stack([left.pop(f"{ours}.attn.b_{slot}") for slot in "QKV"])
+        weight, bias = (
+            torch.stack([left.pop(f"{ours}.attn.{kind}_{slot}") for slot in "QKV"]) for kind in "Wb"
+        )
         out = left.pop(f"{ours}.attn.W_O")
         found |= {
             f"{theirs}.attn.c_attn.weight": rearrange(
@@ -244,11 +273,8 @@ def _by_name_in_gpt2(
         take_norm(f"{ours}.ln1", f"{theirs}.ln_1")
         take_norm(f"{ours}.ln2", f"{theirs}.ln_2")
     take_norm("ln_final", "ln_f")
-    found = {f"transformer.{name}": tensor for name, tensor in found.items()}
-    norm, shift = found["transformer.ln_f.weight"], found["transformer.ln_f.bias"]
+    norm, shift = found["ln_f.weight"], found["ln_f.bias"]
     unembedding, bias = left.pop("unembed.W_U"), left.pop("unembed.b_U")
-    if left:
-        raise ValueError(f"GPT-2 has no place for the weights {sorted(left)[:5]}")
     if bias.any():
         # LayerNorm's standardised x sums to 0, so adding a constant to a column of the unembedding
         # changes nothing. With the norm's weight w and bias b set to 1, the logits are (x + 1) A,
@@ -257,8 +283,53 @@ def _by_name_in_gpt2(
         scaled = norm.double()[:, None] * unembedding.double()
         constant = shift.double() @ unembedding.double() + bias.double()
         joint = scaled - scaled.mean(dim=0) + constant / len(unembedding)
-        found |= dict.fromkeys(
-            ("transformer.ln_f.weight", "transformer.ln_f.bias"), torch.ones_like(norm)
-        )
         unembedding = joint.to(unembedding.dtype)
+        found |= dict.fromkeys(("ln_f.weight", "ln_f.bias"), torch.ones_like(norm))
+    found = {f"transformer.{name}": tensor for name, tensor in found.items()}
     return {**found, "lm_head.weight": unembedding.T}
+
+
+def _llama(said: dict[str, Any], left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by Llama's names; those that are left over stay in `left`."""
+    found = {"model.embed_tokens.weight": left.pop("embed.W_E")}
+
+    def take_norm(ours: str, theirs: str) -> None:
+        found[f"{theirs}.weight"] = left.pop(f"{ours}.w", torch.ones(said["d_model"]))
+
+    for layer in range(said["n_layers"]):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        for slot, heads in (("Q", "n_heads"), *((slot, "n_key_value_heads") for slot in "KV")):
+            of_group = "_" * (f"{ours}.attn._W_{slot}" in left)  # fewer heads than queries
+            weight, bias = (left.pop(f"{ours}.attn.{of_group}{kind}_{slot}") for kind in "Wb")
+            if slot != "V" and said.get("rotary_adjacent_pairs"):
+                # Pairs rotated together are (0, 1), (2, 3), ..; Llama's are (0, n/2), (1, n/2+1),
+                # .. The scores do not depend on the order.
+                weight, bias = (
+                    torch.cat([w[..., ::2], w[..., 1::2]], dim=-1) for w in (weight, bias)
+                )
+            there, sizes = f"{theirs}.self_attn.{slot.lower()}_proj", {"head": said[heads]}
+            found[f"{there}.weight"] = rearrange(
+                weight, "head d_model d_head -> (head d_head) d_model", **sizes
+            )
+            found[f"{there}.bias"] = rearrange(bias, "head d_head -> (head d_head)", **sizes)
+        out = left.pop(f"{ours}.attn.W_O")
+        inner, outer = left.pop(f"{ours}.mlp.b_in"), left.pop(f"{ours}.mlp.W_out").T
+        # HookedTransformer adds b_in after the product of both, not to the output of W_in.
+        found |= {
+            f"{theirs}.self_attn.o_proj.weight": rearrange(
+                out, "head d_head d_model -> d_model (head d_head)", head=said["n_heads"]
+            ),
+            f"{theirs}.self_attn.o_proj.bias": left.pop(f"{ours}.attn.b_O"),
+            f"{theirs}.mlp.gate_proj.weight": left.pop(f"{ours}.mlp.W_gate").T,
+            f"{theirs}.mlp.gate_proj.bias": torch.zeros_like(inner),
+            f"{theirs}.mlp.up_proj.weight": left.pop(f"{ours}.mlp.W_in").T,
+            f"{theirs}.mlp.up_proj.bias": torch.zeros_like(inner),
+            f"{theirs}.mlp.down_proj.weight": outer,
+            f"{theirs}.mlp.down_proj.bias": left.pop(f"{ours}.mlp.b_out") + outer @ inner,
+        }
+        take_norm(f"{ours}.ln1", f"{theirs}.input_layernorm")
+        take_norm(f"{ours}.ln2", f"{theirs}.post_attention_layernorm")
+    take_norm("ln_final", "model.norm")
+    if left.pop("unembed.b_U").any():
+        raise ValueError("Llama's RMS norms have no place for the bias b_U of the unembedding")
+    return {**found, "lm_head.weight": left.pop("unembed.W_U").T}
