@@ -147,24 +147,37 @@ def randomise(model: Any) -> None:
                 parameter.normal_(0, 0.5 if embeds else 1.2 / parameter.shape[-1] ** 0.5)
 
 
-def hooked_transformer(name: str, dtype: str = "float32") -> Any:
-    """A HookedTransformer with the weights of `plain_transformer`, read as TransformerLens does."""
+def hooked_transformer(
+    name: str, dtype: str = "float32", fields: dict[str, Any] | None = None, **changed: Any
+) -> Any:
+    """A HookedTransformer with the weights of `plain_transformer`, read as TransformerLens does.
+
+    `fields` of its configuration are given where TransformerLens knows an architecture only by the
+    names of published models.
+    """
     import tempfile
 
     import torch
     from tokenizers import Tokenizer, models
-    from transformer_lens import HookedTransformer, loading_from_pretrained as loading
+    from transformer_lens import (
+        HookedTransformer,
+        HookedTransformerConfig,
+        loading_from_pretrained as loading,
+    )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    plain = plain_transformer(name, dtype)
+    plain, kind = plain_transformer(name, dtype, **changed), getattr(torch, dtype)
     plain.config.n_ctx = CONTEXT  # it stands in GPT-2's own files
     words = Tokenizer(models.WordLevel({str(word): word for word in range(VOCABULARY)}, "0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1")
     with tempfile.TemporaryDirectory() as folder:
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        kind = getattr(torch, dtype)
-        cfg = loading.get_pretrained_model_config(folder, dtype=kind, device="cpu")
+        if fields is None:
+            cfg = loading.get_pretrained_model_config(folder, dtype=kind, device="cpu")
+        else:
+            cfg = HookedTransformerConfig.from_dict({**fields, "dtype": kind, "device": "cpu"})
+            cfg.original_architecture = type(plain).__name__
         weights = loading.get_pretrained_state_dict(folder, cfg, plain, dtype=kind)
         cfg.tokenizer_name, cfg.model_name = None, name
         # Without a tokenizer its `generate` puts learned positions in wrong places.
@@ -172,3 +185,29 @@ def hooked_transformer(name: str, dtype: str = "float32") -> Any:
     processed = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
     model.load_and_process_state_dict(weights, **dict.fromkeys(processed, False))
     return model.to(kind)  # routers of experts are float32 whatever is asked for
+
+
+def random_tokens(rows: int = 3, length: int = 9, seed: int = 0) -> Any:
+    """Prompts without special tokens."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def random_pairs(n: int = 4) -> Any:
+    """Prompt pairs of eight tokens that differ in two of them."""
+    import torch
+
+    from sparse_tl import PromptPairs
+
+    clean = random_tokens(n, 8)
+    corrupted = clean.clone()
+    corrupted[:, [3, 6]] = random_tokens(n, 8, seed=1)[:, [3, 6]]
+    good, bad = random_tokens(n, 2, seed=2).split(1, dim=1)
+    return PromptPairs(clean, corrupted, good, bad, torch.full((n,), 7))
+
+
+def off(found: Any, expected: Any) -> float:
+    """The largest difference, of the largest entry."""
+    return ((found - expected).abs().max() / (expected.abs().max() + 1e-30)).item()

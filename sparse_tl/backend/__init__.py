@@ -13,7 +13,6 @@ from sparse_tl.backend.attention import (
 )
 from sparse_tl.backend.bridges import (
     boot as boot,
-    check_named as check_named,
     check_raw as check_raw,
 )
 from sparse_tl.backend.checks import (

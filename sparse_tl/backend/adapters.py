@@ -40,8 +40,6 @@ from sparse_tl.backend.hook_points import (
     Place,
     TransformerBridge,
     Viewed,
-    after,
-    before,
     before_branch,
     between,
     hook_point,
@@ -147,34 +145,25 @@ class BridgeAdapter(Adapter):
 
     # ---- hook points -----------------------------------------------------------------------------
 
-    def place(self, name: str) -> HookPoint | Viewed | Place:
-        if name == "cached_columns":
-            return partial(read_call, [self.core], _cached_columns)
-        layer, _, what = name.removeprefix("blocks.").partition(".")
-        if what == "entering":
-            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+    def _own_place(self, layer: int, what: str) -> HookPoint | Viewed | Place | None:
+        block, latent = self.model.blocks[layer], self._latents.get(layer)
         if what == "attn.mask":
-            return _mask_place(self.model.blocks[int(layer)].attn, self.causal)
-        latent = self._latents.get(int(layer)) if layer.isdigit() else None
-        if latent is not None and (found := latent.place(what)) is not None:
-            return found
+            return _mask_place(block.attn, self.causal)
+        if what == "attn.z_written":
+            return self._written(layer)
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
-        if what == "attn.z_written":
-            return self._written(int(layer))
-        if what not in ("mlp_input", "mlp_normalized"):
-            point = hook_point(self.model, name)
-            if what != "hook_resid_mid" or what in self.model.blocks[int(layer)]._modules:
-                return point
+        if what == "hook_resid_mid" and what not in block._modules:
             # Here the name means the MLP's input alone; the residual stream bypasses that point.
+            point = hook_point(self.model, f"blocks.{layer}.{what}")
             end = hook_point(self.model, f"blocks.{layer}.hook_resid_post")
             return partial(before_branch, point, end)
-        norm = self._module(int(layer), "mlp")
-        if norm is None:
-            # Without a norm, both names mean the MLP's input; functions at mlp_input run first.
-            mlp = self.model.blocks[int(layer)].mlp
-            return partial(before, mlp, first=what == "mlp_input")
-        return partial(before if what == "mlp_input" else after, norm)
+        return None if latent is None else latent.place(what)
+
+    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+        # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
+        cache = kwargs.get("past_key_values")
+        return torch.tensor(0 if cache is None else int(cache.get_seq_length()))
 
     def read_point(self, layer: int, slot: Slot) -> str:
         """See `Adapter`; under latent attention, what q, k or v reads (see `LatentAttention`)."""
@@ -194,7 +183,7 @@ class BridgeAdapter(Adapter):
         is taken from the run itself, so the write is linear in this value, as in z without a norm.
         """
         attention, post = self.model.blocks[layer].attn, self.norm(layer, "after_attn")
-        norm = self._module(layer, "after_attn")
+        norm = self.norm_module(layer, "after_attn")
         if post.kind != "rms" or attention.b_O is not None:
             raise ValueError(
                 f"what the heads of layer {layer} of {self.name!r} write has a bias or is centred "
@@ -248,26 +237,31 @@ class BridgeAdapter(Adapter):
         config: Any = self.core.config
         return {"past_key_values": DynamicCache(config=config), "use_cache": True}
 
-    def _after_last_mlp(self) -> list[Any]:
-        norms = [self._module(-1, "after_mlp"), self.model.ln_final]
-        return [self.model.blocks[-1].hook_out, *norms, self.model.unembed]
-
     # ---- weights ---------------------------------------------------------------------------------
 
-    def norm(self, layer: int, which: NormPlace) -> Norm:
-        return _norm(self.model.cfg, self._module(layer, which))
+    def norm_names(self, layer: int) -> dict[NormPlace, str]:
+        return self.block_norms[layer]
 
-    def norms(self) -> dict[str, Norm]:
-        found = {"ln_final": _norm(self.model.cfg, self.model.ln_final)}
-        for layer, norms in enumerate(self.block_norms):
-            for name in norms.values():
-                norm = _norm(self.model.cfg, getattr(self.model.blocks[layer], name))
-                found[f"blocks.{layer}.{name}"] = norm
-        return {name: norm for name, norm in found.items() if norm.kind is not None}
-
-    def _module(self, layer: int, which: NormPlace) -> Any:
-        name = self.block_norms[layer].get(which)
-        return None if name is None else getattr(self.model.blocks[layer], name)
+    def norm_of(self, module: Any) -> Norm:
+        inner = None if module is None else module.original_component
+        if module is None or isinstance(inner, nn.Identity):
+            return Norm(None, None, None, 0.0)
+        cfg: Any = self.model.cfg
+        if not hasattr(module, "uses_rms_norm"):
+            raise ValueError(
+                f"a norm of {self.name!r}, {type(inner).__name__}, is none that TransformerLens "
+                "describes"
+            )
+        rms = bool(module.uses_rms_norm)
+        weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
+        offset = getattr(module, "uses_weight_offset", None)
+        if offset is None:  # TransformerLens before 4.1
+            offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
+        if offset and weight is not None:
+            weight = 1.0 + weight
+        known = [getattr(inner, name, None) for name in ("eps", "variance_epsilon")]
+        eps = next((value for value in known if value is not None), cfg.eps)
+        return Norm("rms" if rms else "layer", weight, None if rms else bias, float(eps))
 
     def qkv(self, layer: int, slot: Slot) -> tuple[Tensor, Tensor]:
         latent = self._latents.get(layer)
@@ -375,35 +369,6 @@ def _by_place(given: dict[str, Tensor], written: dict[str, Tensor]) -> dict[Norm
     return found
 
 
-def _norm(cfg: Any, module: Any) -> Norm:
-    """The normalisation that a bridge's component performs; the identity without a component."""
-    inner = None if module is None else module.original_component
-    if module is None or isinstance(inner, nn.Identity):
-        return Norm(None, None, None, 0.0)
-    if not hasattr(module, "uses_rms_norm"):
-        raise ValueError(
-            f"a norm of {cfg.model_name!r}, {type(inner).__name__}, is none that TransformerLens "
-            "describes"
-        )
-    rms = bool(module.uses_rms_norm)
-    weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
-    offset = getattr(module, "uses_weight_offset", None)
-    if offset is None:  # TransformerLens before 4.1
-        offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
-    if offset and weight is not None:
-        weight = 1.0 + weight
-    known = [getattr(inner, name, None) for name in ("eps", "variance_epsilon")]
-    eps = next((value for value in known if value is not None), cfg.eps)
-    return Norm("rms" if rms else "layer", weight, None if rms else bias, float(eps))
-
-
-def _cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
-    """The number of columns in the key-value cache."""
-    # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
-    cache = kwargs.get("past_key_values")
-    return torch.tensor(0 if cache is None else int(cache.get_seq_length()))
-
-
 def _mask_place(attention: nn.Module, causal: bool) -> Place:
     """The place of a layer's mask: at the call of attention, or once it has made its own mask."""
     read = partial(_mask, attention, causal)
@@ -475,22 +440,18 @@ class HookedAdapter(Adapter):
             return "cfg.ungroup_grouped_query_attention is on"
         return super().unsupported(analysis)
 
-    def place(self, name: str) -> HookPoint | Place:
-        if name == "cached_columns":
-            # `generate` calls `forward` itself, which skips hooks on the model itself.
-            return partial(read_call, [self.model, self.model.blocks[0]], _cached)
-        layer, _, what = name.removeprefix("blocks.").partition(".")
-        if what == "entering":
-            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
-        if what in ("mlp_input", "mlp_normalized"):
-            norm = self.model.blocks[int(layer)].ln2
-            return partial(before if what == "mlp_input" else after, norm)
+    def _own_place(self, layer: int, what: str) -> Place | None:
+        block = self.model.blocks[layer]
         if what == "mlp_read":
-            return partial(read_input, self.model.blocks[int(layer)].mlp)
+            return partial(read_input, block.mlp)
         if what == "attn.mask":
-            attention = self.model.blocks[int(layer)].attn
-            return partial(read_call, [attention], partial(self._mask, attention))
-        return hook_point(self.model, name)
+            return partial(read_call, [block.attn], partial(self._mask, block.attn))
+        return None
+
+    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+        cache = kwargs.get("past_kv_cache")
+        entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
+        return torch.tensor(0 if entry is None else entry.past_keys.shape[1])
 
     def _mask(self, attention: Any, kwargs: dict[str, Any]) -> AttentionMask:
         """The mask of a layer's attention when it is called with these arguments."""
@@ -511,21 +472,11 @@ class HookedAdapter(Adapter):
         cap = model.cfg.output_logits_soft_cap
         return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
-    def norm(self, layer: int, which: NormPlace) -> Norm:
-        return self._norm(getattr(self.model.blocks[layer], _NORMS[which], None))
+    def norm_names(self, layer: int) -> dict[NormPlace, str]:
+        block = self.model.blocks[layer]
+        return {which: name for which, name in _NORMS.items() if hasattr(block, name)}
 
-    def norms(self) -> dict[str, Norm]:
-        if self.model.cfg.normalization_type is None:
-            return {}
-        found = {
-            f"blocks.{layer}.{name}": getattr(block, name, None)
-            for layer, block in enumerate(self.model.blocks)
-            for name in _NORMS.values()
-        }
-        found["ln_final"] = getattr(self.model, "ln_final", None)
-        return {name: self._norm(norm) for name, norm in found.items() if norm is not None}
-
-    def _norm(self, module: Any) -> Norm:
+    def norm_of(self, module: Any) -> Norm:
         cfg = self.model.cfg
         if module is None or cfg.normalization_type is None:
             return Norm(None, None, None, cfg.eps)
@@ -579,14 +530,3 @@ class HookedAdapter(Adapter):
         real = torch.ones(n_prompts, 1, dtype=torch.long, device=self.device)
         cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, n_prompts)
         return {"past_kv_cache": cache, "attention_mask": real}
-
-    def _after_last_mlp(self) -> list[Any]:
-        block = self.model.blocks[-1]
-        norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
-        return [block.hook_resid_post, *norms, self.model.unembed]
-
-
-def _cached(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
-    cache = kwargs.get("past_kv_cache")
-    entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
-    return torch.tensor(0 if entry is None else entry.past_keys.shape[1])

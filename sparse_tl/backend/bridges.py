@@ -243,17 +243,6 @@ def check_raw(model: Model) -> None:
         plain_model(model)
 
 
-def check_named(model: Model) -> None:
-    """Check that a bridge names all weights of its wrapped model, so that it can be saved."""
-    if (
-        isinstance(model, TransformerBridge)
-        and isinstance(model.original_model, PreTrainedModel)
-        and model not in _reversible
-        and not has_sharded_weights(model)
-    ):
-        _assembled(model)
-
-
 def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
     """The parameters that no pass reads, or that the wrapped model lacks."""
     found = [p for split in _splits(model) for p in split.joint.parameters()]

@@ -33,6 +33,7 @@ overwrite the stream do not: an edge then carries something other than what its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -60,10 +61,6 @@ from sparse_tl.backend.lora import lora_layers
 from sparse_tl.backend.numerics import excess, precise, tolerance
 from sparse_tl.graph import CircuitGraph
 
-_checked: dict[str, WeakSet[Model]] = {
-    kind: WeakSet[Model]() for kind in ("gates", "scores", "mlps", "circuits")
-}
-
 _WITHOUT_LORA = ("use_attn_result", "use_split_qkv_input")
 _LENGTH = 32
 """Length in tokens of the prompt that is run under hooks by default."""
@@ -83,41 +80,40 @@ _held: WeakKeyDictionary[Model, frozenset[int]] = WeakKeyDictionary()
 """For each model, the hooks under which circuits were last found to be defined."""
 
 
-def check_gates(adapter: Adapter) -> None:
-    """Check that gates on attention edges and heads take effect on a model.
+def _once(check: Callable[[Adapter, Tensor], None]) -> Callable[[Adapter], None]:
+    """Make a check on a prompt one that is made once per model, without the user's hooks."""
+    passed = WeakSet[Model]()
 
-    Raises:
-        ValueError: a hook point is missing, does not fire exactly once, or ignores edits.
-    """
-    _once("gates", adapter, _gates_act)
+    @wraps(check)
+    @torch.no_grad()
+    def run(adapter: Adapter) -> None:
+        on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
+        if on and lora_layers(adapter.model):
+            raise ValueError(
+                f"{' and '.join(on)} of {adapter.name!r} makes TransformerLens ignore its low-rank "
+                "adapters: switch it off, or call merge_lora(model) first"
+            )
+        if adapter.model in passed:
+            return
+        for name in _each(adapter, "attn.hook_attn_scores", "attn.hook_z"):
+            try:
+                adapter.place(name)
+            except ValueError as error:
+                layer, _, point = name.removeprefix("blocks.").partition(".")
+                raise ValueError(
+                    f"expected attention with hook points in every layer; layer {layer} of "
+                    f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
+                    "or a convolution, or TransformerLens leaves its attention to transformers"
+                ) from error
+        with without_user_hooks(adapter.model), evaluation_mode(adapter.model):
+            generator, shape = torch.Generator().manual_seed(0), (1, min(5, adapter.n_ctx))
+            tokens = torch.randint(adapter.d_vocab, shape, generator=generator).to(adapter.device)
+            check_numbers(adapter, adapter.model(tokens))
+            check_wrapped(adapter.model)
+            check(adapter, tokens)
+        passed.add(adapter.model)
 
-
-def check_score_gates(adapter: Adapter) -> None:
-    """Check that gates on attention scores do not depend on the tokens that follow."""
-    check_gates(adapter)
-    _once("scores", adapter, _scores_stay)
-
-
-def check_mlps(adapter: Adapter) -> None:
-    """Check that gates on MLP outputs take effect on a model."""
-    _once("mlps", adapter, _mlps_write)
-
-
-def check_circuits(adapter: Adapter) -> None:
-    """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
-
-    Raises:
-        ValueError: it is not, and the message names the part that differs; or it is sharded.
-    """
-    check_whole(adapter)
-    _once("circuits", adapter, _parts_add_up)
-
-
-def circuit_graph(adapter: Adapter) -> CircuitGraph:
-    """The circuit graph of a model that passes `check_circuits`."""
-    check_circuits(adapter)
-    sizes = ["n_layers", "n_heads", "n_kv_heads", "has_mlps", "parallel", "coupled"]
-    return CircuitGraph(**{name: getattr(adapter, name) for name in sizes})
+    return run
 
 
 def check_whole(adapter: Adapter) -> None:
@@ -127,35 +123,6 @@ def check_whole(adapter: Adapter) -> None:
             f"expected a whole model; {adapter.name!r} is sharded, which is for training, held-out "
             "measurements and saving. Load what was saved"
         )
-
-
-@torch.no_grad()
-def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
-    on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
-    if on and lora_layers(adapter.model):
-        raise ValueError(
-            f"{' and '.join(on)} of {adapter.name!r} makes TransformerLens ignore its low-rank "
-            "adapters: switch it off, or call merge_lora(model) first"
-        )
-    if adapter.model in _checked[kind]:
-        return
-    for name in _each(adapter, "attn.hook_attn_scores", "attn.hook_z"):
-        try:
-            adapter.place(name)
-        except ValueError as error:
-            layer, _, point = name.removeprefix("blocks.").partition(".")
-            raise ValueError(
-                f"expected attention with hook points in every layer; layer {layer} of "
-                f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
-                "or a convolution, or TransformerLens leaves its attention to transformers"
-            ) from error
-    with without_user_hooks(adapter.model), evaluation_mode(adapter.model):
-        generator, shape = torch.Generator().manual_seed(0), (1, min(5, adapter.n_ctx))
-        tokens = torch.randint(adapter.d_vocab, shape, generator=generator).to(adapter.device)
-        check_numbers(adapter, adapter.model(tokens))
-        check_wrapped(adapter.model)
-        check(adapter, tokens)
-    _checked[kind].add(adapter.model)
 
 
 def _each(adapter: Adapter, *suffixes: str) -> list[str]:
@@ -173,7 +140,13 @@ def _seen(
         return found, adapter.model(tokens)
 
 
-def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
+@_once
+def check_gates(adapter: Adapter, tokens: Tensor) -> None:
+    """Check that gates on attention edges and heads take effect on a model.
+
+    Raises:
+        ValueError: a hook point is missing, does not fire exactly once, or ignores edits.
+    """
     suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_resid_post")
     scores, patterns, heads, residuals = map(adapter.layer_points, suffixes)
     masks = _each(adapter, "attn.mask")
@@ -223,7 +196,10 @@ def _refuse(adapter: Adapter, layer: int, why: str) -> None:
     )
 
 
-def _scores_stay(adapter: Adapter, tokens: Tensor) -> None:
+@_once
+def check_score_gates(adapter: Adapter, tokens: Tensor) -> None:
+    """Check that gates on attention scores do not depend on the tokens that follow."""
+    check_gates(adapter)
     names = adapter.layer_points("attn.hook_attn_scores")
     short, _ = record(adapter, tokens[:, :2], names)
     long, _ = record(adapter, tokens, names)
@@ -239,7 +215,9 @@ def _scores_stay(adapter: Adapter, tokens: Tensor) -> None:
             )
 
 
-def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
+@_once
+def check_mlps(adapter: Adapter, tokens: Tensor) -> None:
+    """Check that gates on MLP outputs take effect on a model."""
     if not adapter.has_mlps:
         raise ValueError(
             f"expected a model with MLPs, for gates on them; {adapter.name!r} has attention alone"
@@ -274,6 +252,24 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
 # ---- circuits -----------------------------------------------------------------------------------
 
 
+def check_circuits(adapter: Adapter) -> None:
+    """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
+
+    Raises:
+        ValueError: it is not, and the message names the part that differs; or it is sharded.
+    """
+    check_whole(adapter)
+    _parts_add_up(adapter)
+
+
+def circuit_graph(adapter: Adapter) -> CircuitGraph:
+    """The circuit graph of a model that passes `check_circuits`."""
+    check_circuits(adapter)
+    sizes = ["n_layers", "n_heads", "n_kv_heads", "has_mlps", "parallel", "coupled"]
+    return CircuitGraph(**{name: getattr(adapter, name) for name in sizes})
+
+
+@_once
 def _parts_add_up(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
     adapter.check_supported("circuits")
     final, reads = f"blocks.{adapter.n_layers - 1}.hook_resid_post", _reads(adapter)
@@ -386,22 +382,16 @@ def _rebuilt_reads(
 
 def _same_run(adapter: Adapter, found: Tensor, again: Tensor, what: str) -> None:
     """Check that the same operations, run twice, gave the same vectors."""
-    _same(adapter, found, again, found.abs().amax(dim=-1, keepdim=True), what)
+    _same(adapter, found, again, found.abs().amax(dim=-1, keepdim=True), what, _UNLIKE)
 
 
 def _same(
-    adapter: Adapter,
-    found: Tensor,
-    rebuilt: Tensor,
-    size: Tensor,
-    what: str,
-    message: str = _UNLIKE,
+    adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: str, message: str
 ) -> None:
     beyond = excess(adapter.dtype, found, rebuilt, size)
     if beyond is not None:
         off, allowed = beyond
-        said = message.format(name=adapter.name, what=what, off=off, allowed=allowed)
-        raise ValueError(said)
+        raise ValueError(message.format(name=adapter.name, what=what, off=off, allowed=allowed))
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:

@@ -6,10 +6,9 @@ that the model can be trained further. A folder may be untrusted: TransformerLen
 also names tokenizers to fetch, code to trust, devices and seeds, none of which are read.
 
 If TransformerLens has no HookedTransformer, the folder loads as a bridge around the equivalent
-model of `transformers`. That model is of one of three families, which exactly cover what most
-HookedTransformers compute: GPT-2 (learned positions, LayerNorm), GPT-NeoX (rotary positions,
-LayerNorm) and Llama (rotary positions, RMS norms, a gated MLP). Everything else is refused: a
-nearly equal model would silently give wrong numbers.
+model of `transformers`: a GPT-2 (learned positions, LayerNorm), which is what HookedTransformer's
+defaults describe, or a Llama (rotary positions, RMS norms, a gated MLP). Everything else is
+refused: a nearly equal model would silently give wrong numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from sparse_tl.backend.bridges import boot
 from sparse_tl.backend.devices import dtype_named
@@ -37,44 +38,23 @@ except ImportError:  # removed in version 4
 
 CONFIG_FILE, WEIGHTS_FILE = "tl_config.json", "model.safetensors"
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
-_REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
-_DESCRIBES = (
-    "n_layers n_ctx d_model d_head n_heads n_key_value_heads d_mlp d_vocab d_vocab_out rotary_dim "
-    "window_size num_experts experts_per_token train_seq_length NTK_original_ctx_len "
-    "yarn_original_max_position_embeddings eps attn_scale clip_qkv attn_scores_soft_cap "
-    "output_logits_soft_cap rotary_base rotary_base_local rotary_scaling_factor "
-    "NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor NTK_by_parts_factor yarn_factor "
-    "yarn_attention_factor yarn_beta_fast yarn_beta_slow attn_only gated_mlp final_rms "
-    "parallel_attn_mlp post_embedding_ln use_attn_scale use_qk_norm "
-    "use_normalization_before_and_after use_local_attn use_logn_attn use_attention_sinks "
-    "scale_attn_by_inverse_layer_idx ungroup_grouped_query_attention rotary_adjacent_pairs "
-    "use_NTK_by_parts_rope use_dynamic_ntk_rope use_yarn_rope yarn_truncate yarn_global_attn_only "
-    "norm_topk_prob tie_word_embeddings default_prepend_bos tokenizer_prepends_bos "
-    "use_attn_result use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens model_name "
-    "original_architecture act_fn dtype normalization_type positional_embedding_type "
-    "attention_dir attn_types"
-)
-# A file may also name these, which do not affect what the model computes.
-_IGNORED = (
-    "seed device n_devices init_mode initializer_range uses_rms_norm layer_norm_folding "
-    "from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value load_in_4bit "
-    "quantization_method trust_remote_code"
-)
-_FIELDS = frozenset(_DESCRIBES.split())
+_NOT_ARCHITECTURE = {
+    *("device", "n_devices", "seed", "init_mode", "init_weights", "initializer_range", "n_params"),
+    *("tokenizer_name", "trust_remote_code", "load_in_4bit", "quantization_method"),
+}
+"""Fields that do not affect what a model computes; they are neither saved nor read."""
 
 
-def build_model(
-    config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
-) -> HookedTransformer:
+def build_model(config: dict[str, Any], *, device: str | None = None) -> HookedTransformer:
     """Build a HookedTransformer from configuration fields, by default with random weights.
 
     Args:
         config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
-        tokenizer: a Hugging Face tokenizer.
         device: device of the model; a GPU by default if there is one.
 
     Raises:
-        ValueError: a dtype is unknown, or this version of TransformerLens has no HookedTransformer.
+        ValueError: a dtype or a field is unknown, or this version of TransformerLens has no
+            HookedTransformer.
     """
     if HookedTransformerConfig is None:
         raise ValueError("transformer-lens 3.9 builds HookedTransformers; later versions have none")
@@ -85,8 +65,11 @@ def build_model(
         fields["device"] = device
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-        made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
-        return HookedTransformer(made, tokenizer=tokenizer)
+        try:
+            made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
+        except TypeError as error:  # a field is missing or unknown
+            raise ValueError(f"the fields describe no HookedTransformer: {error}") from error
+        return HookedTransformer(made)
 
 
 def save_hooked(model: HookedTransformer, folder: Path) -> None:
@@ -102,7 +85,8 @@ def _is_buffer(name: str) -> bool:
 
 def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) -> Model:
     """Load the model from a folder that `save_hooked` wrote, ignoring other files."""
-    config, file = read_architecture(folder / CONFIG_FILE), folder / WEIGHTS_FILE
+    config, file = read_json(folder / CONFIG_FILE), folder / WEIGHTS_FILE
+    config = {name: value for name, value in config.items() if name not in _NOT_ARCHITECTURE}
     weights = read_tensors(file)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -113,8 +97,8 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
     if HookedTransformerConfig is None:
         try:
             plain: Any = _as_transformers(config, weights)
-        except ValueError as error:
-            raise ValueError(f"cannot load {folder}: {error}") from error
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ValueError(f"cannot load {folder}: {type(error).__name__}: {error}") from error
         bridge = boot(plain.to(device), tokenizer, name=config.get("model_name", folder.name))
         bridge.cfg.default_prepend_bos = config.get("default_prepend_bos", True)
         return bridge
@@ -145,12 +129,12 @@ def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
     tokenizer.bos_token = bos
 
 
-def model_config(model: Model) -> dict[str, Any]:
+def model_config(model: HookedTransformer) -> dict[str, Any]:
     """The model's architecture as JSON-serialisable fields."""
     kept: dict[str, Any] = {}
     for name, value in model.cfg.to_dict().items():
         # None is TransformerLens's default, except for normalisation, where it means no norm.
-        if name not in _FIELDS or (value is None and name != "normalization_type"):
+        if name in _NOT_ARCHITECTURE or (value is None and name != "normalization_type"):
             continue
         if isinstance(value, torch.dtype):
             kept[name] = str(value).removeprefix("torch.")
@@ -159,281 +143,193 @@ def model_config(model: Model) -> dict[str, Any]:
     return kept
 
 
-def read_architecture(file: Path) -> dict[str, Any]:
-    """The fields of a `tl_config.json` that describe the architecture."""
-    config = read_json(file)
-    fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
-    unknown, missing = fields.keys() - _FIELDS, set(_REQUIRED) - fields.keys()
-    if unknown or missing:
-        raise ValueError(
-            f"{file} does not describe an architecture: unknown fields {sorted(unknown)[:5]}, "
-            f"missing {sorted(missing)}"
-        )
-    return fields
-
-
 # ---- the equivalent model of transformers --------------------------------------------------------
 
-# Features that no family has, with the value of each field in a model without the feature.
 _ABSENT: dict[str, Any] = {
-    "attn_only": False,
     "attention_dir": "causal",
-    "post_embedding_ln": False,
-    "use_attn_scale": True,
-    "use_qk_norm": False,
-    "use_local_attn": False,
-    "use_logn_attn": False,
-    "use_attention_sinks": False,
-    "use_normalization_before_and_after": False,
-    "use_NTK_by_parts_rope": False,
-    "use_dynamic_ntk_rope": False,
-    "use_yarn_rope": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "rotary_scaling_factor": 1.0,
+    "attn_only": False,
     "attn_scores_soft_cap": -1.0,
-    "output_logits_soft_cap": -1.0,
     "clip_qkv": None,
     "num_experts": None,
+    "output_logits_soft_cap": -1.0,
+    "parallel_attn_mlp": False,
+    "post_embedding_ln": False,
+    "rotary_scaling_factor": 1.0,
+    "scale_attn_by_inverse_layer_idx": False,
+    **dict.fromkeys(("use_NTK_by_parts_rope", "use_dynamic_ntk_rope", "use_yarn_rope"), False),
+    "use_attention_sinks": False,
+    "use_attn_scale": True,
+    "use_local_attn": False,
+    "use_logn_attn": False,
+    "use_normalization_before_and_after": False,
+    "use_qk_norm": False,
 }
-_ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu")
-_FAMILIES = ("gpt2", "gpt_neox", "llama")
-"""The columns of the following tables."""
-_NEEDED = {
-    "positional_embedding_type": ("standard", "rotary", "rotary"),
-    "normalization_type": ("LN", "LN", "RMS"),
-    "gated_mlp": (False, False, True),
-    "parallel_attn_mlp": (False, None, False),
-    "final_rms": (False, False, None),
-}
-"""The value of a field; None where any will do."""
-_CONFIG = {
-    "d_mlp": ("n_inner", "intermediate_size", "intermediate_size"),
-    "act_fn": ("activation_function", "hidden_act", "hidden_act"),
-    "eps": ("layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"),
-    "parallel_attn_mlp": (None, "use_parallel_residual", None),
-    "n_key_value_heads": (None, None, "num_key_value_heads"),
-    "d_head": (None, None, "head_dim"),
-}
-"""The name of a field."""
-_PARTS = {
-    "embed": ("transformer.wte", "gpt_neox.embed_in", "model.embed_tokens"),
-    "blocks": ("transformer.h", "gpt_neox.layers", "model.layers"),
-    "ln_final": ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.norm"),
-    "ln1": ("ln_1", "input_layernorm", "input_layernorm"),
-    "QKV": ("attn.c_attn", "attention.query_key_value", None),
-    "Q": (None, None, "self_attn.q_proj"),
-    "K": (None, None, "self_attn.k_proj"),
-    "V": (None, None, "self_attn.v_proj"),
-    "O": ("attn.c_proj", "attention.dense", "self_attn.o_proj"),
-    "ln2": ("ln_2", "post_attention_layernorm", "post_attention_layernorm"),
-    "in": ("mlp.c_fc", "mlp.dense_h_to_4h", "mlp.up_proj"),
-    "gate": (None, None, "mlp.gate_proj"),
-    "out": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj"),
-}
-"""The name of a part of the model, or of a block."""
-_SIZES = {
-    "head": "n_heads",
-    "group": "n_key_value_heads",
-    "d_model": "d_model",
-    "d_head": "d_head",
-    "d_mlp": "d_mlp",
-    "vocab": "d_vocab",
-    "pos": "n_ctx",
-}
-"""The field with the size of each axis."""
+"""Features that neither GPT-2 nor Llama has: the value of each field without the feature."""
 
 
 def _as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTrainedModel:
-    """The model defined by fields of `HookedTransformerConfig` and weights."""
-    said = _completed(fields)
-    name = _family(said)
-    names = _column(_CONFIG, name)
-    config: dict[str, Any] = {theirs: said[field] for field, theirs in names.items()}
-    if name == "gpt2":
-        config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    """The GPT-2 or Llama defined by fields of `HookedTransformerConfig` and weights."""
+    d_model, d_head, d_vocab = (fields[name] for name in ("d_model", "d_head", "d_vocab"))
+    is_llama = fields.get("positional_embedding_type") == "rotary"
+    # Norms without weights equal norms with weights of one.
+    norms = str(fields.get("normalization_type", "LN")).removesuffix("Pre")
+    said = {"n_heads": d_model // d_head, **fields, "normalization_type": norms}
+    said = {"n_key_value_heads": said["n_heads"], **said}
+    wanted = {
+        **_ABSENT,
+        "act_fn": said["act_fn"] if said["act_fn"] in ACT2FN else None,
+        "attn_scale": math.sqrt(d_head),
+        "d_vocab_out": d_vocab,
+        "gated_mlp": is_llama,
+    }
+    if is_llama:
+        wanted |= {"normalization_type": "RMS", "rotary_dim": d_head}
     else:
-        rope = {"rope_type": "default", "rope_theta": float(said["rotary_base"])}
-        if name == "gpt_neox":
-            rope["partial_rotary_factor"] = said["rotary_dim"] / said["d_head"]
-        else:
-            config |= {"attention_bias": True, "mlp_bias": True}
-        config["rope_parameters"] = rope
+        wanted |= {"normalization_type": "LN", "positional_embedding_type": "standard"}
+        wanted |= {"final_rms": False, "n_heads": d_model // d_head}
+        wanted |= {"n_key_value_heads": d_model // d_head}
+    strange = {name: said[name] for name, value in wanted.items() if said.get(name, value) != value}
+    if strange:
+        raise ValueError(
+            "this version of transformer-lens has no HookedTransformer (3.9 has), and neither "
+            f"GPT-2 nor Llama can represent {strange}"
+        )
+    sizes: dict[str, Any] = {
+        "vocab_size": d_vocab,
+        "num_hidden_layers": said["n_layers"],
+        "hidden_size": d_model,
+        "num_attention_heads": said["n_heads"],
+        "max_position_embeddings": said["n_ctx"],
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        "tie_word_embeddings": False,
+    }
+    eps, d_mlp, left = said.get("eps", 1e-5), said.get("d_mlp", 4 * d_model), dict(weights)
+    if is_llama:
+        theta = float(said.get("rotary_base", 10_000))
+        config: Any = LlamaConfig(
+            **sizes,
+            num_key_value_heads=said["n_key_value_heads"],
+            head_dim=d_head,
+            intermediate_size=d_mlp,
+            hidden_act=said["act_fn"],
+            rms_norm_eps=eps,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": theta},
+        )
+    else:
+        config = GPT2Config(
+            **sizes,
+            n_inner=d_mlp,
+            activation_function=said["act_fn"],
+            layer_norm_epsilon=eps,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    converted = (_llama if is_llama else _gpt2)(said, left)
+    if left:
+        raise ValueError(f"this architecture has no place for the weights {sorted(left)[:5]}")
     with torch.random.fork_rng(devices=[]):  # its initial random weights are discarded
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(
-                name,
-                vocab_size=said["d_vocab"],
-                num_hidden_layers=said["n_layers"],
-                hidden_size=said["d_model"],
-                num_attention_heads=said["n_heads"],
-                max_position_embeddings=said["n_ctx"],
-                tie_word_embeddings=False,
-                bos_token_id=None,
-                eos_token_id=None,
-                **config,
-            ),
-            attn_implementation="eager",
-            dtype=dtype_named(said["dtype"]),
+            config, dtype=dtype_named(said.get("dtype", "float32"))
         )
-    model.load_state_dict(_converted(name, said, weights), strict=True)
+    model.load_state_dict(converted, strict=True)
     return model.eval()
 
 
-def _completed(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, completed with TransformerLens's defaults."""
-    n_heads = fields["d_model"] // fields["d_head"]
-    defaults = {
-        **_ABSENT,
-        **dict.fromkeys(("gated_mlp", "parallel_attn_mlp", "final_rms"), False),
-        "dtype": "float32",
-        "normalization_type": "LN",
-        "positional_embedding_type": "standard",
-        "n_heads": n_heads,
-        "n_key_value_heads": fields.get("n_heads", n_heads),
-        "d_mlp": 4 * fields["d_model"],
-        "d_vocab_out": fields.get("d_vocab"),
-        "eps": 1e-5,
-        "attn_scale": math.sqrt(fields["d_head"]),
-        "rotary_dim": fields["d_head"],
-        "rotary_base": 10000,
-        "rotary_adjacent_pairs": False,
-    }
-    said = defaults | fields
-    # Norms without weights equal norms with weights of one.
-    return {**said, "normalization_type": str(said["normalization_type"]).removesuffix("Pre")}
+def _gpt2(said: dict[str, Any], left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by GPT-2's names; those that are left over stay in `left`."""
+    found = {"wte.weight": left.pop("embed.W_E"), "wpe.weight": left.pop("pos_embed.W_pos")}
+    sizes = {"head": said["n_heads"], "d_head": said["d_head"]}
 
+    def take_norm(ours: str, theirs: str) -> None:
+        plain = torch.ones(said["d_model"])
+        found[f"{theirs}.weight"] = left.pop(f"{ours}.w", plain)
+        found[f"{theirs}.bias"] = left.pop(f"{ours}.b", 0 * plain)
 
-def _family(said: dict[str, Any]) -> str:
-    """The family that covers these fields exactly."""
-    wanted = _ABSENT | {"d_vocab_out": said.get("d_vocab")}
-    strange = {name: said[name] for name, value in wanted.items() if said[name] != value}
-    if said.get("act_fn") not in _ACTIVATIONS:
-        strange["act_fn"] = said.get("act_fn")
-    if not math.isclose(said["attn_scale"], math.sqrt(said["d_head"])):
-        strange["attn_scale"] = said["attn_scale"]
-    if "local" in said.get("attn_types", ()):
-        strange["attn_types"] = said["attn_types"]
-    n_heads, d_head, d_model = said["n_heads"], said["d_head"], said["d_model"]
-    for name in _FAMILIES:
-        fits = n_heads * d_head == d_model and n_heads == said["n_key_value_heads"]
-        if name == "llama":
-            fits = d_model % n_heads == 0 and said["rotary_dim"] == d_head
-        alike = all(said[field] == value for field, value in _column(_NEEDED, name).items())
-        if fits and alike and not strange:
-            return name
-    shown = (*sorted(_NEEDED), "n_heads", "d_head", "d_model", "rotary_dim")
-    reason = strange or {field: said[field] for field in shown}
-    raise ValueError(
-        "this version of transformer-lens has no HookedTransformer (3.9 has), and neither GPT-2 "
-        f"nor GPT-NeoX nor Llama can represent {reason}"
-    )
-
-
-def _column(table: dict[str, tuple[Any, ...]], family: str) -> dict[str, Any]:
-    """What a table says of one family."""
-    column = {row: values[_FAMILIES.index(family)] for row, values in table.items()}
-    return {row: value for row, value in column.items() if value is not None}
-
-
-def _converted(name: str, said: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights by the family's names."""
-    unread, parts, is_llama = set(weights), _column(_PARTS, name), name == "llama"
-
-    def read(where: str, axes: str) -> Tensor:
-        """A weight; missing biases are zeros, and missing weights of norms ones."""
-        shape = tuple(said[_SIZES[axis]] for axis in axes.split())
-        parent, _, leaf = where.rpartition(".")
-        grouped = f"{parent}._{leaf}"  # k and v with fewer heads than queries
-        where = grouped if grouped in weights else where
-        unread.discard(where)
-        default = torch.full(shape, float(leaf == "w")) if leaf[0] in "wb" else None
-        tensor = weights.get(where, default)
-        if tensor is None or tuple(tensor.shape) != shape:
-            got = None if tensor is None else tuple(tensor.shape)
-            raise ValueError(f"{where} has the shape {got}, where the fields say {shape}")
-        return tensor
-
-    def norm(where: str) -> list[Tensor]:
-        return [read(f"{where}.{leaf}", "d_model") for leaf in ("w" if is_llama else "wb")]
-
-    def slot(where: str, letter: str) -> list[Tensor]:
-        """Weight ``[head, d_head, d_model]`` and bias ``[head, d_head]`` of q, k or v."""
-        heads = "head" if letter == "Q" else "group"
-        found = [
-            read(f"{where}.W_{letter}", f"{heads} d_model d_head"),
-            read(f"{where}.b_{letter}", f"{heads} d_head"),
-        ]
-        if letter != "V":
-            found = [_in_halves(tensor, said) for tensor in found]
-        return [found[0].transpose(1, 2), found[1]]
-
-    converted = {f"{parts['embed']}.weight": read("embed.W_E", "vocab d_model")}
-    if name == "gpt2":
-        converted["transformer.wpe.weight"] = read("pos_embed.W_pos", "pos d_model")
     for layer in range(said["n_layers"]):
-        at, mlp = f"blocks.{layer}.attn", f"blocks.{layer}.mlp"
-        slots = {letter: slot(at, letter) for letter in "QKV"}
-        inner, outer = read(f"{mlp}.b_in", "d_mlp"), read(f"{mlp}.b_out", "d_model")
-        into = {"in": read(f"{mlp}.W_in", "d_model d_mlp").T}
-        out = read(f"{mlp}.W_out", "d_mlp d_model").T
-        if is_llama:
-            # HookedTransformer adds b_in after the product of both, not to the output of W_in.
-            inner, outer = torch.zeros_like(inner), outer + out @ inner
-            into["gate"] = read(f"{mlp}.W_gate", "d_model d_mlp").T
-        else:  # one matrix for all three, in GPT-NeoX head by head
-            by_kind, axis = zip(*slots.values(), strict=True), int(name == "gpt_neox")
-            slots = {"QKV": [torch.stack(some, dim=axis).flatten(0, 1) for some in by_kind]}
-        heads = read(f"{at}.W_O", "head d_head d_model").flatten(0, 1).T
-        made = {
-            "ln1": norm(f"blocks.{layer}.ln1"),
-            **{part: [tensor.flatten(0, 1) for tensor in some] for part, some in slots.items()},
-            "O": [heads, read(f"{at}.b_O", "d_model")],
-            "ln2": norm(f"blocks.{layer}.ln2"),
-            **{part: [weight, inner] for part, weight in into.items()},
-            "out": [out, outer],
+        ours, theirs = f"blocks.{layer}", f"h.{layer}"
+        weight, bias = (
+            torch.stack([left.pop(f"{ours}.attn.{kind}_{slot}") for slot in "QKV"]) for kind in "Wb"
+        )
+        out = left.pop(f"{ours}.attn.W_O")
+        found |= {
+            f"{theirs}.attn.c_attn.weight": rearrange(
+                weight, "slot head d_model d_head -> d_model (slot head d_head)", **sizes
+            ),
+            f"{theirs}.attn.c_attn.bias": rearrange(
+                bias, "slot head d_head -> (slot head d_head)", **sizes
+            ),
+            f"{theirs}.attn.c_proj.weight": rearrange(
+                out, "head d_head d_model -> (head d_head) d_model", **sizes
+            ),
+            f"{theirs}.attn.c_proj.bias": left.pop(f"{ours}.attn.b_O"),
+            f"{theirs}.mlp.c_fc.weight": left.pop(f"{ours}.mlp.W_in"),
+            f"{theirs}.mlp.c_fc.bias": left.pop(f"{ours}.mlp.b_in"),
+            f"{theirs}.mlp.c_proj.weight": left.pop(f"{ours}.mlp.W_out"),
+            f"{theirs}.mlp.c_proj.bias": left.pop(f"{ours}.mlp.b_out"),
         }
-        for part, tensors in made.items():
-            for kind, tensor in zip(("weight", "bias"), tensors, strict=False):
-                theirs = f"{parts['blocks']}.{layer}.{parts[part]}.{kind}"
-                converted[theirs] = tensor.T if name == "gpt2" and tensor.ndim == 2 else tensor
-    unembedding, bias = read("unembed.W_U", "d_model vocab"), read("unembed.b_U", "vocab")
-    final = norm("ln_final")
-    if not is_llama:
-        final[0], unembedding, final[1] = _absorbed(final[0], unembedding, final[1], bias)
-        converted[f"{parts['ln_final']}.bias"] = final[1]
-    elif bias.any():
+        take_norm(f"{ours}.ln1", f"{theirs}.ln_1")
+        take_norm(f"{ours}.ln2", f"{theirs}.ln_2")
+    take_norm("ln_final", "ln_f")
+    norm, shift = found["ln_f.weight"], found["ln_f.bias"]
+    unembedding, bias = left.pop("unembed.W_U"), left.pop("unembed.b_U")
+    if bias.any():
+        # LayerNorm's standardised x sums to 0, so adding a constant to a column of the unembedding
+        # changes nothing. With the norm's weight w and bias b set to 1, the logits are (x + 1) A,
+        # which equals x (w W_U) + (b W_U + b_U) for
+        # A = w W_U - mean(w W_U) + (b W_U + b_U) / d_model.
+        scaled = norm.double()[:, None] * unembedding.double()
+        constant = shift.double() @ unembedding.double() + bias.double()
+        joint = scaled - scaled.mean(dim=0) + constant / len(unembedding)
+        unembedding = joint.to(unembedding.dtype)
+        found |= dict.fromkeys(("ln_f.weight", "ln_f.bias"), torch.ones_like(norm))
+    found = {f"transformer.{name}": tensor for name, tensor in found.items()}
+    return {**found, "lm_head.weight": unembedding.T}
+
+
+def _llama(said: dict[str, Any], left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights by Llama's names; those that are left over stay in `left`."""
+    found = {"model.embed_tokens.weight": left.pop("embed.W_E")}
+
+    def take_norm(ours: str, theirs: str) -> None:
+        found[f"{theirs}.weight"] = left.pop(f"{ours}.w", torch.ones(said["d_model"]))
+
+    for layer in range(said["n_layers"]):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        for slot, heads in (("Q", "n_heads"), *((slot, "n_key_value_heads") for slot in "KV")):
+            of_group = "_" * (f"{ours}.attn._W_{slot}" in left)  # fewer heads than queries
+            weight, bias = (left.pop(f"{ours}.attn.{of_group}{kind}_{slot}") for kind in "Wb")
+            if slot != "V" and said.get("rotary_adjacent_pairs"):
+                # Pairs rotated together are (0, 1), (2, 3), ..; Llama's are (0, n/2), (1, n/2+1),
+                # .. The scores do not depend on the order.
+                weight, bias = (
+                    torch.cat([w[..., ::2], w[..., 1::2]], dim=-1) for w in (weight, bias)
+                )
+            there, sizes = f"{theirs}.self_attn.{slot.lower()}_proj", {"head": said[heads]}
+            found[f"{there}.weight"] = rearrange(
+                weight, "head d_model d_head -> (head d_head) d_model", **sizes
+            )
+            found[f"{there}.bias"] = rearrange(bias, "head d_head -> (head d_head)", **sizes)
+        out = left.pop(f"{ours}.attn.W_O")
+        inner, outer = left.pop(f"{ours}.mlp.b_in"), left.pop(f"{ours}.mlp.W_out").T
+        # HookedTransformer adds b_in after the product of both, not to the output of W_in.
+        found |= {
+            f"{theirs}.self_attn.o_proj.weight": rearrange(
+                out, "head d_head d_model -> d_model (head d_head)", head=said["n_heads"]
+            ),
+            f"{theirs}.self_attn.o_proj.bias": left.pop(f"{ours}.attn.b_O"),
+            f"{theirs}.mlp.gate_proj.weight": left.pop(f"{ours}.mlp.W_gate").T,
+            f"{theirs}.mlp.gate_proj.bias": torch.zeros_like(inner),
+            f"{theirs}.mlp.up_proj.weight": left.pop(f"{ours}.mlp.W_in").T,
+            f"{theirs}.mlp.up_proj.bias": torch.zeros_like(inner),
+            f"{theirs}.mlp.down_proj.weight": outer,
+            f"{theirs}.mlp.down_proj.bias": left.pop(f"{ours}.mlp.b_out") + outer @ inner,
+        }
+        take_norm(f"{ours}.ln1", f"{theirs}.input_layernorm")
+        take_norm(f"{ours}.ln2", f"{theirs}.post_attention_layernorm")
+    take_norm("ln_final", "model.norm")
+    if left.pop("unembed.b_U").any():
         raise ValueError("Llama's RMS norms have no place for the bias b_U of the unembedding")
-    converted |= {f"{parts['ln_final']}.weight": final[0], "lm_head.weight": unembedding.T}
-    if unread:
-        raise ValueError(f"this architecture has no place for the weights {sorted(unread)[:5]}")
-    return converted
-
-
-def _in_halves(tensor: Tensor, said: dict[str, Any]) -> Tensor:
-    """Queries and keys in the order of `transformers`, on which the scores do not depend.
-
-    Pairs rotated together may be (0, 1), (2, 3), .. in HookedTransformer; in transformers they are
-    (0, n/2), (1, n/2+1), ..
-    """
-    if not (said["positional_embedding_type"] == "rotary" and said["rotary_adjacent_pairs"]):
-        return tensor
-    turned, rest = tensor[..., : said["rotary_dim"]], tensor[..., said["rotary_dim"] :]
-    return torch.cat([turned[..., ::2], turned[..., 1::2], rest], dim=-1)
-
-
-def _absorbed(
-    norm: Tensor, unembedding: Tensor, shift: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The final LayerNorm's weight, an unembedding without a bias, and the LayerNorm's bias.
-
-    A bias b_U is absorbed into both. LayerNorm's standardised x sums to 0, so adding a constant to
-    a column of the unembedding changes nothing. With the norm's weight and bias set to 1, the
-    logits are ``(x + 1) A``, which equals ``x (w W_U) + (b W_U + b_U)`` for
-    ``A = w W_U - mean(w W_U) + (b W_U + b_U) / d_model``.
-    """
-    if not bias.any():
-        return norm, unembedding, shift
-    scaled = norm.double()[:, None] * unembedding.double()
-    constant = shift.double() @ unembedding.double() + bias.double()
-    joint = scaled - scaled.mean(dim=0) + constant / len(unembedding)
-    return torch.ones_like(norm), joint.to(unembedding.dtype), torch.ones_like(norm)
+    return {**found, "lm_head.weight": left.pop("unembed.W_U").T}

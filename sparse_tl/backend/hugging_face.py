@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -140,15 +139,6 @@ def _loaded(
     if any(found.values()):
         said = ", ".join(f"{kind} {some[:5]!s:.200}" for kind, some in found.items())
         raise ValueError(f"the weights do not fit their config.json; {said}")
-    weights, prefix = dict(model.named_parameters()), model.base_model_prefix
-    alone = folder / "model.safetensors"
-    for file in [alone] if alone.is_file() else folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:  # transformers would convert them
-            for name in opened.keys():  # noqa: SIM118 - not a dictionary
-                kind = opened.get_slice(name).get_dtype()
-                known = name in weights or f"{prefix}.{name}" in weights
-                if known and not kind.startswith(("F", "BF")):
-                    raise ValueError(f"{name} is of type {kind}, not a floating-point number")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
     return model
@@ -161,10 +151,6 @@ def read_config(folder: Path) -> Any:
             f"{folder} holds an adapter of another model (adapter_config.json). Merge both (peft: "
             "merge_and_unload) and save the result"
         )
-    with _naming_source(folder, "model"):
-        names = read_json(folder / "config.json").get("architectures")
-        if names and not any(hasattr(transformers, name) for name in names):
-            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"there are no safetensors in {folder}. Pickles (.bin, .pt) are not read, since a "
@@ -173,6 +159,9 @@ def read_config(folder: Path) -> Any:
         )
     with _naming_source(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        names = config.architectures
+        if names and not any(hasattr(transformers, name) for name in names):
+            raise ValueError(f"transformers has no {str(names)[:100]}, which its config.json names")
         for part in _parts(config):
             if getattr(part, "quantization_config", None) is not None:
                 raise ValueError("its weights are quantised (config.json); save it dequantised")

@@ -39,10 +39,6 @@ def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     _check_vocabulary(tokens, adapter.d_vocab, f"{adapter.name!r} reads")
 
 
-def _check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
-    _check_vocabulary(labels, adapter.d_vocab_out, f"{adapter.name!r} predicts")
-
-
 def _check_vocabulary(tokens: Tensor, size: int, what: str) -> None:
     outside = tokens[(tokens < 0) | (tokens >= size)]
     if len(outside):
@@ -79,7 +75,7 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
     """Check that the model can read these rows, and predict their labels."""
     check_tokens(adapter, rows.tokens)
     check_padding(adapter, rows.attention_mask)
-    _check_labels(adapter, rows.loss_labels())
+    _check_vocabulary(rows.loss_labels(), adapter.d_vocab_out, f"{adapter.name!r} predicts")
 
 
 def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
@@ -100,8 +96,8 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
             f"{adapter.model.tokenizer.pad_token!r}, to which the model attends. Pass prompts "
             "padded on the right, after the last token, which positions point to."
         )
-    for side in (pairs.answers, pairs.wrong):
-        _check_labels(adapter, side[side >= 0])
+    labels = torch.cat([pairs.answers.flatten(), pairs.wrong.flatten()])
+    _check_vocabulary(labels[labels >= 0], adapter.d_vocab_out, f"{adapter.name!r} predicts")
 
 
 def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:

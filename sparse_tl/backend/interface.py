@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,11 @@ from sparse_tl.backend.hook_points import (
     Model,
     Place,
     Viewed,
+    after,
     before,
     hook_point,
     hooked,
+    read_call,
     selecting,
 )
 from sparse_tl.backend.numerics import Norm
@@ -116,7 +119,6 @@ class Adapter(ABC):
 
     # ---- hook points -----------------------------------------------------------------------------
 
-    @abstractmethod
     def place(self, name: str) -> HookPoint | Viewed | Place:
         """Where to attach a function, by name.
 
@@ -129,6 +131,28 @@ class Adapter(ABC):
         computed from; ``attn.mask``, the layer's `AttentionMask`, shown when attention is called,
         read-only. ``attn.hook_q`` to ``hook_z`` are ``[batch, pos, head, d_head]`` in every model.
         """
+        if name == "cached_columns":
+            # `generate` may call `forward` itself, which skips hooks on a HookedTransformer.
+            return partial(read_call, [self.core, self.model.blocks[0]], self._cached_columns)
+        layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "entering":
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+        if what in ("mlp_input", "mlp_normalized"):
+            norm, first = self.norm_module(int(layer), "mlp"), what == "mlp_input"
+            if norm is not None:
+                return partial(before if first else after, norm)
+            # Without a norm, both names mean the MLP's input; functions at mlp_input run first.
+            return partial(before, self.model.blocks[int(layer)].mlp, first=first)
+        found = self._own_place(int(layer), what) if layer.isdigit() else None
+        return hook_point(self.model, name) if found is None else found
+
+    @abstractmethod
+    def _own_place(self, layer: int, what: str) -> HookPoint | Viewed | Place | None:
+        """The place of this name in a layer; None if it is simply a hook point, or none at all."""
+
+    @abstractmethod
+    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+        """The number of columns in the key-value cache with which the model is called."""
 
     def layer_points(self, suffix: str) -> list[str]:
         """Names ``blocks.{layer}.{suffix}`` of a hook point that every layer has."""
@@ -220,12 +244,17 @@ class Adapter(ABC):
 
         Post-training of a model of four layers, on a task of few answer tokens, is 10 % faster.
         """
-        block: Any = self.model.blocks[-1]
-        parts = [block.mlp, block.hook_mlp_out, *self._after_last_mlp()] if self.has_mlps else []
+        if not self.has_mlps:
+            yield
+            return
+        model: Any = self.model
+        block = model.blocks[-1]
+        parts = [block.mlp, block.hook_mlp_out, self.norm_module(-1, "after_mlp")]
+        parts += [block.hook_resid_post, getattr(model, "ln_final", None), model.unembed]
         behind = [module for part in parts if part is not None for module in part.modules()]
         own = {handle.id for handle in getattr(block, "_capture_hook_handles", ())}
         seen = any(hooked(module, own) for module in [block, *behind])
-        if not self.has_mlps or seen or read.float().mean() > _MOSTLY:
+        if seen or read.float().mean() > _MOSTLY:
             yield
             return
 
@@ -244,10 +273,6 @@ class Adapter(ABC):
     @abstractmethod
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
         """The final residual stream, from tokens or from a layer's input."""
-
-    @abstractmethod
-    def _after_last_mlp(self) -> list[Any]:
-        """The parts that run after the last MLP; None for those that the model lacks."""
 
     @abstractmethod
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
@@ -270,17 +295,34 @@ class Adapter(ABC):
     # ---- weights ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def norm(self, layer: int, which: NormPlace) -> Norm:
-        """A normalisation in a layer: before its attention or MLP, or of what they write."""
+    def norm_names(self, layer: int) -> dict[NormPlace, str]:
+        """The names of a layer's norms by their place; two places may share a norm."""
 
     @abstractmethod
+    def norm_of(self, module: nn.Module | None) -> Norm:
+        """The normalisation that a module performs; the identity without a module."""
+
+    def norm_module(self, layer: int, which: NormPlace) -> Any:
+        """The module of a norm in a layer; None if there is none."""
+        name = self.norm_names(layer).get(which)
+        return None if name is None else getattr(self.model.blocks[layer], name)
+
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        """A normalisation in a layer: before its attention or MLP, or of what they write."""
+        return self.norm_of(self.norm_module(layer, which))
+
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
+        found = {"ln_final": self.norm_of(getattr(self.model, "ln_final", None))}
+        for layer, block in enumerate(self.model.blocks):
+            for name in self.norm_names(layer).values():
+                found[f"blocks.{layer}.{name}"] = self.norm_of(getattr(block, name))
+        return {name: norm for name, norm in found.items() if norm.kind is not None}
 
     @property
     def final_norm(self) -> Norm:
         """The normalisation before the unembedding; the identity if there is none."""
-        return self.norms().get("ln_final", Norm(None, None, None, 0.0))
+        return self.norm_of(getattr(self.model, "ln_final", None))
 
     @abstractmethod
     def qkv(

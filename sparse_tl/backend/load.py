@@ -3,7 +3,7 @@
 Names, Hugging Face folders and GGUF files give a TransformerBridge with every version of
 TransformerLens, so that one code path covers all architectures and gives the same tokens
 everywhere. A bridge is saved as a Hugging Face folder, which transformers can read too; for a
-HookedTransformer see `hooked`. No code from a folder is ever run.
+HookedTransformer see `hooked_folder`. No code from a folder is ever run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.backend.bridges import boot, plain_model
 from sparse_tl.backend.devices import checked_device, dtype_named, has_sharded_weights, processes
 from sparse_tl.backend.hook_points import HookedTransformer, Model, TransformerBridge
-from sparse_tl.backend.hooked_folder import CONFIG_FILE, load_hooked, read_architecture, save_hooked
+from sparse_tl.backend.hooked_folder import CONFIG_FILE, load_hooked, save_hooked
 from sparse_tl.backend.hugging_face import (
     OWN_FIELDS,
     find_gguf,
@@ -102,21 +102,15 @@ def load_model(
         model = load_folder(folder, name, tokenizer, **placed)
     else:
         _check_unset("a model object, which is used as it is", **placed)
-        model = _of_object(source, tokenizer, prepend_bos)
+        if isinstance(source, Model):
+            given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
+            _check_unset("a model of TransformerLens, which has its own", **given)
+            return source
+        path = source.config.name_or_path or ""
+        model = boot(source, tokenizer, name=Path(path).name or source.config.model_type)
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
     return model
-
-
-def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
-    if isinstance(source, Model):
-        given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
-        _check_unset("a model of TransformerLens, which has its own", **given)
-        return source
-    if isinstance(source, PreTrainedModel):
-        path = source.config.name_or_path or ""
-        return boot(source, tokenizer, name=Path(path).name or source.config.model_type)
-    raise TypeError(f"a {type(source).__name__} is no model of transformers or TransformerLens")
 
 
 def fetch(name: str) -> tuple[Path, str]:
@@ -133,10 +127,16 @@ def fetch(name: str) -> tuple[Path, str]:
             official, allow_patterns=_DATA, ignore_patterns=_REST
         )
     except Exception as error:  # of any underlying library
+        if "/" in official or official in MODEL_ALIASES:
+            advice = (
+                "Where there is no network, give the folder of a copy (elsewhere: hf download "
+                f"{official})"
+            )
+        else:
+            advice = "load_language_model knows models by short names, such as 'smollm2'"
         raise ValueError(
             f"{name} is neither a folder nor a model that {huggingface_hub.constants.ENDPOINT} "
-            f"gives: {str(error).strip()[:500]} Where there is no network, give the folder of a "
-            f"copy (elsewhere: hf download {official})"
+            f"gives: {str(error).strip()[:500]} {advice}"
         ) from error
     return Path(folder), official.rpartition("/")[2]
 
@@ -193,7 +193,7 @@ def check_folder(folder: str | Path) -> None:
     """Check that a folder can hold a model, without reading its weights; see `load_model`."""
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
-        read_architecture(folder / CONFIG_FILE)
+        read_json(folder / CONFIG_FILE)
     elif (source := _source_in(folder)).is_dir():
         read_config(source)
     else:

@@ -6,7 +6,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from architectures import N_HEADS, N_LAYERS, VOCABULARY, hooked_transformer, plain_transformer
+from architectures import (
+    N_HEADS,
+    N_LAYERS,
+    hooked_transformer,
+    off,
+    plain_transformer,
+    random_tokens,
+)
 from oracle import by_head
 from torch import Tensor
 
@@ -17,11 +24,6 @@ from sparse_tl.training import pretrain
 FLOAT32, FLOAT64 = 1e-5, 1e-9
 """How far apart what is computed in two ways may be, of the largest entry."""
 QUIET: dict[str, Any] = {"progress": False}
-
-
-def random_tokens(rows: int, length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
 
 
 def _pairs() -> PromptPairs:
@@ -95,9 +97,10 @@ def near(found: Any, expected: Any, tolerance: float, what: str) -> float:
         ValueError: by more than the tolerance.
     """
     one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (found, expected))
-    off = ((one - other).abs().max() / (other.abs().max() + 1e-30)).item()
-    require(off <= tolerance, f"{what} differs by {off:.1e} of the largest, more than {tolerance}")
-    return off
+    share = off(one, other)
+    wrong = f"{what} differs by {share:.1e} of the largest, more than {tolerance}"
+    require(share <= tolerance, wrong)
+    return share
 
 
 def require(true: bool, otherwise: str) -> None:

@@ -10,13 +10,20 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from architectures import VOCABULARY, plain_transformer
-from hooked_twins import hooked_twin
+from architectures import (
+    CONTEXT,
+    D_MODEL,
+    N_HEADS,
+    VOCABULARY,
+    hooked_transformer,
+    off,
+    plain_transformer,
+    random_pairs,
+    random_tokens,
+)
 from tiny import hooked_alone
-from torch import Tensor
 
 from sparse_tl import (
-    PromptPairs,
     ShuffledStream,
     SparseTransformer,
     TargetDataset,
@@ -36,42 +43,38 @@ pytestmark = hooked_alone
 
 CHANGED: dict[str, dict[str, Any]] = {"olmo": {"num_key_value_heads": 4}}
 """TransformerLens converts an OLMo whose heads have keys and values of their own."""
-BOTH = (
-    "gpt2",
-    "gpt_neox",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "olmo",
-    "gemma",
-)
+_ROTARY: dict[str, Any] = {
+    "n_layers": 2,
+    "n_heads": N_HEADS,
+    "d_model": D_MODEL,
+    "d_head": 8,
+    "d_mlp": 48,
+    "d_vocab": VOCABULARY,
+    "n_ctx": CONTEXT,
+    "positional_embedding_type": "rotary",
+    "rotary_dim": 8,
+    "gated_mlp": True,
+}
+BY_HAND: dict[str, dict[str, Any]] = {
+    "olmo": {**_ROTARY, "act_fn": "silu", "normalization_type": "LN"},
+    "gemma": {
+        **_ROTARY,
+        "n_key_value_heads": 2,
+        "act_fn": "gelu_pytorch_tanh",
+        "normalization_type": "RMS",
+        "final_rms": True,
+        "eps": 1e-6,
+    },
+}
+"""What TransformerLens knows by the names of published models alone."""
+BOTH = ("gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", *BY_HAND)
 """What 3.9 makes a HookedTransformer of that circuits are defined on."""
 
 
 def twins(name: str, dtype: str = "float32") -> tuple[Model, Model]:
-    fields = {"n_layer" if name == "gpt2" else "num_hidden_layers": 2, **CHANGED.get(name, {})}
-    bridge = boot(plain_transformer(name, dtype, **fields), name=name)
-    return bridge, hooked_twin(plain_transformer(name, dtype, **fields))
-
-
-def tokens(rows: int, length: int = 8, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-
-
-def pairs() -> PromptPairs:
-    clean = tokens(6)
-    corrupted = clean.clone()
-    corrupted[:, [3, 6]] = tokens(6, seed=1)[:, [3, 6]]
-    good, bad = tokens(6, 2, seed=2).split(1, dim=1)
-    return PromptPairs(clean, corrupted, good, bad, torch.full((6,), 7))
-
-
-def off(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    changed = {"n_layer" if name == "gpt2" else "num_hidden_layers": 2, **CHANGED.get(name, {})}
+    bridge = boot(plain_transformer(name, dtype, **changed), name=name)
+    return bridge, hooked_transformer(name, dtype, BY_HAND.get(name), **changed)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -80,13 +83,13 @@ def test_logits(name: str) -> None:
     """In float64: in float32 HookedTransformer's own rounding is up to 1.4e-6 (Phi-3)."""
     # It chooses experts in float32 alone.
     bridge, hooked = twins(name, "float32" if name == "mixtral" else "float64")
-    assert off(bridge(tokens(6)), hooked(tokens(6))) < 1e-6
+    assert off(bridge(random_tokens()), hooked(random_tokens())) < 1e-6
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_scores_and_circuits(name: str) -> None:
     bridge, hooked = twins(name)
-    some, quiet = pairs(), {"progress": False}
+    some, quiet = random_pairs(6), {"progress": False}
     scores: list[Any] = []
     for method in ("eap", "eap-ig"):
         for attribute in (attribute_heads, attribute_circuit_edges):
@@ -113,7 +116,7 @@ def test_scores_and_circuits(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_head_gates(name: str) -> None:
-    dataset = TargetDataset.from_tokens(tokens(40, 6).tolist(), [(3, 5)] * 40)
+    dataset = TargetDataset.from_tokens(random_tokens(40, 6).tolist(), [(3, 5)] * 40)
     settings = {"seeds": 3, "updates": 6, "batch_size": 8, "record_every": 2, "progress": False}
     roles = [fit_head_gates(model, dataset, **settings) for model in twins(name)]
     for kind in ("facilitation", "irrelevance", "interference"):
@@ -124,7 +127,7 @@ def test_head_gates(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
 def test_post_training(name: str) -> None:
     """Of queries and keys: they have the same parameters on both kinds."""
-    training, validation = (TokenBatch.next_token(tokens(n, 9, seed=n)) for n in (64, 32))
+    training, validation = (TokenBatch.next_token(random_tokens(n, seed=n)) for n in (64, 32))
     histories = []
     for model in twins(name):
         outcome = post_train(

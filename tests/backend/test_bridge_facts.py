@@ -1,23 +1,7 @@
-"""What bridges do that costs a wrong number where it is not known.
+"""What bridges do that costs a wrong number where an adapter does not know it.
 
-Here or elsewhere; each of these tests fails for an adapter that does not know it:
-
-- masks by their number, and windows: here; with padding, `test_seam.test_gates_on_attention_edges`
-- the order of hooks, and their loss: `gates/test_sparse_transformer`, `test_refused_models`
-- other names than the ones asked for, raw norm weights, biases that are None:
-  `test_seam.test_parts_add_up`
-- views off the autograd graph: `test_seam.test_gradients_at_what_destinations_read`
-- norms of what attention writes: `test_seam.test_an_edge_under_a_norm_of_what_attention_writes`
-- ``stop_at_layer`` gives logits, factors on them:
-  `test_seam.test_a_bridge_is_the_model_that_it_wraps`
-- ``start_at_layer`` runs all layers: `test_seam.test_some_layers_some_positions_and_copies`
-- attention that drops edits, dropout, float64 with padding: `test_refused_models`
-- copies that die, dead parameters: `test_seam.test_copies_hold_what_was_trained` and
-  `test_gates_and_weights_get_gradients`; joint weights and experts in files: here
-- folders with tokenizers, and tokenizers in memory: `test_untrusted_folders`, `test_loading`
-- a cache that shows a window: `test_seam.test_edges_are_closed_by_their_columns_also_under_a_cache`
-- processed weights, settings that TransformerLens leaves out: `test_fidelity`
-- half precision: `test_half_precision`
+Masks by their number, and windows; edits of what attention writes; joint weights and experts in
+files; hooks of others. `test_seam` has what can be said of every adapter.
 """
 
 from __future__ import annotations
@@ -27,8 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, CONTEXT, N_HEADS, plain_transformer
-from torch import Tensor
+from architectures import (
+    ARCHITECTURES,
+    CONTEXT,
+    N_HEADS,
+    off,
+    plain_transformer,
+    random_tokens as tokens,
+)
 from transformers import AutoModelForCausalLM
 
 from sparse_tl import PromptPairs, SparseTransformer, load_model, save_model
@@ -44,15 +34,6 @@ WINDOWS = {
     "gemma3": (4, None, 4),
     "gpt_oss": (4, None, 4),
 }
-
-
-def tokens(rows: int = 2, length: int = 9) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, 61, (rows, length), generator=generator)
-
-
-def off(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.filterwarnings("ignore:.* does not support fold_ln")

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, plain_transformer
+from architectures import (
+    ARCHITECTURES,
+    plain_transformer,
+    random_pairs as pairs,
+    random_tokens as tokens,
+)
 
 from sparse_tl import (
-    PromptPairs,
     ShuffledStream,
     SparseTransformer,
     TargetDataset,
@@ -37,17 +41,6 @@ def halves(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, Model
     plain_transformer(request.param, "bfloat16").save_pretrained(tmp_path)
     model = load_model(tmp_path, device="cpu", dtype="bfloat16")
     return model, load_model(tmp_path, device="cpu")
-
-
-def tokens(rows: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 61, (rows, 8), generator=torch.Generator().manual_seed(seed))
-
-
-def pairs() -> PromptPairs:
-    clean, corrupted = tokens(4), tokens(4)
-    corrupted[:, [3, 6]] = tokens(4, seed=1)[:, [3, 6]]
-    good, bad = tokens(4, seed=2)[:, :2].split(1, dim=1)
-    return PromptPairs(clean, corrupted, good, bad, torch.full((4,), 7))
 
 
 def test_scores_are_those_of_float32(halves: tuple[Model, Model]) -> None:

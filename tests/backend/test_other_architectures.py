@@ -34,12 +34,12 @@ def test_a_joint_projection_under_another_name_is_copied_and_saved(tmp_path: Pat
     near(saved(TOKENS).logits, model(TOKENS))
 
 
-def test_a_joint_projection_without_a_name_is_found_when_the_model_is_wrapped() -> None:
+def test_a_joint_projection_without_a_name_is_refused() -> None:
     model = boot(random_model("GPT2LMHeadModel"))
     del model.blocks[1].attn.submodules["qkv"]
     why = "GPT2Attention cannot be copied, trained or saved: .*'q', 'k', 'v'"
     with pytest.raises(ValueError, match=why):
-        SparseTransformer(model)
+        adapt(model).copy()
 
 
 @torch.no_grad()

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, D_MODEL, N_HEADS, VOCABULARY, plain_transformer
+from architectures import (
+    ARCHITECTURES,
+    D_MODEL,
+    N_HEADS,
+    VOCABULARY,
+    off,
+    plain_transformer,
+    random_pairs as pairs,
+    random_tokens as tokens,
+)
 from tiny import HAS_HOOKED, tiny_model
 from torch import Tensor
 
@@ -22,7 +31,6 @@ from sparse_tl import (
     CircuitEdges,
     GatedRun,
     Heads,
-    PromptPairs,
     SparseTransformer,
     attribute_circuit_edges,
     attribute_heads,
@@ -61,27 +69,10 @@ def build(name: str, dtype: str = "float32", seed: int = 0) -> Model:
     return boot(plain_transformer(name, dtype, seed), name=name)
 
 
-def tokens(rows: int = 3, length: int = 9, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-
-
-def off(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).abs().max() / (expected.abs().max() + 1e-30)).item()
-
-
 def last(prompts: Tensor) -> Tensor:
     read = torch.zeros_like(prompts, dtype=torch.bool)
     read[:, -2] = True
     return read
-
-
-def pairs(length: int = 8) -> PromptPairs:
-    clean, other = tokens(4, length), tokens(4, length, seed=1)
-    corrupted = clean.clone()
-    corrupted[:, [3, 6]] = other[:, [3, 6]]
-    good, bad = tokens(4, 2, seed=2).split(1, dim=1)
-    return PromptPairs(clean, corrupted, good, bad, torch.full((4,), length - 1))
 
 
 def generated(model: Any, prompts: Tensor) -> Tensor:

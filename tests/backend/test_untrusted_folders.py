@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jinja2.exceptions import SecurityError
-from tiny import hooked_alone
+from tiny import HAS_HOOKED, hooked_alone, tiny_model
 from tokenizers import Tokenizer
 from transformers import (
     GPT2Config,
@@ -23,14 +22,10 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from sparse_tl.backend import Model, build_model, load_model, model_config, save_model
+from sparse_tl.backend import build_model, load_model, model_config, save_model
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.storage.files import read_json, write_json, write_tensors
+from sparse_tl.storage.files import read_json
 from sparse_tl.tasks.addition import addition_tokenizer
-
-Build = Callable[..., Model]
-CONFIGS = {"hooked": "tl_config.json", "bridge": "config.json"}
-FORMS = pytest.mark.parametrize("form", CONFIGS)
 
 TEMPLATE = "{{ ''.__class__.__mro__ }}"
 CODE = """
@@ -90,32 +85,17 @@ def _stranger_tokenizer(folder: Path, marker: Path, tokenizer_class: str) -> Non
     )
 
 
-def _own(folder: Path, form: str = "hooked", **fields: Any) -> Path:
-    """A folder of a HookedTransformer, written by hand, or one that a bridge was saved to."""
+def _own(folder: Path, **fields: Any) -> Path:
+    """A folder that `save_model` wrote; one of a HookedTransformer where TransformerLens has it."""
     folder.mkdir(exist_ok=True)
-    if form == "bridge":
-        config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, vocab_size=13)
-        save_model(load_model(GPT2LMHeadModel(config)), folder)
-    else:
-        sizes = {"n_layers": 1, "n_ctx": 16, "d_model": 16, "d_head": 8, "d_mlp": 32, "d_vocab": 13}
-        write_json(folder / "tl_config.json", {**sizes, "act_fn": "gelu"})
-        norms = {f"{norm}.{kind}": (16,) for norm in ("ln1", "ln2") for kind in "wb"}
-        attention = {f"attn.W_{slot}": (2, 16, 8) for slot in "QKV"} | {"attn.W_O": (2, 8, 16)}
-        biases = {f"attn.b_{slot}": (2, 8) for slot in "QKV"} | {"attn.b_O": (16,)}
-        mlp = {"mlp.W_in": (16, 32), "mlp.b_in": (32,), "mlp.W_out": (32, 16), "mlp.b_out": (16,)}
-        ends = {"embed.W_E": (13, 16), "pos_embed.W_pos": (16, 16), "unembed.W_U": (16, 13)}
-        ends |= {"unembed.b_U": (13,), "ln_final.w": (16,), "ln_final.b": (16,)}
-        block = norms | attention | biases | mlp
-        shapes = ends | {f"blocks.0.{name}": shape for name, shape in block.items()}
-        weights = {name: torch.randn(shape) for name, shape in shapes.items()}
-        write_tensors(folder / "model.safetensors", weights)
-    _change(folder / CONFIGS[form], **fields)
+    save_model(tiny_model(), folder)
+    named = "tl_config.json" if HAS_HOOKED else "config.json"
+    _change(folder / named, **fields)
     return folder
 
 
-def _own_sparse(folder: Path, form: str = "hooked") -> Path:
-    dense = load_model(_own(folder.with_name("dense"), form), device="cpu")
-    return SparseTransformer(dense).save_pretrained(folder)
+def _own_sparse(folder: Path) -> Path:
+    return SparseTransformer(tiny_model()).save_pretrained(folder)
 
 
 def _llama(folder: Path, **fields: Any) -> Path:
@@ -132,11 +112,10 @@ def _llama(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-@FORMS
-def test_code_beside_our_own_files_is_not_run(tmp_path: Path, marker: Path, form: str) -> None:
-    folder = _own(tmp_path / "model", form, trust_remote_code=True)
+def test_code_beside_our_own_files_is_not_run(tmp_path: Path, marker: Path) -> None:
+    folder = _own(tmp_path / "model", trust_remote_code=True)
     _stranger_tokenizer(folder, marker, "TokenizersBackend")
-    fields = {"custom_generate": "code"} if form == "bridge" else {"model_type": "stranger"}
+    fields = {"model_type": "stranger"} if HAS_HOOKED else {"custom_generate": "code"}
     _change(folder / "config.json", auto_map=AUTO_MAP, **fields)
     model = load_model(folder, device="cpu")
     assert not marker.exists()
@@ -221,8 +200,8 @@ def test_what_cannot_be_read_is_refused(
 
 
 @hooked_alone
-def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: Path) -> None:
-    model = build_tiny(normalization_type=None)
+def test_a_model_without_normalisation_comes_back(tmp_path: Path) -> None:
+    model: Any = tiny_model(normalization_type=None)
     save_model(model, tmp_path)
     loaded = load_model(tmp_path, device="cpu")
     tokens = torch.tensor([[1, 2, 3]])
@@ -230,9 +209,8 @@ def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: P
     assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
 
 
-@FORMS
-def test_a_sparse_folder_is_no_dense_model(tmp_path: Path, form: str) -> None:
-    folder = _own_sparse(tmp_path / "sparse", form)
+def test_a_sparse_folder_is_no_dense_model(tmp_path: Path) -> None:
+    folder = _own_sparse(tmp_path / "sparse")
     with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
         load_model(folder, device="cpu")
 
@@ -256,17 +234,14 @@ def test_gpt2_comes_with_its_tokenizer(shared_data: Path, tmp_path: Path) -> Non
     assert str(tmp_path / "gpt2") not in (tmp_path / "own" / "tokenizer_config.json").read_text()
 
 
-@FORMS
-def test_a_folder_needs_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def forbidden(*args: Any, **_: Any) -> None:
         asked.append(args)
         raise OSError("no network")
 
-    folder = _own_sparse(tmp_path / "gpt2", form)  # as a model of the hub is called
+    folder = _own_sparse(tmp_path / "gpt2")  # as a model of the hub is called
     addition_tokenizer().save_pretrained(folder)
     monkeypatch.setattr("socket.getaddrinfo", forbidden)
     monkeypatch.setattr("socket.socket.connect", forbidden)

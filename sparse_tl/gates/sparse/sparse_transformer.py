@@ -19,7 +19,6 @@ from sparse_tl.backend import (
     AttachedHooks,
     Model,
     adapt,
-    check_named,
     check_padding,
     defer_scores,
     in_evaluation_mode,
@@ -93,7 +92,6 @@ class SparseTransformer(nn.Module):
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
-        check_named(model)
         starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
         gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
