@@ -59,7 +59,7 @@ from sparse_tl.circuits.methods.faithfulness import (
     faithfulness,
     runs_of_search,
 )
-from sparse_tl.circuits.pair_runs import PairRuns, value_of
+from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
@@ -67,8 +67,6 @@ from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 
-ROWS = 256
-"""Maximum number of tests times prompts in one forward pass."""
 REACHED_AT = 0.6
 """Share of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
@@ -196,7 +194,7 @@ class _Search:
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
         self.parts: list[tuple[int, ...]] = [tuple(place) for place in places.tolist()]
         self._names, self._groups = self.grid.names(places), places[:, int(edges)].tolist()
-        self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
+        self._most = settings_at_once(max(map(len, runs.batches)))
 
     @property
     def circuit(self) -> Circuit:

@@ -65,7 +65,7 @@ from sparse_tl.circuits.evaluation import Evaluation, evaluate, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.faithfulness import Faithfulness, faithfulness, runs_of_search
 from sparse_tl.circuits.methods.patching import patch_exactly
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
@@ -89,8 +89,6 @@ FINE = 1 / 4
 """Maximum share of the time left that finer groups may take: the price has yet to rise."""
 SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
-ROWS = 256
-"""Maximum number of circuits times prompts in one forward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -584,8 +582,8 @@ class Elimination:
         found = list[Float[Tensor, "circuit pair"]]()
         with torch.no_grad():
             for batch, run in self.runs:
-                at_once = max(1, ROWS // len(batch))
-                logits = [row for some in masks.split(at_once) for row in run.logits(some)]
+                stacks = masks.split(settings_at_once(len(batch)))
+                logits = [row for some in stacks for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
         values = torch.cat(found, dim=1)
