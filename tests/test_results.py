@@ -38,7 +38,7 @@ from sparse_tl.circuits import (
     attribution_graph,
     check_graph,
 )
-from sparse_tl.circuits.evaluation import SearchResult
+from sparse_tl.circuits.methods.faithfulness import SearchResult
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.circuits.task_skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer

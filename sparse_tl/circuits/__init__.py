@@ -8,17 +8,18 @@ from sparse_tl.circuits.circuit import (
     overlap as overlap,
     roc as roc,
 )
-from sparse_tl.circuits.evaluation import (
+from sparse_tl.circuits.curves import (
     EffectCurve as EffectCurve,
-    Evaluation as Evaluation,
-    Faithfulness as Faithfulness,
     SeedCurves as SeedCurves,
+    multiplier as multiplier,
+    seed_multipliers as seed_multipliers,
+)
+from sparse_tl.circuits.evaluation import (
+    Evaluation as Evaluation,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,
     log_sizes as log_sizes,
-    multiplier as multiplier,
-    seed_multipliers as seed_multipliers,
 )
 from sparse_tl.circuits.export import (
     MIB_FRACTIONS as MIB_FRACTIONS,
@@ -40,6 +41,7 @@ from sparse_tl.circuits.methods.attribution import (
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
 )
+from sparse_tl.circuits.methods.faithfulness import Faithfulness as Faithfulness
 from sparse_tl.circuits.methods.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,

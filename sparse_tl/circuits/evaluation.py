@@ -11,41 +11,29 @@ heads, the outputs of all other heads are patched (at ``hook_z``), and MLPs are 
 How much it depends on the choice of prompts is measured by bootstrap draws: each draws as many
 pairs as there are, with replacement. The explained effect of a draw is a ratio of two weighted
 means, so no model is run again; the ends of an interval are percentiles over draws.
-
-Results of several training seeds are summarised by medians. The median curve has the median effect
-at each size. Sizes and multipliers are computed per seed, then reported as median and range.
-
-What a search measures along the way is different: sampled gates, a single batch, or a circuit with
-edges that have no effect. So a search reports the `Faithfulness` of a run of the circuit that it
-returns, with everything in it kept and everything else patched (`FaithfulnessRuns`).
 """
 
 from __future__ import annotations
 
 import math
-import operator
-import statistics
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from html import escape
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, Share, checked
+from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
-from sparse_tl.circuits.pair_runs import PairRuns, value_of
+from sparse_tl.circuits.curves import EffectCurve
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid, PositionedGraph
-from sparse_tl.metrics import Metric, NoEffectError, divergence, explained_effect, measure
+from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -122,220 +110,6 @@ class Evaluation(Result):
         effects = zip(self.sizes, self.effect.tolist(), strict=True)
         by_size = ", ".join(f"{size}: {effect:.2f}" for size, effect in effects)
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {by_size})"
-
-
-@dataclass(frozen=True)
-class EffectCurve(Result):
-    """The explained effect of circuits of growing size, for one model on one task.
-
-    Lists and arrays are converted to tuples of plain numbers.
-
-    Args:
-        name: name of the model.
-        sizes: number of parts that each circuit keeps, increasing.
-        mean: explained effect at each size; 1: that of the whole model.
-        low: lower end of the interval at each size.
-        high: upper end of the interval at each size.
-    """
-
-    name: str
-    sizes: Sequence[int]
-    mean: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-    def __post_init__(self) -> None:
-        # Unlike arrays and tensors, tuples compare, print and serialise.
-        for name, kind in (
-            ("sizes", operator.index),
-            ("mean", float),
-            ("low", float),
-            ("high", float),
-        ):
-            object.__setattr__(self, name, tuple(map(kind, getattr(self, name))))
-        lengths = {len(self.sizes), len(self.mean), len(self.low), len(self.high)}
-        rising = (np.diff((-1, *self.sizes)) > 0).all()
-        if not (self.sizes and len(lengths) == 1 and rising):
-            raise ValueError(
-                f"the curve {self.name!r} needs sizes from 0 that increase, and one effect with "
-                f"its interval at each; the sizes are {list(self.sizes)}"
-            )
-        low, mean, high = map(np.array, (self.low, self.mean, self.high))
-        if not (np.isfinite([low, mean, high]).all() and (low <= high).all()):
-            raise ValueError(
-                f"the effects of the curve {self.name!r} must be finite, and low the lower end of "
-                "an interval, not its half-width"
-            )
-
-    @checked
-    def size_at(self, level: Share = 0.9) -> float | None:
-        """The size from which the mean is at or above a level, interpolated in the logarithm.
-
-        With n_i the largest size whose effect e_i is below the level, and n_j the next size,
-        ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``; a size of 0 counts
-        as 1. If all effects reach the level, this is the smallest measured size.
-
-        Args:
-            level: explained effect, above 0 and at most 1.
-
-        Returns:
-            Number of parts, at least 1 and usually fractional; ``None`` if the effect of the
-            largest size is below the level.
-        """
-        below = [index for index, effect in enumerate(self.mean) if effect < level]
-        if not below:
-            return float(max(self.sizes[0], 1))
-        before = below[-1]
-        if before + 1 == len(self.sizes):
-            return None
-        start, end = (math.log(max(size, 1)) for size in self.sizes[before : before + 2])
-        rise = self.mean[before + 1] - self.mean[before]
-        return math.exp(start + (level - self.mean[before]) / rise * (end - start))
-
-    def effect_at(self, size: float) -> float:
-        """The mean at a size, interpolated between measured sizes as in `size_at`.
-
-        Raises:
-            ValueError: the size is outside the measured range.
-        """
-        after = bisect_left(self.sizes, size)
-        if after < len(self.sizes) and self.sizes[after] == size:
-            return self.mean[after]
-        if not self.sizes[0] <= size <= self.sizes[-1]:
-            raise ValueError(
-                f"the curve {self.name!r} was measured for sizes from {self.sizes[0]:,} to "
-                f"{self.sizes[-1]:,}, not for {size:,}"
-            )
-        start, middle, end = (
-            math.log(max(n, 1)) for n in (self.sizes[after - 1], size, self.sizes[after])
-        )
-        share = (middle - start) / (end - start) if end > start else 1.0
-        return self.mean[after - 1] + share * (self.mean[after] - self.mean[after - 1])
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per size: name, size, mean, low, high."""
-        columns = {"size": self.sizes, "mean": self.mean, "low": self.low, "high": self.high}
-        return pd.DataFrame({"name": [self.name] * len(self.sizes), **columns})
-
-
-@checked
-def multiplier(dense: EffectCurve, sparse: EffectCurve, level: Share = 0.9) -> float | None:
-    """How many times as many parts the dense model needs: ``dense.size_at / sparse.size_at``.
-
-    Both curves are of one task. Above 1 if the sparse model needs fewer parts; ``None`` if a curve
-    does not reach the level, an explained effect above 0 and at most 1.
-    """
-    of_dense, of_sparse = dense.size_at(level), sparse.size_at(level)
-    return None if of_dense is None or of_sparse is None else of_dense / of_sparse
-
-
-@checked
-@dataclass(frozen=True)
-class SeedCurves(Result):
-    """The explained effect of one model on one task, for several training seeds.
-
-    Args:
-        seeds: training seeds, all different.
-        curves: one curve per seed, all with the same name.
-    """
-
-    seeds: Sequence[Seed]
-    curves: Sequence[EffectCurve]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seeds", tuple(self.seeds))
-        object.__setattr__(self, "curves", tuple(self.curves))
-        names = [curve.name for curve in self.curves]
-        if not 1 <= len(set(self.seeds)) == len(self.seeds) == len(names) or len(set(names)) > 1:
-            raise ValueError(
-                "give one curve for each seed, all seeds different, of a model of one name; the "
-                f"seeds are {list(self.seeds)}, and the curves of {names}"
-            )
-
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return self.curves[0].name
-
-    @cached_property
-    def median(self) -> EffectCurve:
-        """The median effect over seeds at each size, with the range over seeds as the interval.
-
-        It has all sizes that were measured for some seed within the range measured for every seed,
-        interpolated where a seed has no measurement (`EffectCurve.effect_at`). A single seed keeps
-        its curve and interval.
-        """
-        if len(self.curves) == 1:
-            return self.curves[0]
-        first = max(curve.sizes[0] for curve in self.curves)
-        last = min(curve.sizes[-1] for curve in self.curves)
-        sizes = sorted({size for curve in self.curves for size in curve.sizes})
-        common = [size for size in sizes if first <= size <= last]
-        effects = [[curve.effect_at(size) for curve in self.curves] for size in common]
-        medians, low, high = (
-            [summary(at_size) for at_size in effects] for summary in (statistics.median, min, max)
-        )
-        return EffectCurve(self.name, common, medians, low, high)
-
-    def sizes_at(self, level: float = 0.9) -> tuple[float | None, ...]:
-        """`EffectCurve.size_at` of every seed; ``None`` for a seed that misses the level."""
-        return tuple(curve.size_at(level) for curve in self.curves)
-
-    def size_at(self, level: float = 0.9) -> float | None:
-        """The median over seeds of the size at a level; seeds that miss it count as the largest."""
-        return median_size(self.sizes_at(level))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per seed and size: seed, name, size, mean, low, high."""
-        tables = [curve.to_pandas() for curve in self.curves]
-        for seed, table in zip(self.seeds, tables, strict=True):
-            table.insert(0, "seed", seed)
-        return pd.concat(tables, ignore_index=True)
-
-    def __repr__(self) -> str:
-        return f"SeedCurves({self.name!r}, seeds {list(self.seeds)})"
-
-
-@checked
-def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) -> pd.Series:
-    """The `multiplier` of each seed's dense model and the sparse model made from it.
-
-    Returns:
-        Multipliers by seed; NaN if the seed's dense or sparse model misses the level.
-
-    Raises:
-        ValueError: the models have different seeds.
-    """
-    if dense.seeds != sparse.seeds:
-        raise ValueError(
-            "dense and sparse curves must be of the same seeds in the same order; they are of "
-            f"{list(dense.seeds)} and {list(sparse.seeds)}"
-        )
-    pairs = zip(dense.curves, sparse.curves, strict=True)
-    values = [multiplier(*pair, level=level) for pair in pairs]
-    return pd.Series(values, list(dense.seeds), dtype=float, name="multiplier")
-
-
-def multiplier_words(multipliers: pd.Series) -> tuple[str, ...]:
-    """Texts for figures, such as "23.6x (18 to 31)" and "1 of 3 seeds: not reached"."""
-    texts, found = [], multipliers.dropna()
-    if len(found):
-        # 9.96 becomes 10, not 10.0.
-        low, high = (
-            format(end, ",.0f" if end >= 9.95 else ".1f") for end in found.agg(["min", "max"])
-        )
-        between = f" ({low} to {high})" if len(found) > 1 else ""
-        texts.append(f"{found.median():,.1f}x{between}")
-    if missing := len(multipliers) - len(found):
-        of = f"{missing} of {len(multipliers)} seeds: " if len(multipliers) > 1 else ""
-        texts.append(f"{of}not reached")
-    return tuple(texts)
-
-
-def median_size(sizes: Sequence[float | None]) -> float | None:
-    """The median of sizes; those not reached (None) count as larger than all others."""
-    median = statistics.median(math.inf if size is None else size for size in sizes)
-    return median if math.isfinite(median) else None
 
 
 def effect_draws(
@@ -480,96 +254,3 @@ def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}
     between.update(range(all_up_to + 1))
     return tuple(sorted({0, total} | {size for size in between if size < total}))
-
-
-@dataclass(frozen=True)
-class Faithfulness(Result):
-    """How much of a model's predictions a circuit preserves, as means over prompt pairs.
-
-    Args:
-        divergence: ``KL(model || circuit)`` of the next-token distributions, in nats.
-        explained_effect: explained effect on the metric of the search; for "kl",
-            ``1 - KL(model || circuit) / KL(model || everything patched)``. NaN if patching
-            everything does not change the metric.
-        n_pairs: number of prompt pairs.
-    """
-
-    finite = False
-    divergence: float
-    explained_effect: float
-    n_pairs: int
-
-    def __str__(self) -> str:
-        # A divergence below 1e-6 nats is rounding error. Adding 0 turns -0 into 0.
-        nats, effect = round(self.divergence, 6) + 0, round(self.explained_effect, 3) + 0
-        return f"{nats:.3g} nats, explained effect {effect:.3f}, on {self.n_pairs:,} pairs"
-
-
-@dataclass(frozen=True, eq=False)
-class SearchResult(Result):
-    """The circuit that a search returns, its faithfulness, and the history of the search.
-
-    Args:
-        circuit: parts that are kept, without edges that have no effect (that are on no path).
-        n_kept: number of parts that the search kept, including edges without effect.
-        searched: faithfulness of the circuit on the pairs of the search.
-        held_out: faithfulness of the circuit on held-out pairs, if there are any.
-        history: one row per step of the search.
-    """
-
-    circuit: Circuit
-    n_kept: int
-    searched: Faithfulness
-    held_out: Faithfulness | None
-    history: pd.DataFrame
-
-    def to_pandas(self) -> pd.DataFrame:
-        """The search history."""
-        return self.history
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
-
-    def _description(self) -> str:
-        """The circuit and its faithfulness as text."""
-        dropped = self.n_kept - len(self.circuit)
-        kept = f", {self.n_kept:,} with those without effect" if dropped else ""
-        held_out = f"; held out: {self.held_out}" if self.held_out else ""
-        return f"{self.circuit!r}{kept}; {self.searched}{held_out}"
-
-
-class FaithfulnessRuns:
-    """Runs of circuits on the pairs of a search, and on held-out pairs if there are any.
-
-    All pairs are first run with everything patched: what cannot be measured raises before a search.
-    """
-
-    def __init__(
-        self, runs: PairRuns, metric: Metric | Literal["kl"], held_out: PromptPairs | None
-    ) -> None:
-        self._metric, self._runs = metric, [runs]
-        if held_out is not None:
-            others = PairRuns(runs.model, runs.site, held_out, runs.patch, runs.batch_size)
-            self._runs.append(others)
-        self.of(torch.zeros(runs.site.shape(runs.adapter), dtype=torch.bool))
-
-    def of(self, mask: Bool[Tensor, "*axes"]) -> tuple[Faithfulness, Faithfulness | None]:
-        """The faithfulness of a circuit on the pairs of the search, and on the held-out ones."""
-        searched, *others = (self._on(runs, mask) for runs in self._runs)
-        return searched, others[0] if others else None
-
-    @torch.no_grad()
-    def _on(self, runs: PairRuns, mask: Bool[Tensor, "*axes"]) -> Faithfulness:
-        measured = []
-        for batch, run in runs:
-            clean, circuit = run.clean_logits, run.logits(mask)
-            logits = circuit, clean, runs.everything_patched(run)
-            nats = divergence(circuit, clean)
-            values = [value_of(self._metric, each, batch, run) for each in logits]
-            measured.append(torch.stack([nats, *values]).cpu().double())
-        nats, *values = torch.cat(measured, dim=1)
-        try:
-            effect = explained_effect(*values).item()
-        except NoEffectError:
-            effect = math.nan
-        return Faithfulness(nats.mean().item(), effect, len(nats))

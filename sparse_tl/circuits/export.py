@@ -1,15 +1,12 @@
-"""Scores and circuits in the formats of other tools: EAP-IG, MIB's track, circuit-tracer's viewer.
+"""The formats of other tools: EAP-IG and MIB's track for circuits, circuit-tracer's for graphs.
 
 In the graph JSON of EAP-IG, which submissions to MIB also have, every query head has its own edges
 into k and v. An edge into a key-value head is written as one edge for each head of its group, all
 kept or none, each with an equal share of the score. Reading joins them again.
 
-The graph JSON that circuit-tracer's viewer and Neuronpedia read describes features of transcoders;
-here each node is a component. The input is an "embedding", the logits are a "logit", and heads and
-MLPs are "cross layer transcoder" features, whose ``clerp``, the text that the viewer shows, is the
-component's name. Because the viewer's layers are numbers, the heads and the MLP of a layer share a
-row. Columns are positions. Checked in the viewer of circuit-tracer 0.5.0, which shows no example
-texts for components.
+Nodes of an attribution graph are "embedding", "logit" or "cross layer transcoder" features in the
+JSON that circuit-tracer's viewer and Neuronpedia read; the viewer shows a node's ``clerp``, here
+its name. Checked in the viewer of circuit-tracer 0.5.0.
 
 Reference: github.com/hannamw/EAP-IG; Mueller et al., arXiv 2504.13151 (MIB), and
 ``evaluate_area_under_curve`` in github.com/hannamw/MIB-circuit-track; ``circuit_tracer/frontend``
@@ -18,8 +15,7 @@ of github.com/safety-research/circuit-tracer, schema version 1.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +29,9 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel
 from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.evaluation import Evaluation, evaluate
-from sparse_tl.circuits.paths import PositionedNode, path_graph
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitGraph, Destination, PositionedGraph
+from sparse_tl.graph import CircuitGraph, Destination
 from sparse_tl.metrics import Metric
 from sparse_tl.results import Result
 from sparse_tl.storage.files import (
@@ -50,7 +45,6 @@ from sparse_tl.storage.files import (
 MIB_FRACTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Maximum shares of all circuit edges that MIB's circuits keep."""
 _IMPORTANCES = "importances.json"
-_FEATURE = "cross layer transcoder"
 
 
 # ---- EAP-IG --------------------------------------------------------------------------------------
@@ -276,159 +270,74 @@ def _area(heights: Tensor) -> float:
 
 # ---- circuit-tracer -----------------------------------------------------------------------------
 
+_VIEWED = {"embedding": "embedding", "error": "mlp reconstruction error", "target": "logit"}
+"""The viewer's name of each kind of node; all others are features of a transcoder there."""
+
 
 @checked
-def to_circuit_tracer(
-    circuit: Circuit | AttributionGraph,
-    scores: Scores | None = None,
-    *,
-    slug: str = "circuit",
-    prompt_tokens: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """A circuit, or an attribution graph, as JSON for circuit-tracer's viewer and Neuronpedia.
+def to_circuit_tracer(graph: AttributionGraph, *, slug: str = "graph") -> dict[str, Any]:
+    """An attribution graph as JSON for circuit-tracer's viewer and Neuronpedia.
 
     Write it with ``json.dump`` to ``{slug}.json`` in a folder, add its metadata there with
     ``circuit_tracer.frontend.utils.add_graph_metadata(graph["metadata"], folder)``, and open the
     folder with ``circuit_tracer.frontend.local_server.serve(folder)``.
 
-    The weight of a link is minus its score, so that a positive weight helps, as in circuit-tracer;
-    without scores it is 1. Weights of links between the same nodes (q, k and v) are summed. The
-    keys and values that a head reads at a position are a separate node; the weight of its link to
-    the head is the total ``|score|`` that it reads, without a sign. The influence of a node is
-    cumulative, since the viewer prunes by it: the share of all influence held by nodes with at
-    least as much. A circuit without positions is placed at the second token. ``<`` in names of
-    positions becomes a quotation mark; token texts stay unchanged.
+    The weight of a link is its flow. Attention edges stand where they write. The influence of a
+    node is cumulative, since the viewer prunes by it: the share of all influence held by nodes with
+    at least as much.
 
     Args:
-        circuit: circuit of circuit edges, with or without positions; or an attribution graph, whose
-            weights are flows and whose tokens are known.
-        scores: scores of a circuit's edges.
+        graph: the attribution graph.
         slug: name of the graph.
-        prompt_tokens: text of each position; its name by default.
-
-    Raises:
-        ValueError: the circuit is not of circuit edges, the scores are of other edges, or the
-            number of tokens differs.
     """
-    if isinstance(circuit, AttributionGraph):
-        return _of_graph(circuit, slug)
-    grid = circuit.grid
-    if scores is not None and scores.grid != grid:
-        raise ValueError(f"the scores are of {scores.grid!r}, the circuit of {grid!r}")
-    positioned = isinstance(grid, PositionedGraph)
-    graph, positions = (grid.graph, grid.positions) if positioned else (circuit.graph, ("all",))
-    tokens = list(positions if prompt_tokens is None else prompt_tokens)
-    if len(tokens) != len(positions):
-        raise ValueError(f"{len(tokens)} prompt_tokens for {len(positions)} positions")
-    paths = path_graph(circuit, scores)
-    # The viewer draws nothing if all nodes are at the first token.
-    start = int(not any(node.position for node in paths.nodes))
-    influences, weights = [0.0] * len(paths.nodes), defaultdict[tuple[int, int], float](float)
-    for link, influence in zip(paths.links, paths.influence, strict=True):
-        influences[link.source] += influence
-        if link.reader in paths.ends[1]:
-            influences[link.reader] += influence
-        weight = link.weight
-        if link.edge >= 0 and paths.scores is not None:
-            weight = -paths.scores[link.edge]
-        weights[link.source, link.reader] += weight
-    total, nodes = sum(influences) or 1.0, list[dict[str, Any]]()
-    for node, influence in zip(paths.nodes, influences, strict=True):
-        # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
-        share = min(1.0, sum(x for x in influences if x >= influence) / total)
-        nodes.append({**_node(node, graph, start), "influence": share})
-    ids = [node["node_id"] for node in nodes]
-    links = [
-        {"source": ids[source], "target": ids[reader], "weight": weight}
-        for (source, reader), weight in weights.items()
-    ]
-    return _viewed(slug, [""] * start + tokens, nodes, links)
-
-
-def _viewed(
-    slug: str, tokens: Sequence[str], nodes: list[dict[str, Any]], links: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """What the viewer reads."""
-    metadata = {
-        "slug": slug,
-        "scan": "sparse_tl",
-        "transcoder_list": [],
-        "prompt_tokens": [*tokens],
-        "prompt": "".join(tokens),
-        "node_threshold": 1.0,
-        "schema_version": 1,
-    }
-    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
-    return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}
-
-
-_VIEWED = {
-    "embedding": "embedding",
-    "error": "mlp reconstruction error",
-    "target": "logit",
-}
-"""The viewer's name of each kind of node; all others are features of a transcoder there."""
-
-
-def _of_graph(graph: AttributionGraph, slug: str) -> dict[str, Any]:
-    """An attribution graph for the viewer; attention edges stand where they write."""
-    influence, nodes = graph.nodes["influence"], list[dict[str, Any]]()
-    rows: list[Any] = graph.nodes.to_dict("records")
+    nodes = list[dict[str, Any]]()
+    influence, rows = graph.nodes["influence"], graph.nodes.to_dict("records")
     for number, row in enumerate(rows):
-        kind, share = row["kind"], influence[influence >= row["influence"]].sum() / influence.sum()
+        kind, position = row["kind"], row["position"]
         text = {
-            "embedding": f'Emb: "{graph.tokens[row["position"]]}"',
+            "embedding": f'Emb: "{graph.tokens[position]}"',
+            # The viewer expects a token in quotes and a probability.
             "target": 'Output "{}" (p=?)'.format(graph.target.replace('"', "'")),
         }.get(kind, row["name"])
         layer = "E" if kind == "embedding" else str(row["layer"] + (kind == "target"))
-        node = _viewed_node(_VIEWED.get(kind, _FEATURE), layer, number, row["position"], text)
-        nodes.append({**node, "influence": min(1.0, float(share))})
-        if kind in ("neuron", "feature"):
-            nodes[-1]["activation"] = row["activation"]
+        feature, viewed = number, _VIEWED.get(kind, "cross layer transcoder")
+        if kind not in _VIEWED:
+            # Layer and number as one (Cantor's pairing): the viewer shows them apart.
+            diagonal = row["layer"] + number
+            feature = diagonal * (diagonal + 1) // 2 + number
+        share = influence[influence >= row["influence"]].sum() / influence.sum()
+        nodes.append(
+            {
+                "node_id": f"{layer}_{number}_{position}",
+                "feature": feature,
+                "layer": layer,
+                "ctx_idx": position,
+                "feature_type": viewed,
+                "token_prob": 0.0,
+                "is_target_logit": kind == "target",
+                "run_idx": 0,
+                "reverse_ctx_idx": 0,
+                "jsNodeId": f"{'L' if kind == 'target' else layer}_{number}-{position}",
+                # The viewer reads its tooltips as HTML.
+                "clerp": text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"),
+                "activation": row["activation"] if kind in ("neuron", "feature") else None,
+                # Rounding must not lift this above 1: the viewer drops nodes above its threshold.
+                "influence": min(1.0, float(share)),
+            }
+        )
     ids = [node["node_id"] for node in nodes]
     links = [
         {"source": ids[int(source)], "target": ids[int(target)], "weight": flow}
         for source, target, flow in graph.links.itertuples(index=False)
     ]
-    return _viewed(slug, graph.tokens, nodes, links)
-
-
-def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, Any]:
-    """A node as JSON, but for its influence; the first position is at the column `start`."""
-    # Within a layer: heads, then their keys and values, then the MLP.
-    number = node.component.head + graph.n_heads * node.keys
-    if node.kind == "mlp":
-        number = 2 * graph.n_heads
-    kind, layer, text = _FEATURE, str(node.component.layer), str(node)
-    text = text.replace("<kv>", " keys and values")
-    if node.kind == "input":
-        kind, layer = "embedding", "E"
-    elif node.kind == "logits":
-        kind, layer = "logit", str(graph.n_layers + 1)
-        # The viewer expects a token in quotes and a probability; a metric may read several logits.
-        text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
-    return _viewed_node(kind, layer, number, start + (node.position or 0), text)
-
-
-def _viewed_node(kind: str, layer: str, number: int, position: int, text: str) -> dict[str, Any]:
-    """A node as the viewer reads it; `number` is its own within its layer."""
-    feature = number
-    if kind == _FEATURE:
-        # Layer and number as one (Cantor's pairing): the viewer shows ``L3/7`` for a3.h7.
-        diagonal = int(layer) + number
-        feature = diagonal * (diagonal + 1) // 2 + number
-    return {
-        "node_id": f"{layer}_{number}_{position}",
-        "feature": feature,
-        "layer": layer,
-        "ctx_idx": position,
-        "feature_type": kind,
-        "token_prob": 0.0,
-        "is_target_logit": kind == "logit",
-        "run_idx": 0,
-        "reverse_ctx_idx": 0,
-        "jsNodeId": f"{'L' if kind == 'logit' else layer}_{number}-{position}",
-        # The viewer reads its tooltips as HTML.
-        "clerp": text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"),
-        "activation": None,
+    metadata = {
+        "slug": slug,
+        "scan": "sparse_tl",
+        "transcoder_list": [],
+        "prompt_tokens": [*graph.tokens],
+        "prompt": "".join(graph.tokens),
+        "node_threshold": 1.0,
+        "schema_version": 1,
     }
+    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}

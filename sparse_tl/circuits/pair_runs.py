@@ -21,6 +21,8 @@ from sparse_tl.progress import tracked
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
+ROWS = 256
+"""Maximum number of gate settings times prompts in one forward pass."""
 
 
 def batches_of(adapter: Adapter, pairs: PromptPairs, batch_size: int) -> list[PromptPairs]:
@@ -129,6 +131,24 @@ class PairRuns:
     def check_effect(self, metric: Metric | Literal["kl"]) -> None:
         """Raise a NoEffectError if the patch changes no pair."""
         check_changed(any(self.has_effect(metric, batch, run) for batch, run in self))
+
+
+def settings_at_once(n_prompts: int) -> int:
+    """Number of gate settings to run in one forward pass on a batch of prompts."""
+    return max(1, ROWS // n_prompts)
+
+
+def closing_each(
+    run: GatedRun, gates: Sequence[tuple[int, ...]]
+) -> Iterator[Float[Tensor, "pair vocab"]]:
+    """Logits of a batch with one gate closed at a time, of those given by index."""
+    n = settings_at_once(len(run.tokens))
+    for start in range(0, len(gates), n):
+        some = gates[start : start + n]
+        settings = torch.ones(len(some), *run.site.shape(run.adapter))
+        for setting, closed in zip(settings, some, strict=True):
+            setting[closed] = 0
+        yield from run.logits(settings)
 
 
 def clean_logits(

@@ -32,7 +32,7 @@ from sparse_tl.circuits import (
     evaluate_heads,
     seed_multipliers,
 )
-from sparse_tl.circuits.evaluation import median_size
+from sparse_tl.circuits.curves import median_size
 from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.task_skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs

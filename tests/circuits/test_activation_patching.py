@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparse_tl import SparseTransformer, logit_difference, patch_activations
 from sparse_tl.backend import Model, boot
+from sparse_tl.circuits import pair_runs
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.metrics import NoEffectError
 
@@ -65,6 +66,13 @@ def slow(model: Any, pairs: PromptPairs, at: str, into: str, shape: tuple[int, i
     return found
 
 
+@pytest.fixture
+def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few places in each pass, and not the same number in all."""
+    monkeypatch.setattr(pair_runs, "ROWS", 7)
+
+
+@pytest.mark.usefixtures("small_stacks")
 @pytest.mark.parametrize("at", NAMES)
 @pytest.mark.parametrize("into", ["clean", "corrupted"])
 def test_every_place_equals_plain_hooks(model: Model, at: str, into: str) -> None:
@@ -74,7 +82,7 @@ def test_every_place_equals_plain_hooks(model: Model, at: str, into: str) -> Non
         return
     pairs = same_length()
     found = patch_activations(
-        model, pairs, logit_difference, at, into=into, batch_size=3, rows=7, progress=False
+        model, pairs, logit_difference, at, into=into, batch_size=3, progress=False
     )
     shape = (2, model.cfg.n_heads if found.by_head else 6)
     expected = slow(model, pairs, at, into, shape)
@@ -96,12 +104,13 @@ def several_lengths() -> PromptPairs:
     return pairs.with_spans(spans)
 
 
+@pytest.mark.usefixtures("small_stacks")
 @pytest.mark.parametrize("at", ["resid_pre", "attn_out", "mlp_out"])
 @pytest.mark.parametrize("into", ["clean", "corrupted"])
 def test_spans_align_prompts_of_several_lengths(build_tiny: Build, at: str, into: str) -> None:
     model, pairs = build_tiny(dtype="float64"), several_lengths()
     found = patch_activations(
-        model, pairs, logit_difference, at, into=into, positions="spans", rows=7, progress=False
+        model, pairs, logit_difference, at, into=into, positions="spans", progress=False
     )
     assert list(found.columns) == ["S", "END", "rest"]
     run, other = pairs.corrupted, pairs.clean

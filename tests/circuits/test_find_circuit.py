@@ -25,6 +25,7 @@ from sparse_tl.circuits import (
     evaluate,
     evaluate_circuit_edges,
     find_circuit,
+    pair_runs,
 )
 from sparse_tl.circuits.methods import search
 from sparse_tl.circuits.methods.search import reached
@@ -189,7 +190,7 @@ def test_stacking_changes_nothing(
     small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = find_circuit(small, many, logit_difference, at=0.6, **QUIET)
-    monkeypatch.setattr(search, "ROWS", 1)
+    monkeypatch.setattr(pair_runs, "ROWS", 1)
     _same(one, find_circuit(small, many, logit_difference, at=0.6, **QUIET))
 
 

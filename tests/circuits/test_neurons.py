@@ -23,6 +23,7 @@ from sparse_tl.circuits import (
     NeuronEffects,
     attribute_circuit_edges,
     neuron_effects,
+    pair_runs,
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
@@ -213,10 +214,13 @@ def test_the_text_of_prompts_is_read_by_the_tokenizer(tmp_path: Path, build_tiny
     assert set(found.promotes["m1.n" + str(int(found.score.abs().argmax()))]) <= set(words)
 
 
-def test_batches_and_stacks_make_no_difference(build_tiny: Build, pairs: PromptPairs) -> None:
+def test_batches_and_stacks_make_no_difference(
+    build_tiny: Build, pairs: PromptPairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = built(build_tiny, "grouped")
     one = neuron_effects(model, pairs, logit_difference, "m1", n=5, **Q)
-    two = neuron_effects(model, pairs, logit_difference, "m1", n=5, batch_size=2, rows=4, **Q)
+    monkeypatch.setattr(pair_runs, "ROWS", 4)
+    two = neuron_effects(model, pairs, logit_difference, "m1", n=5, batch_size=2, **Q)
     assert one.tokens.keys() == two.tokens.keys()
     for name in ("effect", "score", "clean", "corrupted"):
         torch.testing.assert_close(

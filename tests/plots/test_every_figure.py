@@ -19,6 +19,7 @@ from sparse_tl.circuits import (
     AttributionGraph,
     EffectCurve,
     Evaluation,
+    Faithfulness,
     FoundCircuit,
     HeadBehaviour,
     ScoreCheck,
@@ -26,7 +27,6 @@ from sparse_tl.circuits import (
     SeedCurves,
     attribution_graph,
 )
-from sparse_tl.circuits.evaluation import Faithfulness
 from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import Figure, GridFigure

@@ -87,8 +87,6 @@ CPU this is 32 MB in float32: C libraries return larger blocks to the system, an
 again takes longer than computing their contents."""
 DESTINATIONS_AT_ONCE = 128
 """Maximum number of destinations in one matrix product, if they belong to several layers."""
-MOST_BYTES = 2e9
-"""Maximum size of scores by position."""
 
 
 @checked
@@ -128,13 +126,13 @@ def attribute_circuit_edges(
             extra passes: the gradient of the metric's sum over pairs separates by row.
         positions: keep scores per position: "tokens", for prompts of one length; or "spans", those
             of `PromptPairs.with_spans`, over whose tokens scores are summed. None: sum over all.
+            Memory grows with their number.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
         ValueError: the metric is not one finite number per pair, parts do not write directly to the
-            residual stream, the pairs lack the positions, or scores by position would take more
-            than 2 GB.
+            residual stream, or the pairs lack the positions.
         NoEffectError: patching everything changes the metric of no pair.
     """
     spans = None if positions is None else pairs.spans_of(positions)
@@ -144,15 +142,6 @@ def attribute_circuit_edges(
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_kept, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
-    n_scores = n_kept * n_positions * graph.exists.numel()
-    if spans is not None and 8 * n_scores > MOST_BYTES:
-        of_pairs = f" of {n_kept:,} pairs" if by_pair else ""
-        raise ValueError(
-            f"the scores of {n_positions:,} positions{of_pairs} would take "
-            f"{8 * n_scores / 1e9:.1f} GB, more than {MOST_BYTES / 1e9:g} GB. Join tokens to fewer "
-            'spans (pairs.with_spans, positions="spans")'
-            + (", or average over pairs (by_pair=False)" if by_pair else "")
-        )
     scores = torch.zeros(n_kept * n_positions, *graph.exists.shape, dtype=torch.float64)
     # The pair and position to which each token contributes.
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at

@@ -36,7 +36,7 @@ from sparse_tl.backend import (
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.pair_runs import PairRuns, read_mask, settings_at_once
 from sparse_tl.circuits.prompt.tokens import LISTED, largest_outputs, text_around
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
@@ -148,7 +148,6 @@ def neuron_effects(
     readers: Circuit | Sequence[str] | str | None = None,
     n: AtLeastOne = 20,
     batch_size: AtLeastOne = 32,
-    rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> NeuronEffects:
     """The direct effects of an MLP's neurons: of patching one neuron's output for chosen readers.
@@ -162,7 +161,6 @@ def neuron_effects(
             a circuit of circuit edges, with or without positions, in which case they are those that
             read the MLP in the circuit. All readers by default.
         n: number of neurons to patch exactly.
-        rows: maximum number of pairs times neurons in one forward pass.
 
     Raises:
         ValueError: the model has no such MLP, or the MLP is not the sum of its neurons; a reader
@@ -180,7 +178,7 @@ def neuron_effects(
     runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, positions=at)
     score, peaks = _rank(runs, metric, layer, reads, directions, progress)
     chosen = score.abs().argsort(descending=True, stable=True)[:n]
-    patched = _patch(runs, metric, node, reads, directions, chosen, rows, progress)
+    patched = _patch(runs, metric, node, reads, directions, chosen, progress)
     effect = torch.full_like(score, torch.nan).index_copy(0, chosen, patched)
     clean, corrupted = (each.double().mean(dim=0) for each in peaks[2:])
     # What the directions of neurons add to the logits, up to the scale of the final norm.
@@ -303,7 +301,6 @@ def _patch(
     reads: Bool[Tensor, "*span destination"],
     directions: Float[Tensor, "neuron d_model"],
     neurons: Int[Tensor, " chosen"],
-    rows: int,
     progress: bool,
 ) -> Float[Tensor, " chosen"]:
     """The exact effects of the chosen neurons."""
@@ -319,7 +316,7 @@ def _patch(
             run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
             unpatched = measure(metric, run.start_from(None), batch)
             changes = list[Tensor]()
-            for patched in neurons.split(max(1, rows // len(batch))):
+            for patched in neurons.split(settings_at_once(len(batch))):
                 patch.neurons = patched
                 gates = torch.ones(len(patched), *site.shape(adapter))
                 gates[..., row, :] = (~reads).to(gates)

@@ -28,13 +28,13 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.circuits.circuit import Scores, check_grid
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, closing_each
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
@@ -61,7 +61,6 @@ def patch_exactly(
     patch: Patch = "corrupted",
     positions: Positions | None = None,
     batch_size: AtLeastOne = 32,
-    rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> pd.Series:
     """The change of the metric when one part is patched, ``m(patched) - m(clean)``, for each part.
@@ -74,7 +73,6 @@ def patch_exactly(
             default. A head is patched for all of its readers.
         positions: patch each edge at one position, as in `attribute_circuit_edges`. Parts are then
             edges at positions ("a0.h1->m1@3", "a0.h1->m1@END"); all of them by default.
-        rows: maximum number of pairs times parts in one forward pass.
 
     Returns:
         The mean change over pairs by part name, in units of the metric; negative: the part helps.
@@ -106,14 +104,12 @@ def patch_exactly(
                 clean = measure(metric, run.start_from(None), batch)
                 changed = changed or runs.has_effect(metric, batch, run)
                 for _, group in groupby(numbers, key=layers.__getitem__):
-                    for patched in torch.tensor([*group]).split(max(1, rows // len(batch))):
-                        gates = torch.ones(len(patched), *grid.exists.shape)
-                        for gate, i in zip(gates, patched.tolist(), strict=True):
-                            gate[indices[i]] = 0
-                        for i, logits in zip(patched.tolist(), run.logits(gates), strict=True):
-                            values = measure(metric, logits, batch)
-                            changes[i] += (values - clean).sum().cpu().double()
-                            step()
+                    patched = [*group]
+                    closed = closing_each(run, [indices[i] for i in patched])
+                    for i, logits in zip(patched, closed, strict=True):
+                        values = measure(metric, logits, batch)
+                        changes[i] += (values - clean).sum().cpu().double()
+                        step()
             check_changed(changed)
     return pd.Series((changes / len(pairs)).tolist(), index=names)
 
@@ -299,7 +295,6 @@ def patch_activations(
     into: Side = "corrupted",
     positions: Positions = "tokens",
     batch_size: AtLeastOne = 32,
-    rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> ActivationPatching:
     """The metric with the activations of one layer and position, or of one head, patched at a time.
@@ -318,7 +313,6 @@ def patch_activations(
         positions: "tokens" patches each column; "spans" patches each span of
             `PromptPairs.with_spans`, which aligns prompts of several lengths. Heads are patched at
             all positions.
-        rows: maximum number of pairs times places in one forward pass.
 
     Raises:
         ValueError: prompts that need one length differ in length, spans are requested for heads or
@@ -353,12 +347,10 @@ def patch_activations(
             unpatched = measure(metric, run.start_from(None), batch)
             values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
             for layer in range(n_layers):
-                for patched in places.split(max(1, rows // len(batch))):
-                    gates = torch.ones(len(patched), n_layers, n_columns)
-                    gates[torch.arange(len(patched)), layer, patched] = 0
-                    for column, logits in zip(patched.tolist(), run.logits(gates), strict=True):
-                        values[:, layer, column] = measure(metric, logits, batch).double()
-                        step()
+                closed = closing_each(run, [(layer, column) for column in places])
+                for column, logits in zip(places, closed, strict=True):
+                    values[:, layer, column] = measure(metric, logits, batch).double()
+                    step()
             by_batch.append(values.cpu())
     values = torch.cat(by_batch).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
@@ -371,14 +363,14 @@ def patch_activations(
 
 def _site(
     adapter: Adapter, at: str, pairs: PromptPairs, positions: Positions
-) -> tuple[HookPoints, Int[Tensor, " place"]]:
+) -> tuple[HookPoints, list[int]]:
     """Where the gates on all places sit, and the places that can have an effect."""
     names = tuple(adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}")))
     if at in _HEAD_AXIS:
         check_gates(adapter)
         n_heads = adapter.n_heads
-        return HookPoints(names, (_HEAD_AXIS[at],), (n_heads,)), torch.arange(n_heads)
+        return HookPoints(names, (_HEAD_AXIS[at],), (n_heads,)), [*range(n_heads)]
     spans = pairs.spans_of(positions)
     # In a causal model, both runs are equal before the first token that differs.
     may_differ = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
-    return HookPoints(names, (1,), (len(spans.names),)), spans.at[may_differ].unique().cpu()
+    return HookPoints(names, (1,), (len(spans.names),)), spans.at[may_differ].unique().tolist()

@@ -52,9 +52,14 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
-from sparse_tl.circuits.evaluation import Faithfulness, FaithfulnessRuns, SearchResult
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
-from sparse_tl.circuits.pair_runs import PairRuns, value_of
+from sparse_tl.circuits.methods.faithfulness import (
+    Faithfulness,
+    SearchResult,
+    faithfulness,
+    runs_of_search,
+)
+from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
@@ -62,8 +67,6 @@ from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 
-ROWS = 256
-"""Maximum number of tests times prompts in one forward pass."""
 REACHED_AT = 0.6
 """Share of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
@@ -147,9 +150,7 @@ def acdc(
             f"the size must be in 0..{len(start)}, the size of the initial circuit; it is {size}"
         )
     site = CircuitEdges() if start.grid == graph else Heads()
-    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
-    runs.check_effect(metric)
-    report = FaithfulnessRuns(runs, metric, held_out)
+    runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
     search = _Search(start, runs, metric, threshold or 1e-4)
     with torch.no_grad():
         search.run_pass(size, progress)
@@ -157,12 +158,11 @@ def acdc(
             search.threshold *= 2
             search.run_pass(size, progress)
     circuit = search.circuit
-    searched, on_held_out = report.of(circuit.mask)
     return Acdc(
         circuit=circuit,
         n_kept=int(search.mask.sum()),
-        searched=searched,
-        held_out=on_held_out,
+        searched=faithfulness(runs, metric, circuit.mask),
+        held_out=faithfulness(others, metric, circuit.mask) if others else None,
         history=pd.DataFrame(search.history, columns=["part", "moved", "kept"]),
         threshold=search.threshold,
         value=search.value,
@@ -194,7 +194,7 @@ class _Search:
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
         self.parts: list[tuple[int, ...]] = [tuple(place) for place in places.tolist()]
         self._names, self._groups = self.grid.names(places), places[:, int(edges)].tolist()
-        self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
+        self._most = settings_at_once(max(map(len, runs.batches)))
 
     @property
     def circuit(self) -> Circuit:
@@ -322,18 +322,17 @@ def prune_circuit_edges(
 
     Raises:
         ValueError: `size` is out of range, or the scores are of another model.
-        NoEffectError: patching everything changes the predictions of no pair.
+        NoEffectError: patching everything changes the metric of no pair.
     """
     graph = adapt(model).graph
     if size > graph.n_edges:
         raise ValueError(f"the size must be in 1..{graph.n_edges}; it is {size}")
     if start is not None:
         check_grid(graph, start.grid, CircuitGraph)
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
-    runs.check_effect("kl")
-    report = FaithfulnessRuns(runs, metric, held_out)
+    how = patch, batch_size, metric
+    runs, others = runs_of_search(model, CircuitEdges(), pairs, held_out, *how)
     best = (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch)
-    ranked, _ = report.of(best.mask)
+    ranked = faithfulness(runs, metric, best.mask)
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full((graph.n_edges,), initial_logit, dtype=torch.float64)
     if start is not None:
@@ -371,7 +370,7 @@ def prune_circuit_edges(
     kept = Scores(graph, learned, "pruning").top(size, signed=True)
     learned[graph.exists] = -GATE.open_probability(_shifted(logits, size, 1.0)).cpu().double()
     circuit = kept.connected(patch=patch)
-    searched, on_held_out = report.of(circuit.mask)
+    searched = faithfulness(runs, metric, circuit.mask)
     if len(circuit) < ON_PATHS * len(kept):
         warnings.warn(
             f"{len(circuit):,} of the {len(kept):,} edges that were kept have an effect; the "
@@ -389,7 +388,7 @@ def prune_circuit_edges(
         circuit=circuit,
         n_kept=len(kept),
         searched=searched,
-        held_out=on_held_out,
+        held_out=faithfulness(others, metric, circuit.mask) if others else None,
         ranked=ranked,
         history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
         scores=Scores(graph, learned, "pruning", pairs.start),

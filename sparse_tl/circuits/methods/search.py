@@ -60,21 +60,12 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores
-from sparse_tl.circuits.evaluation import (
-    EffectCurve,
-    Evaluation,
-    Faithfulness,
-    FaithfulnessRuns,
-    evaluate,
-    log_sizes,
-)
-from sparse_tl.circuits.methods.attribution import (
-    Method,
-    attribute_circuit_edges,
-    attribute_heads,
-)
+from sparse_tl.circuits.curves import EffectCurve
+from sparse_tl.circuits.evaluation import Evaluation, evaluate, log_sizes
+from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits.methods.faithfulness import Faithfulness, faithfulness, runs_of_search
 from sparse_tl.circuits.methods.patching import patch_exactly
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
@@ -98,8 +89,6 @@ FINE = 1 / 4
 """Maximum share of the time left that finer groups may take: the price has yet to rise."""
 SHARES = (0, 1 / 2)
 """Shares of a group that are kept."""
-ROWS = 256
-"""Maximum number of circuits times prompts in one forward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,9 +254,8 @@ def find_circuit(
         pairs, held_out = pairs.select(shuffled[half:]), pairs.select(shuffled[:half])
     site = CircuitEdges() if parts == "circuit_edges" else Heads()
     began = time.monotonic()
-    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
-    runs.check_effect(metric)
-    report = FaithfulnessRuns(runs, metric, held_out)
+    runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
+    assert others is not None
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
     found, scores = _rankings(model, pairs, metric, parts, options)
     run, ranked = partial(evaluate, model, held_out, metric, **options), time.monotonic()
@@ -284,10 +272,9 @@ def find_circuit(
     best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
     method = min(best, key=lambda name: best[name])
     circuit = judged[method][0][best[method]]
-    searched, others = report.of(circuit.mask)
-    assert others is not None
+    searched, on_held_out = (faithfulness(some, metric, circuit.mask) for some in (runs, others))
     seconds_of = {name: ranking.seconds for name, ranking in found.items()}
-    return FoundCircuit(circuit, method, at, searched, others, evaluations, seconds_of, scores)
+    return FoundCircuit(circuit, method, at, searched, on_held_out, evaluations, seconds_of, scores)
 
 
 @dataclass(frozen=True)
@@ -595,8 +582,8 @@ class Elimination:
         found = list[Float[Tensor, "circuit pair"]]()
         with torch.no_grad():
             for batch, run in self.runs:
-                at_once = max(1, ROWS // len(batch))
-                logits = [row for some in masks.split(at_once) for row in run.logits(some)]
+                stacks = masks.split(settings_at_once(len(batch)))
+                logits = [row for some in stacks for row in run.logits(some)]
                 values = [measure(self.metric, row, batch) for row in logits]
                 found.append(torch.stack(values).cpu().double())
         values = torch.cat(found, dim=1)

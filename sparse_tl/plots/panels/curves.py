@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparse_tl.arguments import Share, checked
-from sparse_tl.circuits.evaluation import (
+from sparse_tl.circuits.curves import (
     EffectCurve,
     SeedCurves,
     multiplier_words,
