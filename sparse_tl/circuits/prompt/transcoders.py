@@ -19,8 +19,9 @@ github.com/decoderesearch/SAELens 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import checked
-from sparse_tl.backend import Adapter
+from sparse_tl.backend import Adapter, Hook, Order
 from sparse_tl.storage.files import read_json, read_tensors
 
 _CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"
@@ -112,6 +113,35 @@ Basis = Literal["neurons"] | Transcoders
 def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
     """The transcoders of a basis, where and as the model computes; None for neurons."""
     return basis.to(adapter.device, adapter.dtype) if isinstance(basis, Transcoders) else None
+
+
+def feature_hooks(
+    adapter: Adapter,
+    transcoders: Transcoders,
+    encode: Callable[[int, Tensor], None],
+    replace: Callable[[int, Tensor], Tensor],
+) -> list[Hook]:
+    """Hooks that give every layer's transcoder its input, and replace what it writes.
+
+    Raises:
+        ValueError: the transcoders do not fit the model.
+    """
+    if len(transcoders.layers) != adapter.n_layers:
+        raise ValueError(
+            f"there are transcoders for {len(transcoders.layers)} layers, and {adapter.name!r} has "
+            f"{adapter.n_layers}"
+        )
+    width = transcoders.layers[0].encoder.shape[1]
+    if width != adapter.d_model:
+        raise ValueError(
+            f"the transcoders read {width} dimensions, and {adapter.name!r} has {adapter.d_model}"
+        )
+    hooks: list[Hook] = []
+    for layer in range(adapter.n_layers):
+        block = f"blocks.{layer}"
+        hooks.append((f"{block}.{transcoders.input_hook}", Order.LAST, partial(encode, layer)))
+        hooks.append((f"{block}.{transcoders.output_hook}", Order.FIRST, partial(replace, layer)))
+    return hooks
 
 
 @checked
