@@ -1,16 +1,18 @@
 """How many nodes an attribution graph needs, on the dense and the sparse SmolLM2.
 
 For prompts of four tasks (target: right minus wrong answer; corrupted: the task's prompt) and for
-sentences (target: the prediction; corrupted: the next sentence), prints what graphs of several
-sizes explain and carry:
+sentences (target: the prediction; corrupted: the next sentence), the nodes with the largest
+absolute flow keep their own values, and all others have those of the corrupted prompt, with the
+attention patterns of this run, and with those of the prompt. Prints
 
-- replacement and completeness score, as circuit-tracer defines them;
-- the share of the effect when only the graph's nodes have their own values, with the attention
-  patterns of this run, and with those of the prompt;
-- the number of attention edges among the nodes;
-- the correlation of predicted and exact effects of single nodes.
+- the share of the effect that 300 and 1,000 nodes carry, and the attention edges among them;
+- the number of nodes, of 100, 200, 400, ..., that carry 80 % of the effect, and the attention edges
+  among them;
+- the number of nodes that hold 80 % of the absolute flow, and the attention edges among them;
+- with ``--scores``, replacement and completeness score of a graph of 300 nodes, as circuit-tracer
+  defines them, and the correlation of predicted and exact effects of its 30 strongest nodes.
 
-    python benchmarks/attribution_graphs.py --text sentences.txt [--each 16] [--nodes 300 1000]
+    python benchmarks/attribution_graphs.py --text sentences.txt [--each 16] [--scores]
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from sparse_tl import load_language_models
-from sparse_tl.circuits import attribution_graph, check_graph, graph_effect
+from sparse_tl.backend import adapt
+from sparse_tl.circuits import attribution_graph, check_graph
+from sparse_tl.circuits.prompt.graph_checks import Gates, GraphRun
+from sparse_tl.circuits.prompt.linearised import Linearised
 from sparse_tl.tasks import TASKS_BY_NAME
 
 TASKS = ("greater_than", "ioi", "ioi_long", "docstring")
 LENGTH = 14  # tokens of a sentence
+SHARE = 0.8
+SHOWN = (300, 1000)
 
 
 def prompts(model: Any, text: Path, each: int) -> list[tuple[str, Any, Any, Any]]:
@@ -45,39 +53,82 @@ def prompts(model: Any, text: Path, each: int) -> list[tuple[str, Any, Any, Any]
     rows = [torch.tensor(line[:LENGTH]) for line in tokens if len(line) >= LENGTH]
     for row, other in zip(rows[: 4 * each], rows[1:], strict=False):
         found.append(("sentences", row, other, None))
-    return found
+    return found[::4] + [prompt for start in (1, 2, 3) for prompt in found[start::4]]
+
+
+def gates(edges: Tensor, units: Tensor, least: Tensor) -> Gates:
+    """In each row, 1 for the edges and neurons whose flow has at least a size."""
+    kept_edges = (edges >= least.view(-1, 1, 1, 1, 1)).float()
+    kept_units = (units >= least.view(-1, 1, 1, 1)).float()
+    return Gates(kept_edges, kept_units, torch.ones(len(least), *units.shape[:2]))
+
+
+def measure(model: Any, clean: Tensor, corrupted: Tensor, target: Any) -> dict[str, float]:
+    """What the strongest nodes of one prompt carry."""
+    graph, adapter = attribution_graph(model, clean, target=target, max_nodes=1), adapt(model)
+    linear = Linearised(adapter, clean, None)
+    linear.explain(graph.answers, graph.weights)
+    layers = range(adapter.n_layers)
+    edges = torch.stack([linear.edge_flows(layer).abs() for layer in layers])
+    units = torch.stack([linear.unit_flows(layer).abs() for layer in layers])
+    with torch.no_grad():
+        return _shares(GraphRun(model, graph, "neurons"), edges, units, corrupted)
+
+
+def _shares(run: GraphRun, edges: Tensor, units: Tensor, corrupted: Tensor) -> dict[str, float]:
+    sizes = torch.cat([edges.flatten(), units.flatten()]).sort(descending=True).values
+    grid = [100 * 2**k for k in range(20)]
+    all_nodes = int((sizes > 0).sum())
+    counts = [*SHOWN, *(n for n in grid if n < all_nodes), all_nodes]
+    least = sizes[torch.tensor(counts) - 1]
+    least[-1] = 0.0  # also what has no flow, such as closed edges
+    everything = torch.zeros(1)
+    low, others = run.values(gates(edges, units, everything), corrupted)
+    high, own = run.values(gates(edges, units, everything))
+    flowing = edges[edges > 0]
+    in_graph = (flowing >= least[:, None]).sum(dim=1).tolist()
+    row: dict[str, float] = {f"edges of {n}": in_graph[k] for k, n in enumerate(SHOWN)}
+    for name, patterns in ("run", {}), ("prompt", {n: own[n] for n in own if "pattern" in n}):
+        values = [
+            run.values(gates(edges, units, some), others=others, patterns=patterns)[0]
+            for some in least.split(8)
+        ]
+        effect = ((torch.cat(values) - low) / (high - low)).tolist()
+        row |= {f"effect of {n}, {name}": effect[k] for k, n in enumerate(SHOWN)}
+        reached = next(k for k in range(len(SHOWN), len(counts)) if effect[k] >= SHARE)
+        row |= {f"nodes, {name}": counts[reached], f"edges, {name}": in_graph[reached]}
+    row["nodes of flow"] = int((sizes.cumsum(0) < SHARE * sizes.sum()).sum()) + 1
+    row["edges of flow"] = int((flowing >= sizes[int(row["nodes of flow"]) - 1]).sum())
+    row |= {"all nodes": all_nodes, "all edges": len(flowing)}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--each", type=int, default=16)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[300, 1000])
+    parser.add_argument("--scores", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     models = dict(zip(("dense", "sparse"), load_language_models(), strict=True))
     rows: list[dict[str, Any]] = []
     for kind, clean, corrupted, target in prompts(models["dense"], options.text, options.each):
         for name, model in models.items():
-            for n in options.nodes:
-                graph = attribution_graph(model, clean, target=target, max_nodes=n)
-                row = {"model": name, "prompts": kind, "nodes": n}
-                row["attention edges"] = int((graph.nodes["kind"] == "attention edge").sum())
-                row["replacement"] = graph.replacement_score
-                row["completeness"] = graph.completeness_score
-                for patterns in ("run", "prompt"):
-                    row[f"effect, {patterns}"] = graph_effect(
-                        model, graph, corrupted, patterns=patterns
-                    )
-                if n == options.nodes[0]:
-                    row["correlation"] = check_graph(model, graph, n=30).correlation
-                rows.append(row)
+            row = measure(model, clean, corrupted, target)
+            if options.scores:
+                graph = attribution_graph(model, clean, target=target)
+                row |= {
+                    "replacement": graph.replacement_score,
+                    "completeness": graph.completeness_score,
+                    "correlation": check_graph(model, graph, n=30).correlation,
+                }
+            rows.append({"model": name, "prompts": kind, **row})
         if options.out:
             options.out.write_text(json.dumps(rows))
-    table = pd.DataFrame(rows).groupby(["prompts", "nodes", "model"])
-    print(table.mean().round(3).to_string())
-    print("\n95 % intervals, half width")
-    print((1.96 * table.sem()).round(3).to_string())
+    table = pd.DataFrame(rows).groupby(["prompts", "model"])
+    for title, shown in ("mean", table.mean()), ("half 95 %", 1.96 * table.sem()):
+        print(title, shown.T.round(3).to_string(), sep="\n")
+    print("median", table.median().T.round(0).to_string(), sep="\n")
 
 
 if __name__ == "__main__":

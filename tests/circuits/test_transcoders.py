@@ -233,4 +233,4 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     refused("neither a folder", str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     refused("holds no transcoders", tmp_path / "empty")
-    refused("no transcoder for layer 0", lens_folders(tmp_path, model)[1:])
+    refused("give one of each layer", lens_folders(tmp_path, model)[1:])

@@ -38,21 +38,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.prompt.linearised import (
-    KINDS,
-    Linearised,
-    Nodes,
-    Writes,
-    flows_at,
-)
+from sparse_tl.circuits.prompt.linearised import Linearised, Nodes
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
@@ -65,10 +60,19 @@ from sparse_tl.circuits.prompt.tokens import (
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 _AT_ONCE = 64
+_NAMES = {
+    "embedding": "embedding@{position}",
+    "attention edge": "a{layer}.h{index}@{position}<-{source}",
+    "neuron": "m{layer}.n{index}@{position}",
+    "feature": "m{layer}.f{index}@{position}",
+    "error": "m{layer}.error@{position}",
+    "target": "target",
+}
+_COLUMNS = (
+    *("name", "kind", "layer", "index", "position", "source", "activation", "flow", "constant"),
+    *("left_out", "inputs", "influence", "promotes", "suppresses"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,14 +162,6 @@ class AttributionGraph(Result):
         )
 
 
-def target_value(
-    logits: Float[Tensor, "*row vocab"], answers: Sequence[int], weights: Sequence[float]
-) -> Float[Tensor, "*row"]:
-    """The weighted sum of answers' logits, less their mean over the vocabulary if it weighs."""
-    found = logits[..., list(answers)] @ logits.new_tensor(weights)
-    return found - round(sum(weights)) * logits.mean(dim=-1)
-
-
 @checked
 @in_evaluation_mode
 def attribution_graph(
@@ -202,8 +198,7 @@ def attribution_graph(
     tokens, adapter = tokens[: position % n + 1], adapt(model)
     run = Linearised(adapter, tokens, transcoders_of(basis, adapter))
     answers, weights = _target(model, adapter, run, target, top)
-    value = run.explain(_over_vocabulary(answers, weights, adapter.d_vocab_out))
-    nodes, writes = run.nodes(max_nodes)
+    value = run.explain(answers, weights)
     names = [f'"{output_text(model, number, tokens)}"' for number in answers]
     return AttributionGraph(
         token_texts(model, tokens),
@@ -212,7 +207,7 @@ def attribution_graph(
         answers,
         weights,
         value,
-        *_tables(model, run, nodes, writes),
+        *_tables(model, run, run.nodes(max_nodes)),
     )
 
 
@@ -228,46 +223,23 @@ def _target(
         return [output_number(model, token) for token in target], [1.0, -1.0]
     if target is not None:
         return [output_number(model, target)], [1.0]
-    with torch.no_grad():
-        weight, bias = adapter.unembedding()
-        norm = adapter.final_norm
-        likely = (norm(run.final) @ weight + bias).float().softmax(dim=-1).topk(top)
+    likely = adapter.logits(run.final.detach()[None, None])[0, 0].float().softmax(dim=-1).topk(top)
     return likely.indices.tolist(), (likely.values / likely.values.sum()).tolist()
 
 
-def _over_vocabulary(
-    answers: Sequence[int], weights: Sequence[float], size: int
-) -> Float[Tensor, " vocab"]:
-    """The weights of all logits in the target."""
-    every = torch.full((size,), -round(sum(weights)) / size, dtype=torch.float64)
-    return every.index_add_(0, torch.tensor(answers), torch.tensor(weights, dtype=torch.float64))
-
-
-def _tables(
-    model: HookedModel, run: Linearised, nodes: Nodes, writes: Writes
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _tables(model: HookedModel, run: Linearised, nodes: Nodes) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The nodes, and the links between them."""
-    import pandas as pd
-
-    left_out, links = nodes.flow - nodes.constant, list[tuple[Tensor, Tensor, Tensor]]()
-    left_out[nodes.reads < 0] = 0.0
-    for position in range(len(run.tokens)):
-        sources, targets, flow = flows_at(nodes, writes, position)
-        left_out.index_add_(0, targets, flow.sum(dim=0), alpha=-1)
-        source, end = flow.nonzero(as_tuple=True)
-        links.append((sources[source], targets[end], flow[source, end]))
-    source, end, flow = (torch.cat(parts).tolist() for parts in zip(*links, strict=True))
-    linked = pd.DataFrame({"source": source, "target": end, "flow": flow})
-    shown = "layer", "index", "position", "source", "activation", "flow", "constant"
-    table = pd.DataFrame({name: getattr(nodes, name).tolist() for name in shown})
-    table.insert(0, "kind", [KINDS[kind] for kind in nodes.kind.tolist()])
-    table.insert(0, "name", [_name(row) for row in table.to_dict("records")])
-    table["left_out"], table["inputs"] = left_out.tolist(), run.inputs(nodes).tolist()
-    table["influence"] = _influence(table, linked)
-    added = torch.zeros(len(table), writes.added.shape[1], dtype=writes.added.dtype)
-    added.index_add_(0, writes.node, writes.added)
+    links, table = nodes.links(), nodes.table
+    into = links.groupby("target")["flow"].sum().reindex(table.index, fill_value=0.0)
+    table["left_out"] = (table["flow"] - table["constant"] - into).where(table["reads"] >= 0, 0.0)
+    table["inputs"] = run.inputs(nodes).tolist()
+    table["influence"] = _influence(table, links)
+    rows: list[Any] = table.to_dict("records")
+    table["name"] = [_NAMES[row["kind"]].format(**row) for row in rows]
+    added = torch.zeros(len(table), nodes.added.shape[1], dtype=nodes.added.dtype)
+    added.index_add_(0, nodes.writer, nodes.added)
     table["promotes"], table["suppresses"] = _read_out(model, run, added)
-    return table, linked
+    return table[list(_COLUMNS)], links
 
 
 def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:
@@ -294,15 +266,3 @@ def _read_out(
     for row in (added == 0).all(dim=1).nonzero()[:, 0].tolist():  # the target writes nothing
         promoted[row], suppressed[row] = [], []
     return promoted, suppressed
-
-
-def _name(node: dict[Any, Any]) -> str:
-    layer, index, position = node["layer"], node["index"], node["position"]
-    return {
-        "embedding": f"embedding@{position}",
-        "attention edge": f"a{layer}.h{index}@{position}<-{node['source']}",
-        "neuron": f"m{layer}.n{index}@{position}",
-        "feature": f"m{layer}.f{index}@{position}",
-        "error": f"m{layer}.error@{position}",
-        "target": "target",
-    }[node["kind"]]

@@ -6,23 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import pandas as pd
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import Adapter, Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
+from sparse_tl.backend import Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.tokens import prompt_tokens, text_around
-from sparse_tl.circuits.prompt.transcoders import Basis, Transcoders, transcoders_of
+from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.progress import tracked
 
 _BEFORE, _AFTER = 80, 40
 """Number of characters shown around a token."""
-Unit = tuple[int, int, float]
-"""Layer, index, and sign of the activation in the graph."""
-Example = tuple[str, str, str, float]
-"""The text before a token, the token, the text after it, and the activation there."""
 
 
 @checked
@@ -52,62 +48,40 @@ def with_examples(
         n: number of tokens for each, at most one from each text.
         progress: whether to show a progress bar.
     """
-    import pandas as pd
-
-    adapter = adapt(model)
+    adapter, transcoders = adapt(model), transcoders_of(basis, adapt(model))
     units = graph.nodes[graph.nodes["kind"].isin(["neuron", "feature"])]
-    signs = units["activation"].ge(0).map({True: 1.0, False: -1.0})
-    at = [*zip(units["layer"], units["index"], signs, strict=True)]
-    chosen: list[Unit] = [*dict.fromkeys(at)]
-    transcoders = transcoders_of(basis, adapter)
-    found: list[list[tuple[float, int, int]]] = [[] for _ in chosen]
+    signs = units["activation"].ge(0).map({True: 1, False: -1})
+    named = [*zip(units["layer"], units["index"], signs, strict=True)]
+    chosen = sorted(set(named))  # layer, index, and sign of the activation in the graph
     rows = [prompt_tokens(model, text)[: adapter.n_ctx] for text in texts if text]
-    with tracked("Reading texts", len(rows), progress) as done:
-        for row, tokens in enumerate(rows):
-            strongest = _activations(adapter, tokens, chosen, transcoders).max(dim=0)
-            values, positions = strongest.values.tolist(), strongest.indices.tolist()
-            for best, value, position in zip(found, values, positions, strict=True):
-                best.append((value, row, position))
-                best.sort(reverse=True)
-                del best[n:]
-            done()
-    examples = {
-        unit: [
-            (before[-_BEFORE:], token, after[:_AFTER], unit[2] * value)
-            for value, row, position in best
-            for before, token, after in [text_around(model, rows[row], position)]
-        ]
-        for unit, best in zip(chosen, found, strict=True)
-    }
-    column: list[list[Example]] = [[] for _ in range(len(graph.nodes))]
-    for row, unit in zip(units.index, at, strict=True):
-        column[row] = examples[unit]
-    nodes = graph.nodes.copy()
-    nodes["examples"] = pd.Series(column, index=nodes.index)
-    return replace(graph, nodes=nodes)
-
-
-def _activations(
-    adapter: Adapter,
-    tokens: Int[Tensor, " pos"],
-    units: Sequence[Unit],
-    transcoders: Transcoders | None,
-) -> Float[Tensor, "pos unit"]:
-    """The activations of some units on a prompt, each times its sign."""
-    columns = torch.zeros(len(tokens), len(units))
+    seen, strongest = list[Tensor](), list[Tensor]()
 
     def keep(layer: int, value: Tensor) -> None:
         values = value if transcoders is None else transcoders.layers[layer].activations(value)
-        flat = values.reshape(len(tokens), -1)
-        for column, (at, index, sign) in enumerate(units):
-            if at == layer:
-                columns[:, column] = sign * flat[:, index].float().cpu()
+        index, sign = torch.tensor([unit[1:] for unit in chosen if unit[0] == layer]).T
+        seen.append(sign * values.flatten(0, -2)[:, index].float().cpu())
 
     point = "mlp.hook_post" if transcoders is None else transcoders.input_hook
     hooks: list[Hook] = [
         (f"blocks.{layer}.{point}", Order.LAST, partial(keep, layer))
-        for layer in sorted({layer for layer, _, _ in units})
+        for layer in sorted(set(units["layer"]))
     ]
-    with attached(adapter, hooks):
-        adapter.final(tokens[None].to(adapter.device))
-    return columns
+    with tracked("Reading texts", len(rows), progress) as done, attached(adapter, hooks):
+        for tokens in rows:
+            adapter.final(tokens[None].to(adapter.device))
+            strongest.append(torch.stack([*torch.cat(seen, dim=1).max(dim=0)]))
+            seen.clear()
+            done()
+    values, positions = torch.stack(strongest).unbind(1)
+    best = values.argsort(dim=0, descending=True, stable=True)[:n]
+    examples = {unit: list[tuple[str, str, str, float]]() for unit in chosen}
+    for column, (unit, found) in enumerate(examples.items()):
+        for row in best[:, column].tolist():
+            at = int(positions[row, column])
+            before, token, after = text_around(model, rows[row], at)
+            activation = unit[2] * values[row, column].item()
+            found.append((before[-_BEFORE:], token, after[:_AFTER], activation))
+    nodes = graph.nodes.copy()
+    nodes["examples"] = pd.Series([examples[unit] for unit in named], index=units.index)
+    nodes["examples"] = [found if isinstance(found, list) else [] for found in nodes["examples"]]
+    return replace(graph, nodes=nodes)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, NamedTuple
 
+import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
+    Adapter,
     Hook,
     HookedModel,
     Order,
@@ -19,23 +22,14 @@ from sparse_tl.backend import (
     attached,
     in_evaluation_mode,
 )
-from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph, target_value
-from sparse_tl.circuits.prompt.linearised import feature_hooks
+from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
+from sparse_tl.circuits.prompt.linearised import target_value
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
-from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
+from sparse_tl.circuits.prompt.transcoders import Basis, Transcoders, feature_hooks, transcoders_of
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-Masks = tuple[
-    Bool[Tensor, "*row layer head query key"],
-    Bool[Tensor, "*row layer pos unit"],
-    Bool[Tensor, "*row layer pos"],
-]
-"""Where attention edges, neurons or features, and errors are kept."""
-_ROW_SIZE = 2**26
-"""Number of mask entries in one pass."""
+_MOST_GATES = 2**24
+"""Maximum number of gates in one pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,18 +87,13 @@ def check_graph(
         basis: that of the graph.
         n: number of nodes.
     """
-    import pandas as pd
-
-    run, parts = _Run(model, graph, basis), _parts(graph)
-    parts = parts.sort_values("flow", key=abs, ascending=False, kind="stable")[:n]
-    rows = max(1, _ROW_SIZE // run.mask_size)
+    run, parts = GraphRun(model, graph, basis), _parts(graph.to_pandas())[:n]
+    rows = max(1, _MOST_GATES // sum(gates.numel() for gates in run.gates([{}])))
     exact, clean = list[float](), run.clean()
     for first in range(0, len(parts), rows):
-        some = [parts.iloc[[row]] for row in range(first, min(first + rows, len(parts)))]
-        edges, units, errors = zip(*map(run.masks, some), strict=True)
-        keep = ~torch.stack(edges), ~torch.stack(units), ~torch.stack(errors)
-        found = run.values(keep, {})
-        exact += (found - clean).tolist()
+        removed = [{name: 0.0} for name in parts["name"][first : first + rows]]
+        values, _ = run.values(run.gates(removed))
+        exact += (values - clean).tolist()
     columns = {"name": parts["name"], "predicted": -parts["flow"], "exact": exact}
     return GraphCheck(pd.DataFrame(columns).reset_index(drop=True))
 
@@ -138,32 +127,37 @@ def graph_effect(
     Raises:
         ValueError: the corrupted prompt is shorter, or its target is the same.
     """
-    run, other = _Run(model, graph, basis), prompt_tokens(model, corrupted)
+    run, other = GraphRun(model, graph, basis), prompt_tokens(model, corrupted)
     if len(other) < len(run.tokens):
         raise ValueError(
             f"the corrupted prompt has {len(other)} tokens, and the graph's {len(run.tokens)}: "
             "give one of the same length"
         )
-    edges, units, errors = run.masks(None)
-    everything, other = (~edges[None], ~units[None], ~errors[None]), other[: len(run.tokens)]
-    others, own = dict[str, Tensor](), dict[str, Tensor]()
-    low = run.values(everything, others, other)
-    high = run.values(everything, own)
+    low, others = run.values(run.gates([{}]), other[: len(run.tokens)])
+    high, own = run.values(run.gates([{}]))
     if bool(high == low):
         raise ValueError("the target is the same on both prompts, so that there is no effect")
     frozen = {name: own[name] for name in own if name.endswith("pattern") and patterns != "run"}
-    edges, units, errors = run.masks(_parts(graph))
-    found = run.values((edges[None], units[None], errors[None]), others, frozen=frozen)
+    kept = run.gates([dict.fromkeys(_parts(graph.nodes)["name"], 1.0)], default=0.0)
+    found, _ = run.values(kept, others=others, patterns=frozen)
     return ((found - low) / (high - low)).item()
 
 
-def _parts(graph: AttributionGraph) -> pd.DataFrame:
+def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
     """The nodes that can be removed."""
-    return graph.nodes[~graph.nodes["kind"].isin(["embedding", "target"])]
+    return nodes[~nodes["kind"].isin(["embedding", "target"])]
 
 
-class _Run:
-    """Runs of a model in which only some attention edges, units and errors have their own values.
+class Gates(NamedTuple):
+    """What attention edges, neurons or features, and errors are multiplied by, in every row."""
+
+    edges: Float[Tensor, "row layer head query key"]
+    units: Float[Tensor, "row layer pos unit"]
+    errors: Float[Tensor, "row layer pos"]
+
+
+class GraphRun:
+    """Runs of a model with gates on its attention edges, neurons or features, and errors.
 
     Args:
         model: the model.
@@ -180,30 +174,24 @@ class _Run:
         if (graph.nodes["kind"] == "feature").any() and self.transcoders is None:
             raise ValueError("the graph's nodes are features: pass its transcoders as basis=")
 
-    @property
-    def mask_size(self) -> int:
-        """The number of entries in the masks of one run."""
-        n, adapter = len(self.tokens), self.adapter
-        return adapter.n_layers * n * (self.n_units + adapter.n_heads * n)
-
-    def masks(self, nodes: pd.DataFrame | None) -> Masks:
-        """Where these nodes are; with None, nowhere."""
-        layers, n = self.adapter.n_layers, len(self.tokens)
-        edges = torch.zeros(layers, self.adapter.n_heads, n, n, dtype=torch.bool)
-        units = torch.zeros(layers, n, self.n_units, dtype=torch.bool)
-        errors = torch.zeros(layers, n, dtype=torch.bool)
-        if nodes is None:
-            return edges, units, errors
-        columns = {
-            "attention edge": (edges, ["layer", "index", "position", "source"]),
-            "neuron": (units, ["layer", "position", "index"]),
-            "feature": (units, ["layer", "position", "index"]),
-            "error": (errors, ["layer", "position"]),
-        }
-        for kind, (mask, names) in columns.items():
-            found = nodes.loc[nodes["kind"] == kind, names].to_numpy()
-            mask[tuple(torch.tensor(found).T)] = True
-        return edges, units, errors
+    def gates(self, rows: Sequence[Mapping[str, float]], default: float = 1.0) -> Gates:
+        """In each row, the gates of some nodes by name; all others are `default`."""
+        n, layers, adapter = len(self.tokens), self.adapter.n_layers, self.adapter
+        edges = torch.full((len(rows), layers, adapter.n_heads, n, n), default)
+        units = torch.full((len(rows), layers, n, self.n_units), default)
+        errors = torch.full((len(rows), layers, n), default)
+        nodes: dict[Any, Any] = self.graph.nodes.set_index("name").to_dict("index")
+        for row, given in enumerate(rows):
+            for name, gate in given.items():
+                node = nodes[name]
+                layer, index, position = node["layer"], node["index"], node["position"]
+                if node["kind"] == "attention edge":
+                    edges[row, layer, index, position, node["source"]] = gate
+                elif node["kind"] == "error":
+                    errors[row, layer, position] = gate
+                else:
+                    units[row, layer, position, index] = gate
+        return Gates(edges, units, errors)
 
     def clean(self) -> Float[Tensor, ""]:
         """The target in a plain run; with a soft cap, unlike the graph's value, after it."""
@@ -212,80 +200,87 @@ class _Run:
 
     def values(
         self,
-        keep: Masks,
-        others: dict[str, Tensor],
+        gates: Gates,
         tokens: Int[Tensor, " pos"] | None = None,
         *,
-        frozen: dict[str, Tensor] | None = None,
-    ) -> Float[Tensor, " row"]:
-        """The target, where only what is kept has its own value.
+        others: Mapping[str, Tensor] | None = None,
+        patterns: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Float[Tensor, " row"], dict[str, Tensor]]:
+        """The target in each row of gates, and the values that gates multiplied.
 
         Args:
-            keep: the edges, units and errors that are kept, as in `masks`, in each run.
-            others: what all others have, from an earlier run; 0 where it is empty. What an empty
-                one holds afterwards are the values of this run.
-            tokens: prompt of every run; the graph's by default.
-            frozen: attention patterns that edges have in place of those of this run.
+            gates: each value is ``gate * own + (1 - gate) * other``.
+            tokens: prompt of every row; the graph's by default.
+            others: the other values, from an earlier run; 0 by default.
+            patterns: attention patterns that edges have in place of those of this run.
         """
         tokens = self.tokens if tokens is None else tokens
-        edges, units, errors = (mask.to(self.adapter.device) for mask in keep)
-        now, replacing, fixed = dict[str, Tensor](), bool(others), frozen or {}
+        on_device = Gates(*(each.to(self.adapter.device, self.adapter.dtype) for each in gates))
+        gated = _GatedPass(self.adapter, self.transcoders, on_device, others or {}, patterns or {})
+        with attached(self.adapter, gated.hooks()):
+            logits = self.model(tokens.expand(len(gates.edges), -1).to(self.adapter.device))
+        values = target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights)
+        return values, gated.seen
 
-        def hold(name: str, value: Tensor) -> Tensor:
-            now[name] = value
-            return value
 
-        def heads(layer: int, z: Tensor) -> Tensor:
-            pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
-            out = ~edges[:, layer]
-            if pattern in fixed:
-                changed = _moved(fixed[pattern] * ~out, now[v])
-            else:
-                changed = z - _moved(now[pattern] * out, now[v])
-            return changed + _moved(others[pattern] * out, others[v]) if replacing else changed
+@dataclass
+class _GatedPass:
+    """The hooks of one pass with gates; `seen` are the values that these multiply."""
 
-        def kept_units(name: str, layer: int, value: Tensor) -> Tensor:
-            now[name] = value
-            other = others[name] if replacing else torch.zeros_like(value)
-            return torch.where(units[:, layer, :, : value.shape[-1]], value, other)
+    adapter: Adapter
+    transcoders: Transcoders | None
+    gates: Gates
+    others: Mapping[str, Tensor]
+    patterns: Mapping[str, Tensor]
+    seen: dict[str, Tensor] = field(default_factory=dict)
+    features: dict[int, Tensor] = field(default_factory=dict)
+    gated_features: dict[int, Tensor] = field(default_factory=dict)
 
-        def neurons(layer: int, post: Tensor) -> Tensor:
-            shape = post.shape
-            return kept_units(
-                f"blocks.{layer}.mlp.hook_post", layer, post.view(len(units), len(tokens), -1)
-            ).view(shape)
-
-        features, changed_features = dict[int, Tensor](), dict[int, Tensor]()
-
-        def encode(layer: int, x: Tensor) -> None:
-            assert self.transcoders is not None
-            features[layer] = self.transcoders.layers[layer].activations(x)
-            changed_features[layer] = kept_units(f"features.{layer}", layer, features[layer])
-
-        def decode(layer: int, output: Tensor) -> Tensor:
-            assert self.transcoders is not None
-            name = f"errors.{layer}"
-            now[name] = error = output - self.transcoders.written(layer, features)
-            other = others[name] if replacing else torch.zeros_like(error)
-            error = torch.where(errors[:, layer, :, None], error, other)
-            return (self.transcoders.written(layer, changed_features) + error).to(output.dtype)
-
+    def hooks(self) -> list[Hook]:
         hooks: list[Hook] = []
         if self.transcoders is not None:
-            hooks += feature_hooks(self.adapter, self.transcoders, encode, decode)
+            hooks += feature_hooks(self.adapter, self.transcoders, self._encode, self._decode)
         for layer in range(self.adapter.n_layers):
             block = f"blocks.{layer}"
             for name in (f"{block}.attn.hook_pattern", f"{block}.attn.hook_v"):
-                hooks.append((name, Order.LAST, partial(hold, name)))
-            hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(heads, layer)))
+                hooks.append((name, Order.LAST, partial(self.seen.__setitem__, name)))
+            hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(self._attention, layer)))
             if self.adapter.has_mlps and self.transcoders is None:
-                hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(neurons, layer)))
-        rows = tokens.expand(len(edges), -1).to(self.adapter.device)
-        with attached(self.adapter, hooks):
-            logits = self.model(rows)[:, -1].cpu()
-        if not replacing:
-            others.update(now)
-        return target_value(logits, self.graph.answers, self.graph.weights)
+                hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(self._neurons, layer)))
+        return hooks
+
+    def _gated(self, name: str, value: Tensor, gate: Tensor) -> Tensor:
+        self.seen[name] = value
+        return gate * value + (1 - gate) * self.others.get(name, 0.0)
+
+    def _attention(self, layer: int, z: Tensor) -> Tensor:
+        pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
+        gate = self.gates.edges[:, layer]
+        if pattern in self.patterns:
+            own = _moved(gate * self.patterns[pattern], self.seen[v])
+        else:
+            own = z - _moved((1 - gate) * self.seen[pattern], self.seen[v])
+        if not self.others:
+            return own
+        return own + _moved((1 - gate) * self.others[pattern], self.others[v])
+
+    def _neurons(self, layer: int, post: Tensor) -> Tensor:
+        gate = self.gates.units[:, layer]
+        flat = post.view(*gate.shape)
+        return self._gated(f"blocks.{layer}.mlp.hook_post", flat, gate).view(post.shape)
+
+    def _encode(self, layer: int, x: Tensor) -> None:
+        assert self.transcoders is not None
+        found = self.features[layer] = self.transcoders.layers[layer].activations(x)
+        gate = self.gates.units[:, layer, :, : found.shape[-1]]
+        self.gated_features[layer] = self._gated(f"features.{layer}", found, gate)
+
+    def _decode(self, layer: int, output: Tensor) -> Tensor:
+        assert self.transcoders is not None
+        error = output - self.transcoders.written(layer, self.features)
+        error = self._gated(f"errors.{layer}", error, self.gates.errors[:, layer, :, None])
+        written = self.transcoders.written(layer, self.gated_features)
+        return (written + error).to(output.dtype)
 
 
 def _moved(

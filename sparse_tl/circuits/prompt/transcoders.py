@@ -19,8 +19,11 @@ github.com/decoderesearch/SAELens 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +34,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import checked
-from sparse_tl.backend import Adapter
+from sparse_tl.backend import Adapter, Hook, Order
 from sparse_tl.storage.files import read_json, read_tensors
 
 _CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"
@@ -114,6 +117,35 @@ def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
     return basis.to(adapter.device, adapter.dtype) if isinstance(basis, Transcoders) else None
 
 
+def feature_hooks(
+    adapter: Adapter,
+    transcoders: Transcoders,
+    encode: Callable[[int, Tensor], None],
+    replace: Callable[[int, Tensor], Tensor],
+) -> list[Hook]:
+    """Hooks that give every layer's transcoder its input, and replace what it writes.
+
+    Raises:
+        ValueError: the transcoders do not fit the model.
+    """
+    if len(transcoders.layers) != adapter.n_layers:
+        raise ValueError(
+            f"there are transcoders for {len(transcoders.layers)} layers, and {adapter.name!r} has "
+            f"{adapter.n_layers}"
+        )
+    width = transcoders.layers[0].encoder.shape[1]
+    if width != adapter.d_model:
+        raise ValueError(
+            f"the transcoders read {width} dimensions, and {adapter.name!r} has {adapter.d_model}"
+        )
+    hooks: list[Hook] = []
+    for layer in range(adapter.n_layers):
+        block = f"blocks.{layer}"
+        hooks.append((f"{block}.{transcoders.input_hook}", Order.LAST, partial(encode, layer)))
+        hooks.append((f"{block}.{transcoders.output_hook}", Order.FIRST, partial(replace, layer)))
+    return hooks
+
+
 @checked
 def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
     """Transcoders from a folder or the Hugging Face hub; or one folder per layer, of SAELens.
@@ -154,82 +186,70 @@ def _folder(source: str | Path) -> Path:
 
 def _of_tracer(folder: Path) -> Transcoders:
     """Transcoders in circuit-tracer's format."""
+    path = folder / _CONFIG
     try:
-        config: Any = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         kind, *hooks = (
             str(config[key]) for key in ("model_kind", "feature_input_hook", "feature_output_hook")
         )
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / _CONFIG} says nothing about transcoders: {error!s:.200}"
-        ) from error
+        raise ValueError(f"{path} says nothing about transcoders: {error!s:.200}") from error
     if config.get("transcoders"):
         raise ValueError(
-            f"{folder / _CONFIG} lists files elsewhere; put them beside it as layer_0.safetensors, "
+            f"{path} lists files elsewhere; put them beside it as layer_0.safetensors, "
             "layer_1.safetensors, ..."
         )
-    across = {"transcoder_set": False, "cross_layer_transcoder": True}.get(kind)
-    if across is None:
-        raise ValueError(f"{folder / _CONFIG} has the unknown model_kind {kind!r}")
-    n_layers = len([*folder.glob("W_enc_*.safetensors" if across else "layer_*.safetensors")])
-    read = _across_layers if across else _of_layer
-    layers = [read(folder, layer) for layer in range(n_layers)]
-    return _together(folder, hooks, layers, str(config.get("model_name", "")))
-
-
-def _of_layer(folder: Path, layer: int) -> Transcoder:
-    path = folder / f"layer_{layer}.safetensors"
-    tensors = read_tensors(path)
-    return _transcoder(path, tensors, "activation_function.threshold", {})
-
-
-def _across_layers(folder: Path, layer: int) -> Transcoder:
-    paths = [folder / f"{name}_{layer}.safetensors" for name in ("W_enc", "W_dec")]
-    tensors = read_tensors(paths[0]) | read_tensors(paths[1])
-    names = {f"{name}_{layer}": name for name in ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")}
-    return _transcoder(paths[0], tensors, "threshold", names)
+    files = {"transcoder_set": ["layer"], "cross_layer_transcoder": ["W_enc", "W_dec"]}.get(kind)
+    if files is None:
+        raise ValueError(f"{path} has the unknown model_kind {kind!r}")
+    layers = list[Transcoder]()
+    for layer in range(len([*folder.glob(f"{files[0]}_*.safetensors")])):
+        tensors = dict[str, Tensor]()
+        for file in files:
+            tensors |= read_tensors(folder / f"{file}_{layer}.safetensors")
+        tensors = {name.removesuffix(f"_{layer}"): tensor for name, tensor in tensors.items()}
+        layers.append(_transcoder(folder / f"{files[0]}_{layer}.safetensors", tensors))
+    if not layers:
+        raise ValueError(f"{folder} holds no file of a transcoder")
+    read, written = (hook.removeprefix("blocks.{layer}.") for hook in hooks)
+    return Transcoders(read, written, layers, str(config.get("model_name", "")))
 
 
 def _of_lens(folders: Sequence[Path]) -> Transcoders:
     """Transcoders in SAELens's format."""
-    found = dict[int, tuple[Transcoder, tuple[str, str, str]]]()
+    found = list[tuple[int, tuple[str, str, str], Transcoder]]()
     for folder in folders:
         path = folder / _LENS_CONFIG
-        config: Any = read_json(path)
-        said = config if isinstance(config, dict) else {}
+        said: Any = read_json(path)
         said = said | (said.get("metadata") or {})
-        kind, normalised = said.get("architecture"), said.get("normalize_activations", "none")
+        kind, normalised = said.get("architecture"), said.get("normalize_activations")
         if kind not in ("transcoder", "jumprelu_transcoder") or normalised not in ("none", None):
             raise ValueError(
                 f"{path} describes {kind!r}, with activations normalised by {normalised!r}: only "
                 "transcoders of ReLU or JumpReLU without normalisation are read"
             )
-        hooks = [str(said.get(key, "")) for key in ("hook_name", "hook_name_out")]
-        parts = [hook.removeprefix("blocks.").partition(".") for hook in hooks]
-        if not (parts[0][0].isdigit() and parts[0][0] == parts[1][0]):
+        hooks = [str(said.get(key)) for key in ("hook_name", "hook_name_out")]
+        match = re.fullmatch(r"blocks\.(\d+)\.(\S+) blocks\.\1\.(\S+)", " ".join(hooks))
+        if match is None:
             raise ValueError(f"{path} reads {hooks[0]!r} and writes {hooks[1]!r}, not one layer")
         tensors = read_tensors(folder / _LENS_WEIGHTS)
         if "W_enc" in tensors:
             tensors["W_enc"] = tensors["W_enc"].T
-        layer = int(parts[0][0])
-        if layer in found:
-            raise ValueError(f"two folders hold a transcoder of layer {layer}")
-        transcoder = _transcoder(folder / _LENS_WEIGHTS, tensors, "threshold", {})
-        found[layer] = transcoder, (parts[0][2], parts[1][2], str(said.get("model_name") or ""))
-    missing = sorted(set(range(max(found) + 1)) - found.keys())
-    if missing:
-        raise ValueError(f"there is no transcoder for layer {missing[0]}")
-    layers, said = zip(*(found[layer] for layer in sorted(found)), strict=True)
+        of_model = match[2], match[3], str(said.get("model_name") or "")
+        found.append((int(match[1]), of_model, _transcoder(folder / _LENS_WEIGHTS, tensors)))
+    numbers, said, layers = zip(*sorted(found, key=itemgetter(0)), strict=True)
+    if numbers != tuple(range(len(found))):
+        raise ValueError(
+            f"these are transcoders of layers {', '.join(map(str, numbers))}: give one of each "
+            "layer, from 0"
+        )
     if len(set(said)) > 1:
         raise ValueError(f"these transcoders are of different models or hook points: {set(said)}")
-    return _together(folders[0], said[0][:2], layers, said[0][2])
+    return Transcoders(*said[0][:2], layers, said[0][2])
 
 
-def _transcoder(
-    path: Path, tensors: dict[str, Tensor], threshold: str, names: Mapping[str, str]
-) -> Transcoder:
+def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:
     """One layer's transcoder, from the tensors of its file."""
-    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
     if "W_skip" in tensors:
         raise ValueError(f"{path} has a skip connection, which is not supported")
     if lacking := {"W_enc", "W_dec", "b_enc", "b_dec"} - tensors.keys():
@@ -239,21 +259,12 @@ def _transcoder(
             raise ValueError(f"{name} in {path} has NaN or infinite numbers")
     encoder, decoder, bias = (tensors[name].float() for name in ("W_enc", "W_dec", "b_enc"))
     decoder = decoder[:, None] if decoder.ndim == 2 else decoder
-    least = tensors.get(threshold)
-    least = torch.zeros_like(bias) if least is None else least.float().reshape(-1)
-    sizes = {len(encoder), len(decoder), len(bias), len(least)}
+    thresholds = [tensors[name] for name in tensors if name.endswith("threshold")]
+    threshold = thresholds[0].float().flatten() if thresholds else torch.zeros_like(bias)
+    sizes = {len(encoder), len(decoder), len(bias), len(threshold)}
     if encoder.ndim != 2 or decoder.ndim != 3 or len(sizes) > 1:
         raise ValueError(
             f"the shapes in {path} do not fit: encoder {tuple(encoder.shape)}, decoder "
             f"{tuple(decoder.shape)}, bias {tuple(bias.shape)}"
         )
-    return Transcoder(encoder, bias, decoder, tensors["b_dec"].float(), least)
-
-
-def _together(
-    folder: Path, hooks: Sequence[str], layers: Sequence[Transcoder], model_name: str
-) -> Transcoders:
-    if not layers:
-        raise ValueError(f"{folder} holds no file of a transcoder")
-    input_hook, output_hook = (hook.removeprefix("blocks.{layer}.") for hook in hooks)
-    return Transcoders(input_hook, output_hook, layers, model_name)
+    return Transcoder(encoder, bias, decoder, tensors["b_dec"].float(), threshold)
