@@ -27,12 +27,22 @@ from sparse_tl import (
     ablation_grid,
     attention_view,
     attribute_circuit_edges,
+    attribute_logits,
+    attribution_diagram,
+    attribution_graph,
+    check_scores,
     circuit_diagram,
     component_diagram,
     effect_figure,
+    explore,
     head_behaviour,
+    head_map,
+    layer_map,
     load_addition_models,
     load_language_models,
+    logit_lens,
+    neuron_effects,
+    patch_activations,
     plots,
 )
 from sparse_tl.circuits import Circuit, SeedCurves
@@ -60,6 +70,7 @@ HEAD_ROLES: dict[str, Any] = {
     "prompts": 96,
     "batch_size": 32,
 }
+PROMPT = "When Mary and John went to the store, John gave a drink to"
 _MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 4_000_000
 
 
@@ -114,8 +125,7 @@ def language_model(runs: Path) -> Figure:
     """SmolLM2 on one prompt: all edges of the dense model above, those of the sparse one below."""
     dense, sparse = load_language_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
-    prompt = "When Mary and John went to the store, John gave a drink to"
-    return circuit_diagram(models, prompt, positions=[-1], size=(960, 1100))
+    return circuit_diagram(models, PROMPT, positions=[-1], size=(960, 1100))
 
 
 def language_model_circuit(runs: Path) -> Figure:
@@ -127,6 +137,75 @@ def language_model_circuit(runs: Path) -> Figure:
     circuits = {name: found.top(60).connected() for name, found in scores.items()}
     heads = {name: head_behaviour(m, pairs) for name, m in models.items()}
     return component_diagram(circuits, scores=scores, roles=heads, unit="logits")
+
+
+def attribution(runs: Path) -> Figure:
+    """How SmolLM2 comes to the answer: heads, neurons and tokens at their positions."""
+    dense, sparse = load_language_models()
+    graphs = {
+        name: attribution_graph(model, PROMPT, max_nodes=60)
+        for name, model in (("SmolLM2", dense), ("Sparse SmolLM2", sparse))
+    }
+    return attribution_diagram(graphs)
+
+
+def explorer(runs: Path) -> Figure:
+    """What an explorer saves after a click on a head: the attention edges without it."""
+    dense, sparse = load_addition_models()
+    live = explore({"Base Model": dense, "Sparse Model": sparse}, "36+28=?????", position=9)
+    live.toggle_head("Base Model", 2, 0)
+    return live.figure()
+
+
+def activation_patching(runs: Path) -> Figure:
+    """The residual stream of each layer and position, patched from the corrupted prompts."""
+    task, (dense, sparse) = IOITask(), load_language_models()
+    pairs = task.pairs(dense, 16)
+    models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
+    return layer_map(
+        {
+            name: patch_activations(m, pairs, task.metric, positions="spans")
+            for name, m in models.items()
+        }
+    )
+
+
+def lens(runs: Path) -> Figure:
+    """What each layer of SmolLM2 would predict, if it were the last one."""
+    dense, _ = load_language_models()
+    return logit_lens(dense, PROMPT, answer=" Mary").figure(title="SmolLM2")
+
+
+def direct_attribution(runs: Path) -> Figure:
+    """What each component writes towards the right name and away from the wrong one."""
+    dense, _ = load_language_models()
+    return attribute_logits(dense, IOITask().pairs(dense, 16)).figure(title="SmolLM2")
+
+
+def kinds_of_heads(runs: Path) -> Figure:
+    """What heads do on indirect objects: movers, inhibition, induction, sinks."""
+    dense, sparse = load_language_models()
+    pairs = IOITask().pairs(dense, 16)
+    models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
+    return head_map({name: head_behaviour(model, pairs) for name, model in models.items()})
+
+
+def score_check(runs: Path) -> Figure:
+    """First-order scores of two methods beside the exact effects of the same edges."""
+    task, (_, sparse) = IOITask(), load_language_models()
+    pairs = task.pairs(sparse, 16)
+    checks = {}
+    for method in ("eap", "eap-ig"):
+        scores = attribute_circuit_edges(sparse, pairs, task.metric, method=method)
+        checks[method] = check_scores(sparse, pairs, task.metric, scores)
+    return plots.score_figure(checks, unit="logits")
+
+
+def neurons(runs: Path) -> Figure:
+    """The neurons of one MLP with the largest effects on the right name."""
+    task, (_, sparse) = IOITask(), load_language_models()
+    pairs = task.pairs(sparse, 16)
+    return neuron_effects(sparse, pairs, task.metric, "m20").figure(unit="logits")
 
 
 def head_ablation(runs: Path) -> Figure:
@@ -201,6 +280,14 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     circuit_sign: ("A circuit by sign", "circuits"),
     language_model: ("Attention edges of a real language model", "language model"),
     language_model_circuit: ("A circuit of a real language model", "pairs"),
+    attribution: ("Attribution graph", "language model"),
+    explorer: ("The explorer", "addition"),
+    activation_patching: ("Activation patching", "pairs"),
+    lens: ("Logit lens", "language model"),
+    direct_attribution: ("Direct logit attribution", "pairs"),
+    kinds_of_heads: ("Behaviour of heads", "pairs"),
+    score_check: ("Checked scores", "pairs"),
+    neurons: ("Neurons", "pairs"),
     head_ablation: ("Head ablation", "head-roles"),
     ablation_curve: ("One ablation curve", "head-roles"),
     head_roles: ("Roles of heads", "head-roles"),

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Kind = Literal["input", "head", "kv_head", "mlp", "logits"]
 Slot = Literal["q", "k", "v"]
@@ -425,24 +422,6 @@ class CircuitGraph(PartGrid):
                 groups.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
                 row, column = rows.stop, columns.stop
         return tuple(groups)
-
-    def to_networkx(
-        self, mask: Bool[Tensor, "source destination"] | None = None
-    ) -> nx.MultiDiGraph:
-        """A networkx graph: nodes with kind and layer, and one edge per slot, keyed by the slot.
-
-        Args:
-            mask: the edges to include; all of them by default.
-        """
-        import networkx as nx
-
-        network = nx.MultiDiGraph()
-        for node in self.nodes:
-            network.add_node(str(node), kind=node.kind, layer=node.layer, head=node.head)
-        for edge in self.edges if mask is None else self.edges_of(mask):
-            for reader in self.readers_of(edge.destination):
-                network.add_edge(str(edge.source), str(reader), key=edge.destination.slot or "")
-        return network
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """Names, sources, destinations and slots of the edges at these indices."""

@@ -56,7 +56,7 @@ def circuit_diagram(
         answer: token to measure, as text or number; by default each model's prediction.
         wrong: the wrong answer, likewise; by default each model's next most likely token.
         labels: text of each column, if not the tokenizer's.
-        **style: arguments of `plots.circuit_diagram`: threshold, transition, title, size.
+        **style: arguments of `plots.attention_diagram`: threshold, transition, title, size.
 
     If `positions` is not given and effects at all of them exceed a million numbers (19 tokens in
     GPT-2 small), the figure has no effects or, with effects as the `weight`, only those at
@@ -75,7 +75,7 @@ def circuit_diagram(
     for title, model in by_title(models).items():
         columns, target, effects = _plan(model, prompt, position, positions, weight)
         graphs[title] = trace_attention(model, prompt, positions=columns, **effects, **options)
-    return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
+    return plots.attention_diagram(graphs, target=target, weight=weight, **style)
 
 
 def _plan(
@@ -145,7 +145,7 @@ def attention_view(
     positions = None if adapter.causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)
     n_read = graph.n_read
-    return plots.attention_view(
+    return plots.attention_maps(
         graph.attention[*zip(*heads, strict=True)][:, :n_read, :n_read],
         graph.input_tokens[:n_read],
         [str(Node("head", *head)) for head in heads],

@@ -40,8 +40,8 @@ from sparse_tl.circuits.prompt.attention import (
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
-from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.diagrams.circuit_diagram import Threshold, quantity_data
+from sparse_tl.plots import CircuitDiagram, attention_diagram
+from sparse_tl.plots.diagrams.attention_diagram import Threshold, quantity_data
 from sparse_tl.plots.page.palette import DARK_FILTER
 from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
 from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
@@ -80,12 +80,12 @@ class CircuitExplorer(anywidget.AnyWidget):
         wrong: token to compare it with, likewise.
         threshold: smallest weight to draw, in 0..1.
         theme: ``"auto"`` (the notebook's), ``"light"`` or ``"dark"``.
-        **style: arguments of `plots.circuit_diagram`: transition, title.
+        **style: arguments of `plots.attention_diagram`: transition, title.
 
     Raises:
         ValueError: the threshold, theme or weight is invalid, or the models or the prompt cannot be
             explored, as in `Exploration`.
-        TypeError: `plots.circuit_diagram` has no such argument.
+        TypeError: `plots.attention_diagram` has no such argument.
     """
 
     _esm = (
@@ -129,7 +129,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         theme: Theme = "auto",
         **style: Any,
     ) -> None:
-        signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
+        signature(attention_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._style = style
         offered = log_probability, logit_difference, answer_logit, metric
         self._offered = {metric_name(each): each for each in offered}
@@ -255,7 +255,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         """The diagram with the reader's choices; `name` maps titles to panel names."""
         models = self.exploration.models
         panels = {name(title): model.now.graph for title, model in models.items()}
-        return circuit_diagram(panels, **self._state, **self._style)
+        return attention_diagram(panels, **self._state, **self._style)
 
     def _name(self, title: str) -> str:
         """A title with the number of heads and edges removed from that model."""
@@ -332,10 +332,6 @@ class CircuitExplorer(anywidget.AnyWidget):
     def send_again(self) -> None:
         """Send all traits again, to a page that missed an update."""
         self.send_state(self.trait_names(late=True))
-
-    def set_state(self, sync_data: Any) -> None:
-        """Refuse values from the front end, which must send requests."""
-        self._notify("the page sends requests, not values")
 
     def _notify(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})

@@ -1,16 +1,16 @@
 """Figures of results, independent of models."""
 
 from sparse_tl.plots.by_result import figure as figure
-from sparse_tl.plots.diagrams.attention_view import (
+from sparse_tl.plots.diagrams.attention_diagram import (
+    CircuitDiagram as CircuitDiagram,
+    attention_diagram as attention_diagram,
+)
+from sparse_tl.plots.diagrams.attention_maps import (
     AttentionView as AttentionView,
-    attention_view as attention_view,
+    attention_maps as attention_maps,
 )
 from sparse_tl.plots.diagrams.attribution_diagram import (
     attribution_diagram as attribution_diagram,
-)
-from sparse_tl.plots.diagrams.circuit_diagram import (
-    CircuitDiagram as CircuitDiagram,
-    circuit_diagram as circuit_diagram,
 )
 from sparse_tl.plots.diagrams.component_diagram import (
     ComponentDiagram as ComponentDiagram,

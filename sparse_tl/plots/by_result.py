@@ -23,8 +23,8 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.plots.diagrams.attention_diagram import attention_diagram
 from sparse_tl.plots.diagrams.attribution_diagram import attribution_diagram
-from sparse_tl.plots.diagrams.circuit_diagram import circuit_diagram
 from sparse_tl.plots.diagrams.component_diagram import component_diagram
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.plots.panels.curves import Parts, ablation_grid, effect_figure
@@ -75,10 +75,6 @@ def _titled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return lambda result, title="Model", **style: draw({title: result}, **style)
 
 
-def _attention_graph(result: AttentionGraph, **style: Any) -> Figure:
-    return circuit_diagram({"Model": result}, **style)
-
-
 def _curve(
     result: EffectCurve | SeedCurves,
     title: str = "",
@@ -112,7 +108,7 @@ DRAWN: dict[type, Callable[..., Figure]] = {
     ActivationPatching: _titled(layer_map),
     LogitLens: _titled(layer_map),
     LogitAttribution: _titled(layer_map),
-    AttentionGraph: _attention_graph,
+    AttentionGraph: _titled(attention_diagram),
     AttributionGraph: attribution_diagram,
     EffectCurve: _curve,
     SeedCurves: _curve,

@@ -65,14 +65,15 @@ def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch)
     dense = {"Dense": models["Dense"]}
     n_scores = 8 * 2 * 2 * 8**2
     monkeypatch.setattr(figures, "MAX_SCORES", n_scores)
-    assert "first-order" in circuit_diagram(dense, "36+28=00").data["panels"][0]["scores"]
+    assert "first-order" in circuit_diagram(dense, "36+28=00").data["panels"][0]["weights"]
     monkeypatch.setattr(figures, "MAX_SCORES", n_scores - 1)
     attention = circuit_diagram(dense, "36+28=00")
-    assert attention.data["panels"][0]["scores"] == {} and len(attention.data["targets"]) == 8
+    assert attention.data["panels"][0]["weights"].keys() == {"attention", "carried"}
+    assert len(attention.data["targets"]) == 8
     one = circuit_diagram(dense, "36+28=00", weight="first-order", position=3)
     assert one.data["targets"] == [[3, 2]]
     asked = circuit_diagram(dense, "36+28=00", weight="first-order", positions=range(1, 9))
-    assert len(asked.data["panels"][0]["scores"]["first-order"]["rows"]) == 8
+    assert len(asked.data["panels"][0]["weights"]["first-order"]["rows"]) == 8
 
 
 def test_small_prompts_and_empty_circuits(build_tiny):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_tl.circuits import Circuit, DrivingToken, NeuronEffects, Scores
+from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ComponentDiagram, component_diagram
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -57,3 +58,25 @@ def neurons_of(mlp: str, n: int = 2, before: str = "gave a drink", **fields: Any
         "suppresses": dict.fromkeys(names, ()),
     }
     return NeuronEffects(**values | fields)
+
+
+def head_roles_of(trajectories: torch.Tensor) -> HeadRoles:
+    """Roles of heads with these gates, by kind of gate, seed, record, layer and head."""
+    _, n_seeds, n_records, *shape = trajectories.shape
+    return HeadRoles(
+        seeds=tuple(range(n_seeds)),
+        lambda_=0.1,
+        trajectories=trajectories,
+        recorded_at=tuple(range(0, 10 * n_records, 10)),
+        losses=torch.zeros(3, n_seeds),
+        dense_loss=0.0,
+        fitted=torch.ones(n_seeds, dtype=torch.bool),
+        removed=torch.zeros(shape),
+        removed_together=torch.zeros(2, 3, n_seeds),
+    )
+
+
+def ablation_of(role: str, values: torch.Tensor, in_role: int) -> AblationCurve:
+    """A curve of two seeds with these values, and a control of a third of them."""
+    counts = tuple(range(values.shape[1]))
+    return AblationCurve(role, counts, values, (in_role, in_role), control=values / 3)

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from component_examples import ATTACK, EDGES, Scored, draw
+from component_examples import ATTACK, EDGES, Scored, draw, head_roles_of
 
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
 from sparse_tl.graph import CircuitGraph, PositionedGraph
-from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
@@ -176,9 +175,6 @@ def test_a_large_circuit_holds_its_strongest_edges_and_says_so(make_random_circu
     assert circuit._repr_html_().startswith("<p>")
 
 
-# ---- layered drawing ----------------------------------------------------------------------------
-
-
 # ---- one piece of HTML, and files ---------------------------------------------------------------
 
 
@@ -217,17 +213,7 @@ def test_heads_have_the_colour_of_their_role(make_circuit):
     trajectories = torch.full((3, 1, 1, 3, 2), 0.9)
     trajectories[2] = 0.1  # G- closes all heads but one, which facilitates
     trajectories[2, 0, 0, 2, 1] = 0.9
-    roles = HeadRoles(
-        seeds=(0,),
-        lambda_=0.1,
-        trajectories=trajectories,
-        recorded_at=(1,),
-        losses=torch.zeros(3, 1),
-        dense_loss=0.0,
-        fitted=torch.ones(1, dtype=torch.bool),
-        removed=torch.zeros(3, 2),
-        removed_together=torch.zeros(2, 3, 1),
-    )
+    roles = head_roles_of(trajectories)
     figure = draw({"m": make_circuit(EDGES)}, roles=roles)
     (panel,) = panels_of(figure)
     strokes = {e.get("data-node"): e[0].get("stroke") for e in panel.iter() if e.get("data-node")}

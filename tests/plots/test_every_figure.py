@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from component_examples import neurons_of
+from component_examples import ablation_of, head_roles_of, neurons_of
 from legibility import problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
@@ -28,7 +28,7 @@ from sparse_tl.circuits import (
     attribution_graph,
 )
 from sparse_tl.graph import HeadGrid
-from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.head_roles import AblationCurve
 from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.by_result import DRAWN
 from sparse_tl.plots.page.rendering import html_page
@@ -49,10 +49,8 @@ def _seeds(name: str, half: float) -> SeedCurves:
 
 
 def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
-    values = slope * torch.arange(51.0).repeat(2, 1) * torch.tensor([[0.9], [1.1]])
-    return AblationCurve(
-        *(role, tuple(range(values.shape[1])), values, (in_role, in_role)), control=values / 3
-    )
+    steps = torch.arange(51.0).repeat(2, 1) * torch.tensor([[0.9], [1.1]])
+    return ablation_of(role, slope * steps, in_role)
 
 
 def _checked(method: str) -> ScoreCheck:
@@ -75,21 +73,6 @@ def _found() -> FoundCircuit:
     evaluations = {"eap-ig": slower, "elimination": evaluation}
     seconds = dict.fromkeys(evaluations, 1.0)
     return FoundCircuit(scores.top(9), "elimination", 0.9, run, run, evaluations, seconds, scores)
-
-
-def head_roles_of(n_layers: int, n_heads: int) -> HeadRoles:
-    shape, generator = (n_layers, n_heads), torch.Generator().manual_seed(0)
-    return HeadRoles(
-        seeds=(0, 1),
-        lambda_=0.1,
-        trajectories=torch.rand(3, 2, 7, *shape, generator=generator),
-        recorded_at=tuple(range(0, 70, 10)),
-        losses=torch.zeros(3, 2),
-        dense_loss=0.0,
-        fitted=torch.tensor([True, True]),
-        removed=torch.rand(shape, generator=generator),
-        removed_together=torch.rand(2, 3, 2, generator=generator),
-    )
 
 
 def behaviour_of(n_layers: int, n_heads: int) -> HeadBehaviour:
@@ -144,6 +127,7 @@ def _graphs() -> dict[str, AttributionGraph]:
     }
 
 
+GATES = torch.rand(3, 2, 7, 12, 8, generator=torch.Generator().manual_seed(0))
 MODELS = [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)]
 TASKS = [f"Task {number}" for number in range(1, 5)]
 FIGURES: dict[str, Callable[[], Figure]] = {
@@ -154,8 +138,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "ablation_grid": lambda: plots.ablation_grid(
         dict.fromkeys(TASKS, dict.fromkeys(TASKS, ABLATIONS))
     ),
-    "attention_view": lambda: plots.attention_view(**_attention()),
-    "gate_trajectories": lambda: plots.gate_trajectories(head_roles_of(12, 8)),
+    "attention_view": lambda: plots.attention_maps(**_attention()),
+    "gate_trajectories": lambda: plots.gate_trajectories(head_roles_of(GATES)),
     "head_map": lambda: plots.head_map(dict(zip(TASKS, _scores(), strict=False))),
     "score_figure": lambda: plots.score_figure({m: _checked(m) for m in ("eap", "eap-ig")}),
     "ScoreCheck": lambda: _checked("eap").figure(),
@@ -166,7 +150,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "Scores": lambda: _scores()[0].figure(),
     "HeadBehaviour": lambda: behaviour_of(12, 12).figure(),
     "AblationCurve": lambda: ABLATIONS[0].figure(),
-    "HeadRoles": lambda: head_roles_of(12, 8).figure(),
+    "HeadRoles": lambda: head_roles_of(GATES).figure(),
     "ActivationPatching": lambda: patching(12, 6).figure(),
     "LogitLens": lambda: lens(("word",) * 6).figure(),
     "LogitAttribution": lambda: attribution().figure(),
@@ -185,7 +169,7 @@ def figure_of(two_panels: Any, make_random_circuit: Any) -> Callable[[str], Figu
     """The figure of a name."""
     circuits = {f"Model {seed}": make_random_circuit(seed=seed).circuit for seed in range(2)}
     diagrams = {
-        "circuit_diagram": lambda: plots.circuit_diagram(two_panels),
+        "circuit_diagram": lambda: plots.attention_diagram(two_panels),
         "component_diagram": lambda: plots.component_diagram(circuits),
         "attribution_diagram": lambda: plots.attribution_diagram(_graphs()),
         "AttentionGraph": lambda: two_panels["Base Model"].figure(),

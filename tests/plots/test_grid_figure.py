@@ -11,10 +11,10 @@ import IPython.display
 import plotly.io as pio
 import pytest
 import torch
+from component_examples import ablation_of, head_roles_of
 from PIL import Image
 
 from sparse_tl.circuits import EffectCurve
-from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.jobs.folder import save_figures
 from sparse_tl.plots import (
     GridFigure,
@@ -37,31 +37,16 @@ def effects(name: str = "Dense") -> GridFigure:
 
 
 def grid(task: str = "Syntax") -> GridFigure:
-    curve = AblationCurve(
-        *("facilitation", (0, 1, 2, 3, 4), -torch.rand(2, 5), (2, 2)), control=-torch.rand(2, 5)
-    )
+    curve = ablation_of("facilitation", -torch.rand(2, 5), 2)
     return ablation_grid({task: {"Dense": [curve]}})
 
 
-def roles() -> HeadRoles:
-    return HeadRoles(
-        seeds=(0, 1),
-        lambda_=0.1,
-        trajectories=torch.rand(3, 2, 4, 2, 3, generator=torch.Generator().manual_seed(0)),
-        recorded_at=(0, 10, 20, 30),
-        losses=torch.zeros(3, 2),
-        dense_loss=0.0,
-        fitted=torch.tensor([True, True]),
-        removed=torch.zeros(2, 3),
-        removed_together=torch.zeros(2, 3, 2),
-    )
-
-
+ROLES = head_roles_of(torch.rand(3, 2, 4, 2, 3, generator=torch.Generator().manual_seed(0)))
 FIGURES = {
     "effects": effects,
     "grid": grid,
-    "heat": lambda: head_roles_figure(roles()),
-    "gates": lambda: gate_trajectories(roles()),
+    "heat": lambda: head_roles_figure(ROLES),
+    "gates": lambda: gate_trajectories(ROLES),
 }
 
 
@@ -105,7 +90,7 @@ def test_a_page_shows_text_as_text_and_tooltips_offline(page: Any, tmp_path: Pat
 
 @pytest.mark.long
 def test_images_are_drawn_in_both_themes(chromium: None, tmp_path: Path) -> None:
-    figure = head_roles_figure(roles())
+    figure = head_roles_figure(ROLES)
     svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
     width, height = figure.plotly.layout.width, figure.plotly.layout.height
     root = ElementTree.fromstring(svg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from component_examples import head_roles_of
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, head_roles_figure
@@ -29,17 +30,7 @@ def curves(scale: float = 1.0, in_role: int = 11, control: bool = True) -> list[
 def roles() -> HeadRoles:
     gates = torch.rand(3, 1, 2, 2, 2, generator=torch.Generator().manual_seed(0))
     gates[1:, :, -1] = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
-    return HeadRoles(
-        seeds=(0,),
-        lambda_=0.1,
-        trajectories=gates,
-        recorded_at=(0, 10),
-        losses=torch.zeros(3, 1),
-        dense_loss=0.0,
-        fitted=torch.tensor([True]),
-        removed=torch.zeros(2, 2),
-        removed_together=torch.zeros(2, 3, 1),
-    )
+    return head_roles_of(gates)
 
 
 def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:

@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from component_examples import ablation_of
 from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
 from sparse_tl.circuits import EffectCurve, Scores
 from sparse_tl.graph import HeadGrid
-from sparse_tl.head_roles import ROLES, AblationCurve
+from sparse_tl.head_roles import ROLES
 
 
 def _curve(name: str) -> EffectCurve:
     return EffectCurve(name, [0, 1, 10], [0.0, 0.5, 1.0], [0.0, 0.4, 1.0], [0.0, 0.6, 1.0])
-
-
-def _ablation(role: str, in_role: int) -> AblationCurve:
-    values = -0.1 * torch.arange(6.0).repeat(2, 1)
-    return AblationCurve(
-        *(role, tuple(range(values.shape[1])), values, (in_role, in_role)), control=values / 3
-    )
 
 
 def _attention(n: int) -> torch.Tensor:
@@ -39,14 +33,14 @@ def smallest(make_flow: Any, make_random_flow: Any, make_circuit: Any) -> dict[s
     """Figures of one token, of no or one edge, and of classes without heads."""
     one = {"input_tokens": ("a",), "output_tokens": ("b",), "targets": ((0, 0),)}
     edge = make_circuit({"input->logits": 1.0}).circuit
-    none = make_circuit({}).circuit
-    empty = [_ablation(role, 0) for role in ROLES]
+    none, line = make_circuit({}).circuit, {(0, 0, 9, 0): 1.0}
+    empty = [ablation_of(role, -0.1 * torch.arange(6.0).repeat(2, 1), 0) for role in ROLES]
     return {
-        "one token": lambda: plots.circuit_diagram({"M": make_random_flow(2, 2, **one)}),
-        "no attention edge": lambda: plots.circuit_diagram({"M": make_flow({})}),
-        "one attention edge": lambda: plots.circuit_diagram({"M": make_flow({(0, 0, 9, 0): 1.0})}),
-        "pattern of a token": lambda: plots.attention_view(_attention(1), ["a"], ["b", "c"]),
-        "no attention": lambda: plots.attention_view(0 * _attention(3), ["a"] * 3, ["b", "c"]),
+        "one token": lambda: plots.attention_diagram({"M": make_random_flow(2, 2, **one)}),
+        "no attention edge": lambda: plots.attention_diagram({"M": make_flow({})}),
+        "one attention edge": lambda: plots.attention_diagram({"M": make_flow(line)}),
+        "pattern of a token": lambda: plots.attention_maps(_attention(1), ["a"], ["b", "c"]),
+        "no attention": lambda: plots.attention_maps(0 * _attention(3), ["a"] * 3, ["b", "c"]),
         "none and one edge": lambda: plots.component_diagram({"none": none, "one": edge}),
         "no edge at all": lambda: plots.component_diagram(none, off_path=True),
         "one head": lambda: plots.head_map({"M": _heads(1)}),

@@ -239,9 +239,8 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
             f"pass scores={{name: attribute_circuit_edges(...)}}, to choose the {MOST_EDGES:,} "
             f"strongest of the {len(circuit):,} edges of {name!r}"
         )
-    indices = circuit.mask.cpu().nonzero()
-    values = scores.mean().detach().cpu()[tuple(indices.T)].abs()
-    best = indices[values.argsort(descending=True, stable=True)[:MOST_EDGES]]
+    best = scores.order()
+    best = best[circuit.mask.cpu()[tuple(best.T)]][:MOST_EDGES]
     mask = torch.zeros_like(circuit.mask, device="cpu")
     mask[tuple(best.T)] = True
     return Circuit(circuit.grid, mask)

@@ -1,7 +1,7 @@
 // Chooses the attention edges of a circuit diagram, finds those that lead to the prediction, and
 // computes their lines: in the browser, and in Python for static files. attention_text.js has the texts.
 //
-// 1. Weights are in thousandths (circuit_diagram.py), and rounded to integers for drawing.
+// 1. Weights are in thousandths (attention_diagram.py), and rounded to integers for drawing.
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
 // 3. Edges at or above the threshold are kept. Those that kept edges connect to the predicted token
 //    are on the path; the others are merely open.
@@ -52,7 +52,7 @@ function residualSteps({ shape: [nLayers, , n] }) {
 
 // First-order estimates replace missing effects.
 function shownWeight(panel, state) {
-  return state.weight === "effect" && !panel.scores.effect ? "first-order" : state.weight;
+  return state.weight === "effect" && !panel.weights.effect ? "first-order" : state.weight;
 }
 
 // Effects have a sign; attention and carried shares do not.
@@ -61,14 +61,14 @@ function isSigned(kind) {
 }
 
 function weightsOf(panel, kind, target) {
-  return isSigned(kind) ? panel.scores[kind].rows[target] : panel[kind];
+  return panel.weights[kind]?.rows[isSigned(kind) ? target : 0];
 }
 
 // The share that an edge carries to its end, 0 to 1, or its effect on the prediction.
 function shareOf(panel, kind, edge, data) {
   if (isSigned(kind)) return Math.abs(edge.value) / data.steps;
-  const moved = edgeAt(panel, panel.carried ?? panel.attention, edge.index)?.value ?? 0;
-  return (moved / data.steps) * (panel.carried ? panel.mostCarried : 1);
+  const { rows: [list], scales: [scale] } = panel.weights.carried ?? panel.weights.attention;
+  return ((edgeAt(panel, list, edge.index)?.value ?? 0) / data.steps) * scale;
 }
 
 // The content of a panel in the current state. Reachability is over all heads, even if a single head

@@ -38,7 +38,7 @@ function threeDigits(value) {
 // The change of the metric when an edge is removed, with three digits; or a bound on it, if it was too
 // small to be sent.
 function changeText(panel, kind, index, data, { target }) {
-  const { rows, scales } = panel.scores[kind];
+  const { rows, scales } = panel.weights[kind];
   const unrounded = edgeAt(panel, rows[target], index)?.unrounded;
   const steps = unrounded ?? 0.5 - data.floors[kind];
   const value = (-steps / data.steps) * scales[target];
@@ -48,10 +48,9 @@ function changeText(panel, kind, index, data, { target }) {
 
 // "effect" if the exact effect of an edge is known; otherwise its estimate, if there is one.
 function knownScore(panel, index, { target }) {
-  const { scores } = panel;
-  const row = scores.effect?.rows[target];
+  const row = weightsOf(panel, "effect", target);
   const isExact = row && (!row.exact || edgeAt(panel, row, index)?.estimated === false);
-  return isExact ? "effect" : scores["first-order"] ? "first-order" : null;
+  return isExact ? "effect" : panel.weights["first-order"] ? "first-order" : null;
 }
 
 // A token in quotation marks; a right-to-left token is isolated, so that it does not reorder the
@@ -62,14 +61,14 @@ function quoted(token) {
 }
 
 function attentionText(panel, index, data) {
-  const steps = edgeAt(panel, panel.attention, index)?.unrounded;
+  const steps = edgeAt(panel, weightsOf(panel, "attention"), index)?.unrounded;
   const bound = (data.floors.attention - 0.5) / data.steps;
   return `attention ${steps === undefined ? `at most ${bound}` : (steps / data.steps).toFixed(3)}`;
 }
 
 function carriedText(panel, index, data) {
-  const percent = (steps) => (steps / data.steps) * panel.mostCarried * 100;
-  const edge = edgeAt(panel, panel.carried, index);
+  const percent = (steps) => (steps / data.steps) * panel.weights.carried.scales[0] * 100;
+  const edge = edgeAt(panel, weightsOf(panel, "carried"), index);
   const bound = Math.ceil(10 * percent(data.floors.carried - 0.5)) / 10;
   const share = !edge ? `at most ${bound.toFixed(1)}` :
     percent(edge.unrounded) < 0.05 ? "less than 0.1" : percent(edge.unrounded).toFixed(1);
@@ -95,11 +94,11 @@ function edgeText(panel, line, data, state, live) {
     ...tokenText(panel, line.query, "to position"),
     `${attentionText(panel, line.index, data)}, gate open`,
   ];
-  if (panel.carried) text.push(carriedText(panel, line.index, data));
+  if (panel.weights.carried) text.push(carriedText(panel, line.index, data));
   const measured = `${panel.quantity.unit} on ${quantityText(panel.quantity, state.target)}`.trim();
   const change = (kind) => `${changeText(panel, kind, line.index, data, state)} ${measured}`;
   if (knownScore(panel, line.index, state) === "effect") text.push(`effect of removing it ${change("effect")}`);
-  if (panel.scores["first-order"]) text.push(`first-order attribution ${change("first-order")}`);
+  if (panel.weights["first-order"]) text.push(`first-order attribution ${change("first-order")}`);
   text.push(...weakerTexts(panel, line, data, state));
   const all = line.others.length ? " in all these heads" : "";
   return live.onEdges ? [...text, `click to remove this edge${all}`] : text;

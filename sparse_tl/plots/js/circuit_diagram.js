@@ -1,5 +1,5 @@
 // Makes the static circuit diagram interactive. attention_edges.js chooses the edges, and all
-// coordinates come from circuit_svg.py.
+// coordinates come from attention_svg.py.
 //
 // A live figure, whose edges a running kernel can remove and restore, has further options:
 //   state            the initial state, instead of data.state
@@ -166,13 +166,13 @@ function start(root, data, live) {
     const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
     const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
     addChoice("Heads", "head", [[-1, "all (largest)"], ...heads], Number);
-    const some = (kind) => panels.some((panel) => panel.scores[kind]);
-    const all = panels.every((panel) => panel.scores["first-order"]);
+    const some = (kind) => panels.some((panel) => panel.weights[kind]);
+    const all = panels.every((panel) => panel.weights["first-order"]);
     const weights = [
       ["attention", "attention"],
-      ...(panels.every((panel) => panel.carried) ? [["carried", "what it carries"]] : []),
+      ...(panels.every((panel) => panel.weights.carried) ? [["carried", "what it carries"]] : []),
       // A running kernel computes effects on request.
-      ...((some("effect") || live.onEdges) && (all || panels.every((panel) => panel.scores.effect))
+      ...((some("effect") || live.onEdges) && (all || panels.every((panel) => panel.weights.effect))
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
     ];

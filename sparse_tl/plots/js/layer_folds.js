@@ -1,5 +1,5 @@
 // Unfolds layers of a circuit diagram: on a click, or if a line is drawn in them. Everything below them
-// moves down. circuit_svg.py chooses the folds of the first view.
+// moves down. attention_svg.py chooses the folds of the first view.
 
 // Makes the bands of a panel buttons; redraw() is called after a click.
 function addFoldButtons(svg, panels, panel, redraw) {

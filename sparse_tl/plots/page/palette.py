@@ -159,13 +159,7 @@ OPEN_NODE_INK, ABSENT_NODE_INK = CONTROL_INK, "#6b7380"
 
 
 def channels(colour: Colour) -> tuple[int, int, int]:
-    """Red, green and blue, 0..255.
-
-    Raises:
-        ValueError: the colour does not have six hexadecimal digits.
-    """
-    if not re.fullmatch(r"#[0-9a-fA-F]{6}", colour):
-        raise ValueError(f"expected a colour like '#0072b2'; got {colour!r}")
+    """Red, green and blue, 0..255."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return red, green, blue
 

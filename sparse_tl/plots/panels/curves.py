@@ -21,30 +21,7 @@ from sparse_tl.circuits.curves import (
 )
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.page import palette
-from sparse_tl.plots.page.palette import (
-    INK,
-    LABEL_SIZE,
-    MODEL_PAIRS,
-    PANEL_TITLE_SIZE,
-    RULE_WEIGHT,
-)
-from sparse_tl.plots.panels.grid import (
-    ROW_TITLE_WIDTH,
-    GridFigure,
-    Position,
-    add_inner_legend,
-    add_legend,
-    add_line,
-    add_notes,
-    add_outer_titles,
-    add_side_legend,
-    count_ticks,
-    fitting_width,
-    in_rows,
-    legend_size,
-    panel_figure,
-    panel_positions,
-)
+from sparse_tl.plots.panels import grid
 
 Parts = Literal["heads", "circuit_edges"]
 Curves = Sequence[SeedCurves]
@@ -68,7 +45,7 @@ def effect_figure(
     *,
     parts: Parts,
     level: Share = 0.9,
-) -> GridFigure:
+) -> grid.GridFigure:
     """Draw the explained effect against the parts kept, one panel per task.
 
     Single curves are drawn with their intervals; several seeds are thin lines with a thick median.
@@ -98,11 +75,11 @@ def effect_figure(
     label_height = _LABEL_HEIGHT * max(1, *map(len, labels.values()))
     effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
     low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
-    rows = in_rows(list(panels))
-    width = fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
+    rows = grid.in_rows(list(panels))
+    width = grid.fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
     unit = min(max(_UNIT, width / 2), (_MAX_HEIGHT - label_height) / (high - low))
     span = (low, high + label_height / unit)
-    figure = panel_figure(
+    figure = grid.panel_figure(
         rows,
         x=f"Number of {'Edges' if parts == 'circuit_edges' else 'Heads'} Kept",
         y="Explained Effect",
@@ -111,33 +88,39 @@ def effect_figure(
         gap=_GAP,
     )
     figure.update_yaxes(range=span, dtick=0.5)
-    inside = dict[tuple[str, ...], Position]()  # the first panel of each pair of models
+    inside = dict[tuple[str, ...], grid.Position]()  # the first panel of each pair of models
     has_room = True
-    for (title, curves), position in zip(drawn.items(), panel_positions(rows), strict=True):
+    for (title, curves), position in zip(drawn.items(), grid.panel_positions(rows), strict=True):
         at = {"row": position[0], "col": position[1]}
         least, axis = _axis(curves, parts)
         if inside.setdefault(pairs[title], position) == position:
             has_room &= _has_room(curves, axis, width, low, unit)
         figure.update_xaxes(**axis, **at)
-        for curve, colour in zip(curves, MODEL_PAIRS[order.index(pairs[title])], strict=False):
+        for curve, colour in zip(
+            curves, palette.MODEL_PAIRS[order.index(pairs[title])], strict=False
+        ):
             _add_curve(figure, position, curve, colour, parts, least)
         reached = [curve.median.size_at(level) for curve in curves]
         sizes = sorted(max(size, least) for size in reached if size is not None)
         if len(sizes) == 2:
-            line: dict[str, Any] = {"colour": INK, "width": RULE_WEIGHT, "dashed": True}
-            add_line(figure, position, x=sizes, y=[level] * 2, **line)
-        size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
+            line: dict[str, Any] = {
+                "colour": palette.INK,
+                "width": palette.RULE_WEIGHT,
+                "dashed": True,
+            }
+            grid.add_line(figure, position, x=sizes, y=[level] * 2, **line)
+        size = palette.LABEL_SIZE if len(curves[0].seeds) > 1 else palette.PANEL_TITLE_SIZE - 1
         for number, words in enumerate(reversed(labels[title])):
             y = span[1] - (label_height - number * _LABEL_HEIGHT) / unit
             place = {"x": 0.5, "xref": "x domain", "xanchor": "center", "y": y, "yanchor": "bottom"}
             figure.add_annotation(text=words, font={"size": size}, **place, **at)
     if has_room:
         for position in inside.values():
-            add_inner_legend(figure, position)
+            grid.add_inner_legend(figure, position)
     else:
-        add_legend(figure)
-    add_notes(figure, _notes(drawn))
-    return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
+        grid.add_legend(figure)
+    grid.add_notes(figure, _notes(drawn))
+    return grid.GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
 
 def _axis(curves: Curves, parts: Parts) -> tuple[float, dict[str, Any]]:
@@ -150,7 +133,7 @@ def _axis(curves: Curves, parts: Parts) -> tuple[float, dict[str, Any]]:
     ticks: dict[str, Any]
     if parts == "heads":
         start, stop, least = 0.0, max(float(measured[-1]), 1.0), 0.0
-        ticks = {"type": "linear", **count_ticks(stop)}
+        ticks = {"type": "linear", **grid.count_ticks(stop)}
     else:
         first = len(str(next((size for size in measured if size > 0), 1))) - 1
         stop = max(math.log10(max(measured[-1], 1)), first + 1.0)
@@ -168,7 +151,7 @@ def _has_room(
     curves: Curves, axis: Mapping[str, Any], width: float, low: float, unit: float
 ) -> bool:
     """Whether no curve is behind a legend at the lower right of a panel."""
-    room, height = legend_size([curve.name for curve in curves])
+    room, height = grid.legend_size([curve.name for curve in curves])
     start, stop = axis["range"]
     behind = np.linspace(stop - room / width * (stop - start), stop, 33)
     behind = 10**behind if axis["type"] == "log" else behind
@@ -191,8 +174,10 @@ def _checked_pairs(panels: Mapping[str, Curves]) -> dict[str, tuple[str, ...]]:
                 f"panel {title!r} is for a dense and a sparse curve with different names; got "
                 f"{list(names)}; draw other models in separate panels"
             )
-    if len(set(pairs.values())) > len(MODEL_PAIRS):
-        raise ValueError(f"a figure has colours for {len(MODEL_PAIRS)} pairs of models; draw fewer")
+    if len(set(pairs.values())) > len(palette.MODEL_PAIRS):
+        raise ValueError(
+            f"a figure has colours for {len(palette.MODEL_PAIRS)} pairs of models; draw fewer"
+        )
     return pairs
 
 
@@ -225,7 +210,7 @@ def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
 
 
 def _add_curve(
-    figure: Any, at: Position, seeds: SeedCurves, colour: str, parts: Parts, least: float
+    figure: Any, at: grid.Position, seeds: SeedCurves, colour: str, parts: Parts, least: float
 ) -> None:
     """Add a curve with its interval, or the curves of all seeds with their median on top."""
     noun = parts.replace("_", " ")
@@ -243,7 +228,7 @@ def _add_curve(
             )
         ]
         x = [max(size, least) for size in curve.sizes]
-        add_line(figure, at, x=x, y=curve.mean, hover=hover, colour=colour, **style)
+        grid.add_line(figure, at, x=x, y=curve.mean, hover=hover, colour=colour, **style)
 
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
@@ -268,7 +253,7 @@ _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
 
 
 @checked
-def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
+def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> grid.GridFigure:
     """Draw the change in log-probability of the target response against ablated heads.
 
     One row of panels per task, with its own axes, and one column per model. Lines are means over
@@ -290,12 +275,12 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     ]
     drawn = [list(chain(*row.values())) for row in panels]
     legend = _ablation_legend(list(chain(*drawn)))
-    legend_width, legend_height = legend_size(list(legend))
+    legend_width, legend_height = grid.legend_size(list(legend))
     is_beside = len(columns) <= _MOST_BESIDE_LEGEND
-    beside = (ROW_TITLE_WIDTH if any(rows) else 0) + (legend_width if is_beside else 0)
-    width = fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
+    beside = (grid.ROW_TITLE_WIDTH if any(rows) else 0) + (legend_width if is_beside else 0)
+    width = grid.fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
     least = legend_height if len(rows) == 1 and is_beside else 0
-    figure = panel_figure(
+    figure = grid.panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
         x="",
@@ -306,7 +291,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     )
     # Samples in full colour, even if the lines of the first panel are pale.
     for name, style in legend.items():
-        add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
+        grid.add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
     for number, (row, curves) in enumerate(zip(panels, drawn, strict=True), start=1):
         _span_updates(figure, max(curve.counts[-1] for curve in curves), row=number)
         figure.update_yaxes(range=_vertical_span(curves), nticks=5, row=number)
@@ -317,14 +302,14 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
                 # Plotly draws no axes without a trace.
                 figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
                 at = {"xref": "x domain", "yref": "y domain", "row": number, "col": column}
-                font = {"size": LABEL_SIZE, "color": palette.MUTED}
+                font = {"size": palette.LABEL_SIZE, "color": palette.MUTED}
                 figure.add_annotation(text="not measured", x=0.5, y=0.5, font=font, **at)
     upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response"
-    add_outer_titles(figure, "Number of Ablated Heads", upwards)
-    (add_side_legend if is_beside else add_legend)(figure)
-    add_notes(figure, _empty_roles(rows))
+    grid.add_outer_titles(figure, "Number of Ablated Heads", upwards)
+    (grid.add_side_legend if is_beside else grid.add_legend)(figure)
+    grid.add_notes(figure, _empty_roles(rows))
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
-    return GridFigure(figure, title)
+    return grid.GridFigure(figure, title)
 
 
 def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> Iterator[str]:
@@ -363,8 +348,8 @@ def _ablation_legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any
         if order in used
     }
     if any(_n_in_role(curve) < curve.counts[-1] for curve in curves):
-        styles[_IN_ROLE] = {"colour": INK}
-        styles[_BEYOND] = {"colour": INK, "width": _PALE_WEIGHT, "opacity": _PALE}
+        styles[_IN_ROLE] = {"colour": palette.INK}
+        styles[_BEYOND] = {"colour": palette.INK, "width": _PALE_WEIGHT, "opacity": _PALE}
     return styles
 
 
@@ -376,14 +361,16 @@ def _n_in_role(curve: AblationCurve) -> int:
 
 
 @checked
-def gate_trajectories(roles: HeadRoles) -> GridFigure:
+def gate_trajectories(roles: HeadRoles) -> grid.GridFigure:
     """Draw each head's mean gate over seeds in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
     heads = {role: (strongest == index).nonzero().tolist() for index, role in enumerate(ROLES)}
     heads = {role: members for role, members in heads.items() if members}
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
-    width = fitting_width(len(titles), gap=_NARROW, most=200)
-    figure = panel_figure([titles], x="Update", y="Mean Gate", width=width, height=160, gap=_NARROW)
+    width = grid.fitting_width(len(titles), gap=_NARROW, most=200)
+    figure = grid.panel_figure(
+        [titles], x="Update", y="Mean Gate", width=width, height=160, gap=_NARROW
+    )
     _span_updates(figure, max(roles.recorded_at))
     figure.update_yaxes(range=(-0.03, 1.03), dtick=0.5)
     for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
@@ -391,7 +378,7 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
         for role in sorted(heads, key=lambda role: -len(heads[role])):
             for layer, head in heads[role]:
                 values = gates[:, layer, head].tolist()
-                add_line(
+                grid.add_line(
                     figure,
                     (1, column),
                     x=roles.recorded_at,
@@ -402,17 +389,17 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
                     width=palette.THIN_CURVE_WEIGHT,
                     opacity=_CROWDED,
                 )
-    add_legend(figure)
-    return GridFigure(figure, "Gates of heads by update")
+    grid.add_legend(figure)
+    return grid.GridFigure(figure, "Gates of heads by update")
 
 
 def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
     """Set horizontal axes from 0 to the last update, with a small margin."""
     last = max(last, 1)
-    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **count_ticks(last), row=row)
+    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **grid.count_ticks(last), row=row)
 
 
-def _add_ablation(figure: Any, position: Position, curve: AblationCurve) -> None:
+def _add_ablation(figure: Any, position: grid.Position, curve: AblationCurve) -> None:
     """Add the mean, in full colour while there are heads of the role, then thin and pale."""
     name, counts, values = _NAMES[curve.by], curve.counts, curve.values
     mean, low, high = (
@@ -434,10 +421,10 @@ def _add_ablation(figure: Any, position: Position, curve: AblationCurve) -> None
     inside, beyond = slice(0, end + 1), slice(end, len(counts))
     points = {"x": counts[inside], "y": mean[inside], "hover": hover[inside]}
     if end > 0:
-        add_line(figure, position, **points, low=low[inside], high=high[inside], **line)
+        grid.add_line(figure, position, **points, low=low[inside], high=high[inside], **line)
     points = {"x": counts[beyond], "y": mean[beyond], "hover": hover[beyond]}
     if end < len(counts) - 1:
-        add_line(figure, position, **points, width=_PALE_WEIGHT, opacity=_PALE, **line)
+        grid.add_line(figure, position, **points, width=_PALE_WEIGHT, opacity=_PALE, **line)
 
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:

@@ -16,24 +16,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.subplots import make_subplots
 
-from sparse_tl.plots.page.palette import (
-    AXIS,
-    BACKGROUND,
-    CLEAR,
-    CURVE_WEIGHT,
-    DASHES,
-    FONT_FAMILY,
-    GRID,
-    INK,
-    INTERVAL_ALPHA,
-    LABEL_SIZE,
-    LEGEND_SIZE,
-    MUTED,
-    PANEL_TITLE_SIZE,
-    TICK_SIZE,
-    Colour,
-    dark_colour,
-)
+from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import AUTO, Figure, notebook_style
 from sparse_tl.plots.page.token_text import (
     clip_text,
@@ -58,36 +41,39 @@ Position = tuple[int, int]
 _AXIS: dict[str, Any] = {
     "zeroline": False,
     "tickangle": 0,
-    "tickfont": {"size": TICK_SIZE, "color": MUTED},
+    "tickfont": {"size": palette.TICK_SIZE, "color": palette.MUTED},
 }
-_AXIS_TITLE = {"size": LABEL_SIZE, "color": INK}
+_LABEL = {"size": palette.LABEL_SIZE, "color": palette.INK}
 _TEMPLATE = go.layout.Template(
     layout={
-        "font": {"family": FONT_FAMILY, "color": INK, "size": TICK_SIZE},
-        "paper_bgcolor": BACKGROUND,
-        "plot_bgcolor": BACKGROUND,
+        "font": {"family": palette.FONT_FAMILY, "color": palette.INK, "size": palette.TICK_SIZE},
+        "paper_bgcolor": palette.BACKGROUND,
+        "plot_bgcolor": palette.BACKGROUND,
         "hovermode": "closest",
-        "hoverlabel": {"bgcolor": BACKGROUND, "font": {"size": LABEL_SIZE, "color": INK}},
+        "hoverlabel": {
+            "bgcolor": palette.BACKGROUND,
+            "font": {"size": palette.LABEL_SIZE, "color": palette.INK},
+        },
         "xaxis": _AXIS
         | {
-            "title": {"font": _AXIS_TITLE, "standoff": 8},
+            "title": {"font": _LABEL, "standoff": 8},
             "showgrid": False,
             "showline": True,
-            "linecolor": AXIS,
+            "linecolor": palette.AXIS,
             "ticks": "outside",
             "ticklen": 4,
-            "tickcolor": AXIS,
+            "tickcolor": palette.AXIS,
         },
         "yaxis": _AXIS
         | {
-            "title": {"font": _AXIS_TITLE, "standoff": 6},
-            "gridcolor": GRID,
+            "title": {"font": _LABEL, "standoff": 6},
+            "gridcolor": palette.GRID,
             "ticks": "",
         },
-        "annotationdefaults": {"showarrow": False, "font": {"color": INK}},
+        "annotationdefaults": {"showarrow": False, "font": {"color": palette.INK}},
         "legend": {
-            "bgcolor": CLEAR,
-            "font": {"size": LEGEND_SIZE, "color": INK},
+            "bgcolor": palette.CLEAR,
+            "font": {"size": palette.LEGEND_SIZE, "color": palette.INK},
             "itemwidth": 30,
             "tracegroupgap": 0,
         },
@@ -198,7 +184,7 @@ def _inverted(value: Any, key: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [_inverted(part, key) for part in value]
     is_colour = key.endswith(("color", "colorscale")) and isinstance(value, str)
-    return dark_colour(value) if is_colour and value != CLEAR else value
+    return palette.dark_colour(value) if is_colour and value != palette.CLEAR else value
 
 
 # ---- panels ------------------------------------------------------------------------------------
@@ -308,7 +294,7 @@ def _add_title(
 ) -> None:
     """Add a title, as large as fits, at a place in panel units."""
     if title:
-        shown, size = fit_text(visible_text(title), PANEL_TITLE_SIZE, room)
+        shown, size = fit_text(visible_text(title), palette.PANEL_TITLE_SIZE, room)
         place = place | {"xref": "x domain", "yref": "y domain", "font": {"size": size}}
         row, column = position
         figure.add_annotation(text=plain_text(shown), row=row, col=column, **place)
@@ -317,12 +303,12 @@ def _add_title(
 def add_outer_titles(figure: Any, x: str, y: str) -> None:
     """Add axis titles for all panels together, the vertical one in two lines if necessary."""
     layout, n_lines = figure.layout, 1
-    if text_width(y, LABEL_SIZE) > _inner_size(layout)[1]:
+    if text_width(y, palette.LABEL_SIZE) > _inner_size(layout)[1]:
         spaces = (i for i, character in enumerate(y) if character == " ")
         middle = min(spaces, key=lambda i: abs(i - len(y) / 2))
         y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
         figure.update_layout(width=layout.width + _LINE, margin_l=layout.margin.l + _LINE)
-    title = {"font": {"size": LABEL_SIZE}, "xref": "paper", "yref": "paper"}
+    title = {"font": {"size": palette.LABEL_SIZE}, "xref": "paper", "yref": "paper"}
     title |= {"xanchor": "center", "yanchor": "middle"}
     below = {"x": 0.5, "y": 0, "yshift": _BELOW_TITLE - layout.margin.b}
     aside = {"x": 0, "y": 0.5, "xshift": n_lines * _LINE / 2 + 4 - layout.margin.l}
@@ -339,13 +325,13 @@ def add_line(
     *,
     x: Sequence[float | None],
     y: Sequence[float | None],
-    colour: Colour,
+    colour: palette.Colour,
     name: str = "",
     group: str = "",
     low: Sequence[float] = (),
     high: Sequence[float] = (),
     hover: Sequence[Sequence[str]] = (),
-    width: float = CURVE_WEIGHT,
+    width: float = palette.CURVE_WEIGHT,
     opacity: float = 1.0,
     dashed: bool = False,
     point_size: float = 0,
@@ -370,21 +356,21 @@ def add_line(
             line={"width": 0},
             fill="toself",
             fillcolor=colour,
-            opacity=INTERVAL_ALPHA,
+            opacity=palette.INTERVAL_ALPHA,
             hoverinfo="skip",
             **style,
         )
     if point_size:
         style |= {"mode": "markers", "marker": {"color": colour, "size": point_size}}
     else:
-        dash = {"dash": ",".join(f"{length}px" for length in DASHES)} if dashed else {}
+        dash = {"dash": ",".join(f"{length}px" for length in palette.DASHES)} if dashed else {}
         style["line"] = {"color": colour, "width": width, **dash}
     # No hovertemplate: it would substitute any %{...} in a name.
     figure.add_scatter(
         x=list(x),
         y=list(y),
         opacity=opacity,
-        name=plain_text(clip_text(visible_text(name), LEGEND_SIZE, LONGEST_NAME)),
+        name=plain_text(clip_text(visible_text(name), palette.LEGEND_SIZE, LONGEST_NAME)),
         hoverinfo="text" if len(hover) else "skip",
         hovertext=[hover_text(words) for words in hover],
         **style,
@@ -407,7 +393,7 @@ def add_cells(
     position: Position,
     values: Sequence[Sequence[float]],
     hover: Iterable[Iterable[Sequence[str]]],
-    colours: Sequence[tuple[float, Colour]],
+    colours: Sequence[tuple[float, palette.Colour]],
     limits: tuple[float, float],
     label: str,
     bar_top: float = BAR_TOP,
@@ -425,7 +411,7 @@ def add_cells(
     row, column = position
     axes, (inner_width, inner_height) = figure.get_subplot(row, column), _inner_size(figure.layout)
     width, _ = panel_size(figure, position)
-    shown = plain_text(clip_text(visible_text(label), TICK_SIZE, width))
+    shown = plain_text(clip_text(visible_text(label), palette.TICK_SIZE, width))
     bar = {
         "orientation": "h",
         "x": axes.xaxis.domain[0] + _BAR_INSET / inner_width,
@@ -439,10 +425,10 @@ def add_cells(
         "thickness": _BAR_HEIGHT,
         "outlinewidth": 0,
         "ticks": "",
-        "tickfont": {"size": TICK_SIZE, "color": MUTED},
+        "tickfont": {"size": palette.TICK_SIZE, "color": palette.MUTED},
         "tickangle": 0,
         "nticks": 4,
-        "title": {"text": shown, "side": "bottom", "font": {"size": TICK_SIZE}},
+        "title": {"text": shown, "side": "bottom", "font": {"size": palette.TICK_SIZE}},
     }
     figure.add_heatmap(
         z=values,
@@ -491,13 +477,13 @@ _SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 50, 19, 18
 
 def legend_size(names: Sequence[str]) -> tuple[float, float]:
     """Width and height of a legend of one column."""
-    width = max(text_width(name, LEGEND_SIZE) for name in names) + _SAMPLE + 6
+    width = max(text_width(name, palette.LEGEND_SIZE) for name in names) + _SAMPLE + 6
     return width, len(names) * _ENTRY_HEIGHT + 8
 
 
-def _listed_once(figure: Any) -> dict[tuple[str, Colour], Any]:
+def _listed_once(figure: Any) -> dict[tuple[str, palette.Colour], Any]:
     """The traces that a legend lists: the first of each name and colour."""
-    first = dict[tuple[str, Colour], Any]()
+    first = dict[tuple[str, palette.Colour], Any]()
     for trace in figure.data:
         if trace.name:
             first.setdefault((trace.name, trace.line.color or trace.marker.color), trace)
@@ -531,7 +517,7 @@ def add_legend(figure: Any) -> None:
     """Add one legend below all panels, in rows, with each name once per colour."""
     first = _listed_once(figure)
     inner_width, inner_height = _inner_size(figure.layout)
-    entry = max(text_width(name, LEGEND_SIZE) for name, _ in first)
+    entry = max(text_width(name, palette.LEGEND_SIZE) for name, _ in first)
     n_rows = -(-len(first) // max(int(inner_width // (entry + _SAMPLE)), 1))
     start = _grow_below(figure, n_rows * _ENTRY_HEIGHT + 8)
     flow = {"orientation": "h", "entrywidthmode": "pixels", "entrywidth": entry}
@@ -543,10 +529,10 @@ def add_notes(figure: Any, notes: Iterable[str]) -> None:
     """Add notes below all panels, at the left."""
     layout = figure.layout
     room = layout.width - layout.margin.l - 4
-    for line in wrap_text(visible_text(" ".join(notes)), TICK_SIZE, room):
+    for line in wrap_text(visible_text(" ".join(notes)), palette.TICK_SIZE, room):
         figure.add_annotation(
             text=plain_text(line),
-            font={"size": TICK_SIZE},
+            font={"size": palette.TICK_SIZE},
             **{"xref": "paper", "yref": "paper", "x": 0, "y": 0},
             xanchor="left",
             yanchor="middle",

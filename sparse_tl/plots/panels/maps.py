@@ -26,25 +26,7 @@ from sparse_tl.head_roles import ROLES, HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import EMPTY_CELL, HELPS, HURTS, TICK_SIZE, Colour, blend
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
-from sparse_tl.plots.panels.grid import (
-    BAR_BELOW,
-    BAR_ROOM,
-    CELLS,
-    GridFigure,
-    Position,
-    add_cells,
-    add_legend,
-    add_line,
-    add_notes,
-    add_texts,
-    fitting_width,
-    hover_text,
-    in_rows,
-    panel_figure,
-    panel_positions,
-    panel_size,
-    plain_text,
-)
+from sparse_tl.plots.panels import grid
 
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
 _TEXT_CELL, _LEAST_TEXT_CELL = 58.0, 40.0
@@ -74,7 +56,7 @@ class _Cells:
 
 
 @checked
-def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
+def layer_map(panels: Mapping[str, Mapped]) -> grid.GridFigure:
     """Draw results by layer in a row with one panel per model.
 
     Activation patching: the effect at each layer and column, blue if it moves the metric towards
@@ -97,19 +79,19 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     if any(len(c.columns) != len(first.columns) or c.rows != first.rows for c in drawn.values()):
         raise ValueError("the results differ in layers or columns; draw them in separate figures")
     n_rows, n_columns = len(first.rows), len(first.columns)
-    room = fitting_width(len(drawn), gap=_LAYER_GAP, most=math.inf) / n_columns
+    room = grid.fitting_width(len(drawn), gap=_LAYER_GAP, most=math.inf) / n_columns
     few = len(drawn) * n_rows * n_columns <= _MOST_TEXTS
     written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
     cell = max(_LEAST_CELL, min(room, _TEXT_CELL if written else _CELL), _LEAST_PLOT / n_columns)
     sizes = {"width": cell * n_columns, "height": _ROW * n_rows, "gap": _LAYER_GAP}
-    figure: Any = panel_figure([list(drawn)], x="", y="Layer", **sizes)
+    figure: Any = grid.panel_figure([list(drawn)], x="", y="Layer", **sizes)
     span = {"range": (-0.5, n_rows - 0.5), "showgrid": False}
     figure.update_yaxes(**span, tickvals=list(range(n_rows)), ticktext=first.rows)
     figure.update_xaxes(range=(-0.5, n_columns - 0.5), ticks="")
     bar_top = _label_columns(figure, drawn, cell)
     for column, cells in enumerate(drawn.values(), start=1):
         shown = cells.values, cells.hover, cells.colours, cells.limits, cells.label
-        add_cells(figure, (1, column), *shown, bar_top)
+        grid.add_cells(figure, (1, column), *shown, bar_top)
     if written:
         texts = [
             ((1, column), x, y, clip_text(visible_text(text), TICK_SIZE, cell - 4))
@@ -117,8 +99,8 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
             for y, row in enumerate(cells.texts)
             for x, text in enumerate(row)
         ]
-        add_texts(figure, texts, font={"size": TICK_SIZE}, yanchor="middle")
-    return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
+        grid.add_texts(figure, texts, font={"size": TICK_SIZE}, yanchor="middle")
+    return grid.GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
 
 
 def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> float:
@@ -131,12 +113,12 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> flo
     longest = max(text_width(text, TICK_SIZE) for row in labels for text in row)
     rotated = longest > cell - 4
     deep = (longest if rotated else TICK_SIZE) + 18
-    bottom = deep + BAR_BELOW
+    bottom = deep + grid.BAR_BELOW
     layout = figure.layout
     figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
     for column, row in enumerate(labels, start=1):
         shown = range(len(row) - 1, -1, -every)  # always the last column
-        texts = {"tickvals": [*shown], "ticktext": [plain_text(row[x]) for x in shown]}
+        texts = {"tickvals": [*shown], "ticktext": [grid.plain_text(row[x]) for x in shown]}
         figure.update_xaxes(**texts, tickangle=-90 if rotated else 0, row=1, col=column)
     return deep
 
@@ -247,7 +229,7 @@ def head_map(
     *,
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
-) -> GridFigure:
+) -> grid.GridFigure:
     """Draw scores or behaviour of heads, one panel per model.
 
     For scores, blue heads help (negative score) and orange heads hurt; full colour is the panel's
@@ -265,20 +247,19 @@ def head_map(
             lacks a marked head, or there are more names of marks than colours.
     """
     grids = {result.grid for result in panels.values()}
-    grid = grids.pop() if len(grids) == 1 else None
-    if not isinstance(grid, HeadGrid):
+    heads = grids.pop() if len(grids) == 1 else None
+    if not isinstance(heads, HeadGrid):
         raise ValueError(
             "a head map shows scores of heads from attribute_heads, or head behaviour, of models "
             "of one shape; draw scores of circuit edges with scores.figure()"
         )
-    framed = marked_heads(grid, marked or {})
+    framed = marked_heads(heads, marked or {})
     behaviours = {
         name: result for name, result in panels.items() if isinstance(result, HeadBehaviour)
     }
     longest = max(text_width(label, TICK_SIZE) for label in _LABELS) + _LABEL_MARGIN
-    figure, positions = head_panels(
-        list(panels), grid.n_layers, grid.n_heads, label_width=longest if behaviours else 0
-    )
+    label_width = longest if behaviours else 0
+    figure, positions = head_panels([*panels], *heads.exists.shape, label_width=label_width)
     for position, result in zip(positions, panels.values(), strict=True):
         if isinstance(result, Scores):
             _add_scores(figure, position, result, framed, unit)
@@ -287,16 +268,16 @@ def head_map(
     for position in positions:
         _add_frames(figure, position, framed)
     if any(trace.name for trace in figure.data):
-        add_legend(figure)
-    add_notes(figure, _notes(behaviours))
-    return GridFigure(
+        grid.add_legend(figure)
+    grid.add_notes(figure, _notes(behaviours))
+    return grid.GridFigure(
         figure, f"{'Kinds' if behaviours else 'Scores'} of heads in {', '.join(panels)}"
     )
 
 
 def head_panels(
     titles: Sequence[str], n_layers: int, n_heads: int, *, label_width: float = 0
-) -> tuple[Any, list[Position]]:
+) -> tuple[Any, list[grid.Position]]:
     """Empty maps of heads, in rows of at most four, and their positions.
 
     Args:
@@ -305,16 +286,16 @@ def head_panels(
         label_width: width in pixels of the labels in cells; 0 for square cells without labels and
             with a colour bar below.
     """
-    rows = in_rows(titles)
+    rows = grid.in_rows(titles)
     most = max(label_width, _LARGEST_CELL)
     across = max(
-        _SMALLEST_CELL, fitting_width(len(rows[0]), gap=_GAP, most=most * n_heads) / n_heads
+        _SMALLEST_CELL, grid.fitting_width(len(rows[0]), gap=_GAP, most=most * n_heads) / n_heads
     )
     upwards = int(max(_SMALLEST_CELL, min(across, _LARGEST_CELL, _HIGHEST / n_layers)))
     across = int(across) if label_width else upwards
     width, height = max(across * n_heads, _LEAST_MAP), max(upwards * n_layers, 60)
-    below = 0 if label_width else BAR_ROOM
-    figure = panel_figure(
+    below = 0 if label_width else grid.BAR_ROOM
+    figure = grid.panel_figure(
         rows, x="Head", y="Layer", width=width, height=height, gap=_GAP, below=below
     )
     for update, count, length in (
@@ -323,10 +304,10 @@ def head_panels(
     ):
         most = min(max(int(length // _TICK_ROOM), 1), 16)
         update(range=(-0.5, count - 0.5), tick0=0, dtick=math.ceil(count / most))
-    return figure, panel_positions(rows)
+    return figure, grid.panel_positions(rows)
 
 
-def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
+def marked_heads(of: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
     """The indices of the marked heads, by legend entry.
 
     Raises:
@@ -336,10 +317,12 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
         raise ValueError(
             f"at most {len(palette.MARKS)} names of heads can be marked; got {list(marked)}"
         )
-    return {name: [grid.index(head) for head in heads] for name, heads in marked.items()}
+    return {name: [of.index(head) for head in heads] for name, heads in marked.items()}
 
 
-def _add_scores(figure: Any, position: Position, scores: Scores, framed: _Heads, unit: str) -> None:
+def _add_scores(
+    figure: Any, position: grid.Position, scores: Scores, framed: _Heads, unit: str
+) -> None:
     measured, unit = (f"Score, {unit}", f" {unit}") if unit else ("Score", "")
     names: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, heads in framed.items():
@@ -355,10 +338,10 @@ def _add_scores(figure: Any, position: Position, scores: Scores, framed: _Heads,
         for layer, row in enumerate(mean.tolist())
     ]
     colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
-    add_cells(figure, position, mean.tolist(), hover, colours, (-largest, largest), measured)
+    grid.add_cells(figure, position, mean.tolist(), hover, colours, (-largest, largest), measured)
 
 
-def _add_frames(figure: Any, position: Position, framed: _Heads) -> None:
+def _add_frames(figure: Any, position: grid.Position, framed: _Heads) -> None:
     """Add one line with gaps per name: the frames of its heads."""
     corners = ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1), (math.nan, math.nan))
     for (name, heads), colour in zip(framed.items(), palette.MARKS, strict=False):
@@ -368,7 +351,8 @@ def _add_frames(figure: Any, position: Position, framed: _Heads) -> None:
             for across, up in corners
         ]
         x, y = zip(*at, strict=True) if at else ((), ())
-        add_line(figure, position, x=x, y=y, colour=colour, name=name, width=palette.MARK_WEIGHT)
+        style: dict[str, Any] = {"colour": colour, "width": palette.MARK_WEIGHT}
+        grid.add_line(figure, position, x=x, y=y, name=name, **style)
 
 
 # ---- behaviour: a colour for each head's kind, and a short label -------------------------------
@@ -385,7 +369,7 @@ _FILL[""] = EMPTY_CELL
 
 
 def _add_behaviour(
-    figure: Any, positions: Sequence[Position], panels: Mapping[str, HeadBehaviour]
+    figure: Any, positions: Sequence[grid.Position], panels: Mapping[str, HeadBehaviour]
 ) -> None:
     """Fill panels with cells by kind and their labels, and add samples of the kinds."""
     for position, behaviour in zip(positions, panels.values(), strict=True):
@@ -395,7 +379,7 @@ def _add_behaviour(
         if kind in drawn:
             name = f"{KINDS[kind].label} {kind}".strip()
             sample: dict[str, Any] = {"colour": _FILL[kind], "name": name, "width": _SAMPLE}
-            add_line(figure, (1, 1), x=[None], y=[None], **sample)
+            grid.add_line(figure, (1, 1), x=[None], y=[None], **sample)
 
 
 def _notes(panels: Mapping[str, HeadBehaviour]) -> list[str]:
@@ -408,53 +392,53 @@ def _notes(panels: Mapping[str, HeadBehaviour]) -> list[str]:
     return notes
 
 
-def _add_kinds(figure: Any, position: Position, behaviour: HeadBehaviour) -> None:
+def _add_kinds(figure: Any, position: grid.Position, behaviour: HeadBehaviour) -> None:
     """Fill a panel with cells, one trace per kind, and label them; tooltips have all scores.
 
     Labels that do not fit lose their sign, or are left out.
     """
-    grid, main = behaviour.grid, behaviour.main
-    names = grid.names(grid.places)
+    heads, main = behaviour.grid, behaviour.main
+    names = heads.names(heads.places)
     scores = torch.stack([*behaviour.scores.values()], dim=-1).flatten(0, 1).tolist()
     tooltips = list[str]()
     for name, row in zip(names, scores, strict=True):
         measured = map("{} {:.3f}".format, behaviour.scores, row)
-        tooltips.append(hover_text([name, *filter(None, [main.get(name)]), *measured]))
-    rows = range(0, len(tooltips), grid.n_heads)
+        tooltips.append(grid.hover_text([name, *filter(None, [main.get(name)]), *measured]))
+    rows = range(0, len(tooltips), heads.n_heads)
     for kind in ("", *dict.fromkeys(main.values())):
-        cells = torch.full(grid.exists.shape, torch.nan)
+        cells = torch.full(heads.exists.shape, torch.nan)
         for head in names:
             if main.get(head, "") == kind:
-                cells[grid.index(head)] = 1
+                cells[heads.index(head)] = 1
         figure.add_heatmap(
             z=cells.tolist(),
             zmin=0,
             zmax=1,
             colorscale=[(0, _FILL[kind]), (1, _FILL[kind])],
             showscale=False,
-            text=[tooltips[start : start + grid.n_heads] for start in rows],
-            **CELLS,
+            text=[tooltips[start : start + heads.n_heads] for start in rows],
+            **grid.CELLS,
             row=position[0],
             col=position[1],
         )
-    width, height = panel_size(figure, position)
-    if height / grid.n_layers < _LEAST_HEIGHT:
+    width, height = grid.panel_size(figure, position)
+    if height / heads.n_layers < _LEAST_HEIGHT:
         return
-    labels = list[tuple[Position, float, float, str]]()
+    labels = list[tuple[grid.Position, float, float, str]]()
     for name, label in behaviour.labels.items():
-        layer, head = grid.index(name)
+        layer, head = heads.index(name)
         for text in (label, KINDS[main[name]].label):
-            if text and text_width(text, TICK_SIZE) <= width / grid.n_heads:
+            if text and text_width(text, TICK_SIZE) <= width / heads.n_heads:
                 labels.append((position, head, layer, text))
                 break
-    add_texts(figure, labels, font={"size": TICK_SIZE}, yanchor="middle")
+    grid.add_texts(figure, labels, font={"size": TICK_SIZE}, yanchor="middle")
 
 
 # ---- roles -------------------------------------------------------------------------------------
 
 
 @checked
-def head_roles_figure(roles: HeadRoles) -> GridFigure:
+def head_roles_figure(roles: HeadRoles) -> grid.GridFigure:
     """Draw mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 
     A note gives the cost of removing all heads of a role, in nats per target token; tooltips give
@@ -477,7 +461,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
         ]
         colours = [(0, EMPTY_CELL), (1, palette.ROLES[role])]
         label = f"{role.capitalize()} score"
-        add_cells(figure, position, rows, hover, colours, (0, 1), label)
+        grid.add_cells(figure, position, rows, hover, colours, (0, 1), label)
     each = ", ".join(f"{role} {costs[role]:+.2f}" for role in ROLES)
-    add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
-    return GridFigure(figure, "Roles of heads")
+    grid.add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
+    return grid.GridFigure(figure, "Roles of heads")

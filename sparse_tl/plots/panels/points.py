@@ -9,18 +9,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.circuits import NeuronEffects, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
-from sparse_tl.plots.panels.grid import (
-    LONGEST_NAME,
-    GridFigure,
-    add_legend,
-    add_line,
-    add_notes,
-    fitting_width,
-    in_rows,
-    panel_figure,
-    panel_positions,
-    plain_text,
-)
+from sparse_tl.plots.panels import grid
 from sparse_tl.tasks import SkillComparison
 
 _RULE: dict[str, Any] = {"colour": MUTED, "width": RULE_WEIGHT}
@@ -40,7 +29,7 @@ _SCORE_NAMES = {"strongest": "Strongest", "random": "Drawn at Random"}
 
 
 @checked
-def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFigure:
+def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> grid.GridFigure:
     """Draw scores against exact effects of the same parts; on the dashed line, both are equal.
 
     Args:
@@ -52,16 +41,18 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
     """
     if not checks:
         raise ValueError("there is no panel; pass checked scores by title")
-    rows, suffix = in_rows(list(checks)), f" ({unit})" if unit else ""
-    width = fitting_width(len(rows[0]), gap=_SCORE_GAP, most=_WIDEST_SCORES)
+    rows, suffix = grid.in_rows(list(checks)), f" ({unit})" if unit else ""
+    width = grid.fitting_width(len(rows[0]), gap=_SCORE_GAP, most=_WIDEST_SCORES)
     axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
-    figure = panel_figure(rows, **axes, width=width, height=width, gap=_SCORE_GAP, shared=False)
-    for position, check in zip(panel_positions(rows), checks.values(), strict=True):
+    figure = grid.panel_figure(
+        rows, **axes, width=width, height=width, gap=_SCORE_GAP, shared=False
+    )
+    for position, check in zip(grid.panel_positions(rows), checks.values(), strict=True):
         values = check.table[["score", "exact"]].to_numpy()
         ends = _padded(min(0.0, float(values.min())), max(0.0, float(values.max())))
         for update in (figure.update_xaxes, figure.update_yaxes):
             update(range=ends, nticks=5, row=position[0], col=position[1])
-        add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
+        grid.add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
         for (drawn, name), colour in zip(_SCORE_NAMES.items(), MODEL_PAIRS[0], strict=True):
             half = check.table[check.table["drawn"] == drawn]
             exact, score = half["exact"].tolist(), half["score"].tolist()
@@ -70,9 +61,9 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> GridFig
                 for part, x, y in zip(half["part"], exact, score, strict=True)
             ]
             style: dict[str, Any] = {"colour": colour, "name": name, "opacity": 0.7}
-            add_line(figure, position, x=exact, y=score, hover=hover, point_size=6, **style)
-    add_legend(figure)
-    return GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
+            grid.add_line(figure, position, x=exact, y=score, hover=hover, point_size=6, **style)
+    grid.add_legend(figure)
+    return grid.GridFigure(figure, f"Scores and Exact Effects in {', '.join(checks)}")
 
 
 # ---- neurons -----------------------------------------------------------------------------------
@@ -81,7 +72,7 @@ _NEURON_WIDTH, _NEURON_ROW = 360, 18
 
 
 @checked
-def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") -> GridFigure:
+def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") -> grid.GridFigure:
     """Draw exact effects of neurons, one row each, with their first-order scores.
 
     Args:
@@ -92,13 +83,13 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     table = neurons.to_pandas().head(len(neurons.tokens))
     n, suffix = len(table), f" ({unit})" if unit else ""
     axes = {"x": f"Effect{suffix}", "y": f"Neuron of {neurons.mlp}"}
-    figure = panel_figure([[title]], **axes, width=_NEURON_WIDTH, height=_NEURON_ROW * n)
+    figure = grid.panel_figure([[title]], **axes, width=_NEURON_WIDTH, height=_NEURON_ROW * n)
     values = [0.0, *table["effect"], *table["score"]]
     ends, rows = _padded(min(values), max(values)), list(range(n))
     figure.update_xaxes(range=ends, nticks=5)
     names = [name.partition(".")[2] for name in table["neuron"]]
     figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=rows, ticktext=names)
-    add_line(figure, (1, 1), x=(0.0, 0.0), y=(-0.5, n - 0.5), **_RULE)
+    grid.add_line(figure, (1, 1), x=(0.0, 0.0), y=(-0.5, n - 0.5), **_RULE)
     hover = [
         (
             str(row.neuron),
@@ -116,9 +107,9 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
         ("effect", "Exact", exact),
     ):
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover, "opacity": 0.8}
-        add_line(figure, (1, 1), x=list(table[column]), y=rows, point_size=_POINT, **style)
-    add_legend(figure)
-    return GridFigure(figure, f"Neurons of {neurons.mlp}")
+        grid.add_line(figure, (1, 1), x=list(table[column]), y=rows, point_size=_POINT, **style)
+    grid.add_legend(figure)
+    return grid.GridFigure(figure, f"Neurons of {neurons.mlp}")
 
 
 # ---- skills ------------------------------------------------------------------------------------
@@ -128,7 +119,7 @@ _OFFSET, _TICK, _PALE = 0.16, 0.3, 0.45
 
 
 @checked
-def skill_figure(compared: SkillComparison) -> GridFigure:
+def skill_figure(compared: SkillComparison) -> grid.GridFigure:
     """Draw right above wrong of both models and the divergence, the largest fall at the top.
 
     Pale lines are 95 % intervals.
@@ -144,15 +135,15 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
         raise ValueError("no family was measured, so there is nothing to draw")
     table = table.dropna(subset="change").sort_values("change")
     titles = [visible_text(title) for title in table["title"]]
-    labels = [clip_text(title, TICK_SIZE, LONGEST_NAME + _LABELS) for title in titles]
+    labels = [clip_text(title, TICK_SIZE, grid.LONGEST_NAME + _LABELS) for title in titles]
     more = max(0.0, *(text_width(label, TICK_SIZE) - _LABELS for label in labels))
     n, panels = len(table), ["Right above Wrong (%)", "Divergence (nats)"]
-    width = fitting_width(2, gap=_SKILL_GAP, most=_WIDEST_SKILLS, beside=more)
+    width = grid.fitting_width(2, gap=_SKILL_GAP, most=_WIDEST_SKILLS, beside=more)
     sizes = {"width": width, "height": _SKILL_ROW * n, "gap": _SKILL_GAP}
-    figure = panel_figure([panels], x="", y="", **sizes)
+    figure = grid.panel_figure([panels], x="", y="", **sizes)
     margin, total = figure.layout.margin.l + more, round(figure.layout.width + more)
     figure.update_layout(width=total, margin_l=margin)
-    names = [plain_text(label) for label in labels]
+    names = [grid.plain_text(label) for label in labels]
     figure.update_yaxes(range=(n - 0.5, -0.5), tickvals=[*range(n)], ticktext=names)
     for column, most in enumerate((100, 1.05 * table["divergence_high"].max() or 1.0), start=1):
         span = (-0.02 * most, 1.02 * most)
@@ -160,9 +151,11 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
     hover = []
     for row, one in enumerate(table.itertuples()):
         chance: dict[str, Any] = {"x": [100 * one.chance] * 2, "y": [row - _TICK, row + _TICK]}
-        add_line(figure, (1, 1), **chance, **_RULE, name="Chance")
+        grid.add_line(figure, (1, 1), **chance, **_RULE, name="Chance")
         ends = [100 * one.above_dense, 100 * one.above_sparse]
-        add_line(figure, (1, 1), x=ends, y=[row - _OFFSET, row + _OFFSET], colour=AXIS, width=1.0)
+        grid.add_line(
+            figure, (1, 1), x=ends, y=[row - _OFFSET, row + _OFFSET], colour=AXIS, width=1.0
+        )
         words = [
             f"Right above wrong {one.above_dense:.0%} to {one.above_sparse:.0%}, p {one.p:.2g}",
             f"Right {one.right_dense:.0%} to {one.right_sparse:.0%} of {one.prompts:.0f} prompts",
@@ -178,10 +171,10 @@ def skill_figure(compared: SkillComparison) -> GridFigure:
         points, *ends = (scale * table[f"{value}{end}"] for end in ("", "_low", "_high"))
         rows = [row + offset for row in range(n)]
         for row, *line in zip(rows, *ends, strict=True):
-            add_line(figure, (1, column), x=line, y=[row] * 2, colour=colour, opacity=_PALE)
+            grid.add_line(figure, (1, column), x=line, y=[row] * 2, colour=colour, opacity=_PALE)
         style: dict[str, Any] = {"colour": colour, "name": name, "hover": hover}
-        add_line(figure, (1, column), x=points.tolist(), y=rows, point_size=_POINT, **style)
-    add_legend(figure)
+        grid.add_line(figure, (1, column), x=points.tolist(), y=rows, point_size=_POINT, **style)
+    grid.add_legend(figure)
     if compared.left_out:
-        add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
-    return GridFigure(figure, f"Skills: {compared.verdict}")
+        grid.add_notes(figure, [f"Left out: {', '.join(compared.left_out)}."])
+    return grid.GridFigure(figure, f"Skills: {compared.verdict}")

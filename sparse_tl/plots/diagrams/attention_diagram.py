@@ -2,9 +2,9 @@
 
 1. Check the panels, and round their weights to thousandths, so that the static and the interactive
    figure compare the same integers with the threshold. Scores stay unrounded for tooltips.
-2. Compute the layout (`circuit_svg`), and choose the edges to draw with the page's own script
+2. Compute the layout (`attention_svg`), and choose the edges to draw with the page's own script
    (``attention_edges.js``).
-3. Draw the static SVG (`circuit_svg`).
+3. Draw the static SVG (`attention_svg`).
 4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
    the reader changes an option.
 """
@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
-from sparse_tl.plots.diagrams.circuit_svg import (
+from sparse_tl.plots.diagrams.attention_svg import (
     Layout,
     PanelLayout,
     draw_svg,
@@ -44,6 +44,8 @@ from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
 """Smallest weight to draw; 0 shows every edge with a non-zero weight."""
+_SIGNED: tuple[EdgeWeight, ...] = ("effect", "first-order")
+"""Weights that have a sign, and one value for each target."""
 STEPS = 1000
 """Number of integer steps between weights of 0 and 1."""
 CIRCUIT_DRAWING = ("reach.js", "attention_edges.js", "attention_text.js")
@@ -62,7 +64,7 @@ class CircuitDiagram(PanelFigure):
 
 
 @checked
-def circuit_diagram(
+def attention_diagram(
     panels: Mapping[str, AttentionGraph],
     *,
     target: int = -1,
@@ -109,8 +111,8 @@ def circuit_diagram(
 
     Raises:
         ValueError: there is no panel, panels disagree on columns, targets or metric, the target or
-            threshold is out of range, effects are requested but absent, or weights are not finite
-            or out of range.
+            threshold is out of range, effects are requested but absent, or weights are not
+            finite.
         TypeError: a panel is not an `AttentionGraph`.
     """
     _check_panels(panels)
@@ -121,7 +123,7 @@ def circuit_diagram(
             "graphs, not a column"
         )
     target %= n_targets
-    rounded = _round_graphs(panels)
+    weighted = _weighted(panels)
     for graph in panels.values():
         # First-order estimates replace missing effects.
         is_estimate = weight == "effect" and graph.attribution is not None
@@ -129,9 +131,11 @@ def circuit_diagram(
     surround = Surround(tuple(panels), title, transition)
     limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    drawn = [_drawn(panel, weight, target, limit) for panel in rounded]
+    # Lines of the first view; the script rounds halves up.
+    shown_weights = [panel.of(weight, target).abs() for panel in weighted]
+    drawn = [((weights + 0.5).floor() >= limit).any(dim=1) for weights in shown_weights]
     layout = lay_out(list(panels.values()), surround, drawn, size)
-    data = script_json(_script_data(rounded, layout, state))
+    data = script_json(_script_data(weighted, layout, state))
     shown = list(zip(panels.values(), run_script(CIRCUIT_DRAWING, FIRST_VIEW, data), strict=True))
     svg = draw_svg(shown, layout, surround, target=target, weight=weight)
     return CircuitDiagram(svg, data, surround)
@@ -166,99 +170,69 @@ def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _RoundedGraph:
-    """An attention graph with weights in thousandths.
+class _Weighted:
+    """An attention graph with its weights in thousandths of the largest in any panel.
 
     Args:
-        carried: what edges carry, relative to `most_carried`, the most that any edge carries.
-        scores: "effect" and "first-order" scores of removing an edge, for each target: positive if
-            the edge helps, relative to `scales`, not rounded. Estimates replace effects that were
-            not computed.
-        scales: largest absolute effect of each target in any panel, in the metric's unit.
+        weights: by kind, for each target, or once for all. Effects are positive if the edge helps,
+            and not rounded; estimates replace those that were not computed.
+        largest: largest weight of any panel by kind and target, in the unit of that kind.
         exact: which edges have computed effects.
     """
 
     name: str
     graph: AttentionGraph
-    attention: Int[Tensor, "layer head query key"]
-    carried: Int[Tensor, "layer head query key"] | None
-    most_carried: float
-    scores: dict[str, Float[Tensor, "target layer head query key"]]
-    scales: dict[str, list[float]]
+    weights: dict[str, Real[Tensor, "target layer head query key"]]
+    largest: dict[str, Float[Tensor, " target"]]
     exact: Bool[Tensor, "layer head query key"]
 
+    def of(self, kind: EdgeWeight, target: int) -> Real[Tensor, "layer head query key"]:
+        """The weights of a kind; first-order estimates if there are no effects."""
+        by_target = self.weights.get(kind, self.weights.get("first-order"))
+        assert by_target is not None
+        return by_target[target if kind in _SIGNED else 0]
 
-def _round_graphs(panels: Mapping[str, AttentionGraph]) -> list[_RoundedGraph]:
+
+def _weighted(panels: Mapping[str, AttentionGraph]) -> list[_Weighted]:
     """The graphs with weights on one scale for all panels."""
-    carried = {n: _finite(g.carried, n) for n, g in panels.items() if g.carried is not None}
-    most = max((float(shares.max()) for shares in carried.values()), default=0)
-    scores = {name: _scores(graph, name) for name, graph in panels.items()}
-    scales = dict[str, Tensor]()
-    for found, _ in scores.values():
-        for kind, values in found.items():
-            largest = values.abs().flatten(start_dim=1).amax(dim=1)
-            scales[kind] = torch.maximum(largest, scales.get(kind, largest))
-    rounded = list[_RoundedGraph]()
-    for name, graph in panels.items():
-        attention, (found, exact) = _finite(graph.attention, name), scores[name]
-        some = graph.gates.cpu().tril() if graph.causal else graph.gates.cpu()
-        # Half-precision attention can exceed 1 by rounding.
-        if attention.min() < 0 or attention.max() > 1 + 1e-2 or attention[~some].any():
-            raise ValueError(
-                f"attention[..., query, key] of panel {name!r} must be gate times probability: in "
-                "0..1, and 0 at closed gates and, unless causal=False, at later keys"
-            )
-        shares = _in_steps(carried[name] / max(most, 1e-30)) if name in carried else None
-        helps = {
-            kind: -values / scales[kind].clamp(min=1e-30)[:, None, None, None, None] * STEPS
-            for kind, values in found.items()
-        }
-        sizes = {kind: scales[kind].tolist() for kind in found}
-        attention = _in_steps(attention.clamp(max=1))
-        rounded.append(_RoundedGraph(name, graph, attention, shares, most, helps, sizes, exact))
-    return rounded
+    given = {name: _weights(graph, name) for name, graph in panels.items()}
+    largest = dict[str, Tensor]()
+    for weights, _ in given.values():
+        for kind, values in weights.items():
+            most = values.abs().flatten(start_dim=1).amax(dim=1)
+            most = torch.ones(1) if kind == "attention" else most
+            largest[kind] = torch.maximum(most, largest.get(kind, most))
+    weighted = list[_Weighted]()
+    for name, (weights, exact) in given.items():
+        for kind, values in weights.items():
+            values = STEPS * (values / largest[kind].clamp(min=1e-30)[:, None, None, None, None])
+            weights[kind] = values if kind in _SIGNED else values.round().int()
+        weighted.append(_Weighted(name, panels[name], weights, largest, exact))
+    return weighted
 
 
-def _in_steps(values: Tensor) -> Tensor:
-    return (values * STEPS).round().to(torch.int32)
-
-
-def _scores(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """The changes of the metric by kind of score, and which effects were computed."""
-    scores, exact = dict[str, Tensor](), torch.ones_like(graph.gates)
-    for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
-        if given is None:
+def _weights(graph: AttentionGraph, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights by kind, negative if the edge hurts, and which effects were computed."""
+    # Half-precision attention can exceed 1 by rounding.
+    given = {"attention": graph.attention.clamp(max=1)[None], "first-order": graph.attribution}
+    if graph.carried is not None:
+        given["carried"] = graph.carried[None]
+    exact = torch.ones_like(graph.gates)
+    if graph.effect is not None:
+        exact = ~graph.effect.isnan().any(dim=0)
+        estimates = graph.effect if graph.attribution is None else graph.attribution
+        given["effect"] = graph.effect.where(exact, estimates)
+    weights = dict[str, Tensor]()
+    for kind, values in given.items():
+        if values is None:
             continue
-        values = given.detach().double().cpu()
-        if kind == "effect":
-            exact = ~values.isnan().any(dim=0)
-            if graph.attribution is not None:
-                values = values.where(exact, graph.attribution.detach().double().cpu())
-        scores[kind] = _finite(values, name)
-    return scores, exact
-
-
-def _finite(values: Tensor, name: str) -> Tensor:
-    values = values.detach().double().cpu()
-    if not values.isfinite().all():
-        raise ValueError(
-            f"weights of panel {name!r} are NaN or infinite; look for a position that attends "
-            "nowhere, or trace effects with attribution=True, which estimates the missing ones"
-        )
-    return values
-
-
-def _drawn(
-    panel: _RoundedGraph, weight: EdgeWeight, target: int, limit: int
-) -> Bool[Tensor, "layer query key"]:
-    """Which lines the first view draws."""
-    weights: Tensor = panel.attention
-    if weight == "carried" and panel.carried is not None:
-        weights = panel.carried
-    elif weight in ("effect", "first-order"):
-        weights = panel.scores[weight if weight in panel.scores else "first-order"][target]
-    # The script rounds halves up.
-    return ((weights.abs() + 0.5).floor() >= limit).any(dim=1)
+        if not values.isfinite().all():
+            raise ValueError(
+                f"weights of panel {name!r} are NaN or infinite; look for a position that attends "
+                "nowhere, or trace effects with attribution=True, which estimates the missing ones"
+            )
+        weights[kind] = values.detach().double().cpu() * (-1 if kind in _SIGNED else 1)
+    return weights, exact
 
 
 # ---- the script's data -------------------------------------------------------------------------
@@ -274,7 +248,7 @@ def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
 
 
 def _script_data(
-    panels: Sequence[_RoundedGraph], layout: Layout, state: dict[str, Any]
+    panels: Sequence[_Weighted], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
     """The data from which the script redraws the lines of the static figure."""
     floors = _smallest_thresholds(panels, state)
@@ -299,26 +273,22 @@ def _script_data(
     }
 
 
-def _smallest_thresholds(panels: Sequence[_RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
+def _smallest_thresholds(panels: Sequence[_Weighted], state: dict[str, Any]) -> dict[str, int]:
     """For each weight, the lowest threshold, in thousandths, at which a page of bounded size holds
     every edge of every target; at most the requested threshold."""
-    weights = {
-        "attention": [panel.attention for panel in panels],
-        "carried": [panel.carried for panel in panels if panel.carried is not None],
-        "effect": [values for panel in panels for values in panel.scores.values()],
-    }
     floors = {}
-    for kind, values in weights.items():
-        sizes = torch.cat([each.flatten().abs().round() for each in values] or [torch.zeros(0)])
+    for kinds in (("attention",), ("carried",), _SIGNED):
+        given = [panel.weights[kind] for panel in panels for kind in kinds if kind in panel.weights]
+        sizes = torch.cat([values.flatten().abs().round() for values in given] or [torch.zeros(0)])
         n_beyond = int((sizes > 0).sum()) - _MAX_WEIGHTS
         floor = 1 if n_beyond <= 0 else int(sizes.topk(_MAX_WEIGHTS + 1).values[-1]) + 1
-        is_shown = kind == {"first-order": "effect"}.get(state["weight"], state["weight"])
-        floors[kind] = min(floor, state["limit"]) if is_shown else floor
-    return floors | {"first-order": floors["effect"]}
+        floor = min(floor, state["limit"]) if state["weight"] in kinds else floor
+        floors |= dict.fromkeys(kinds, floor)
+    return floors
 
 
 def _listed(
-    values: Int[Tensor, "layer head query key"] | Float[Tensor, "layer head query key"],
+    values: Real[Tensor, "layer head query key"],
     floor: int,
     exact: Bool[Tensor, "layer head query key"] | None = None,
 ) -> dict[str, list[Any]]:
@@ -337,7 +307,7 @@ def _listed(
 
 
 def _panel_data(
-    panel: _RoundedGraph, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
+    panel: _Weighted, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
 ) -> dict[str, Any]:
     graph = panel.graph
     outputs = [visible_text(token) for token in graph.output_tokens]
@@ -367,17 +337,14 @@ def _panel_data(
         "nPossible": graph.n_possible.tolist(),
         "nOpen": graph.gates.sum(dim=(-2, -1)).tolist(),
         "mlps": mlps,
-        "attention": _listed(panel.attention, floors["attention"]),
-        "carried": None if panel.carried is None else _listed(panel.carried, floors["carried"]),
-        "mostCarried": float(f"{panel.most_carried:.4g}"),
-        "scores": {
+        "weights": {
             kind: {
                 "rows": [
                     _listed(row, floors[kind], panel.exact if kind == "effect" else None)
-                    for row in values
+                    for row in by_target
                 ],
-                "scales": [float(f"{scale:.4g}") for scale in panel.scales[kind]],
+                "scales": [float(f"{scale:.4g}") for scale in panel.largest[kind].tolist()],
             }
-            for kind, values in panel.scores.items()
+            for kind, by_target in panel.weights.items()
         },
     }

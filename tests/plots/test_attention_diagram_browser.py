@@ -11,7 +11,7 @@ import pytest
 import torch
 from reachability import reached_by_networkx
 
-from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots import CircuitDiagram, attention_diagram
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -91,21 +91,21 @@ def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow)
     }
     effect, mlps = 2 * panels["b"].attribution, torch.eye(3, 11, dtype=torch.bool)
     panels["b"] = dataclasses.replace(panels["b"], effect=effect, mlps=mlps)
-    show(page, tmp_path, circuit_diagram(panels, threshold=0.125))
+    show(page, tmp_path, attention_diagram(panels, threshold=0.125))
     assert page.locator(".sparse-tl-circuit").get_attribute("data-ready") == ""
-    assert_equals_static(page, circuit_diagram(panels, threshold=0.125))
+    assert_equals_static(page, attention_diagram(panels, threshold=0.125))
     for weight in ("effect", "first-order", "attention"):
         page.locator("select[name=weight]").select_option(weight)
         for target, threshold in ((0, 0.0), (3, 0.3), (4, 0.99)):
             page.locator("select[name=target]").select_option(str(target))
             set_threshold(page, threshold)
-            static = circuit_diagram(panels, weight=weight, target=target, threshold=threshold)
+            static = attention_diagram(panels, weight=weight, target=target, threshold=threshold)
             assert_equals_static(page, static)
 
 
 def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
     flow = make_flow({(0, 1, 9, 0): 0.42, (0, 3, 9, 0): 0.31, (1, 3, 10, 9): 0.93})
-    show(page, tmp_path, circuit_diagram({"model": flow}))
+    show(page, tmp_path, attention_diagram({"model": flow}))
     tip = page.locator(".tip")
     assert not tip.is_visible()
     hover_edge(page, 0, 0, 9, 0)
@@ -137,7 +137,7 @@ def test_effects_are_told_as_they_are_however_large_another_is(page, tmp_path, m
     for place, value in exact.items():
         effect[:, *place] = value
     flow = make_flow(weights, effect=effect, metric="log_probability", answers=tuple("00064"))
-    show(page, tmp_path, circuit_diagram({"model": flow}))
+    show(page, tmp_path, attention_diagram({"model": flow}))
     tip = page.locator(".tip")
     hover_edge(page, 0, 1, 10, 9)
     assert tip.inner_text().splitlines()[3:] == [
@@ -169,11 +169,11 @@ def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
     effect = torch.where(flow.gates, torch.nan, 0.0).expand_as(attribution).clone()
     effect[:, 1, 2, 10, 9] = 2.0
     flow = dataclasses.replace(flow, attribution=attribution, effect=effect)
-    show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
+    show(page, tmp_path, attention_diagram({"model": flow}, weight="effect"))
     legend = page.locator("[data-legend=estimate]")
     for weight in ("effect", "attention"):
         page.locator("select[name=weight]").select_option(weight)
-        assert_equals_static(page, circuit_diagram({"model": flow}, weight=weight))
+        assert_equals_static(page, attention_diagram({"model": flow}, weight=weight))
         assert legend.is_visible() == (weight == "effect")
         hover_edge(page, 0, 0, 9, 0)
         told = page.locator(".tip").inner_text()
@@ -184,7 +184,7 @@ def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
 
 
 def test_clicking_a_node_shows_its_ancestors(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels, threshold=0.25))
+    show(page, tmp_path, attention_diagram(two_panels, threshold=0.25))
     before = [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)]
     node(page, 0, 2, 7).click()
     merged = two_panels["Base Model"].attention.amax(dim=1) >= 0.2495
@@ -212,7 +212,7 @@ def test_layers_unfold_on_a_click_and_where_lines_appear(page, tmp_path, make_fl
     mlps = torch.eye(30, 11, dtype=torch.bool)
     flow = make_flow({}, attention=attention, gates=attention != 0, mlps=mlps)
     panels = {"a": dataclasses.replace(flow, mlps=None), "b": flow}
-    show(page, tmp_path, circuit_diagram(panels))
+    show(page, tmp_path, attention_diagram(panels))
     assert not node(page, 0, 15, 3).is_visible()
     band = panel(page, 0).locator("rect[data-last='15']")
     band.hover()
@@ -220,7 +220,7 @@ def test_layers_unfold_on_a_click_and_where_lines_appear(page, tmp_path, make_fl
     band.press("Enter")
     assert node(page, 0, 15, 3).is_visible() and not node(page, 0, 5, 3).is_visible()
     set_threshold(page, 0.02)
-    expected = circuit_diagram(panels, threshold=0.02)
+    expected = attention_diagram(panels, threshold=0.02)
     # Everything stands where it does in a figure that had these lines from the start.
     parts = "svg, svg text, svg rect, svg circle, svg path:not([data-role=transition] path)"
     boxes = f"""() => [...document.querySelectorAll("{parts}")].map(part =>
@@ -232,7 +232,7 @@ def test_layers_unfold_on_a_click_and_where_lines_appear(page, tmp_path, make_fl
 
 
 def test_one_head_alone(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
+    show(page, tmp_path, attention_diagram(two_panels))
     reached = panel(page, 1).evaluate(READ_REACHED)
     shown = []
     for head in range(4):
@@ -243,14 +243,14 @@ def test_one_head_alone(page, tmp_path, two_panels):
         assert panel(page, 1).evaluate(READ_REACHED) == reached  # over all heads
     assert shown == [0, 2, 2, 1]
     page.locator("select[name=head]").select_option("-1")
-    assert_equals_static(page, circuit_diagram(two_panels))
+    assert_equals_static(page, attention_diagram(two_panels))
 
 
 def test_choosing_a_token_moves_the_prediction_along_the_row(page, tmp_path, make_flow, circuit):
     targets = tuple((column, column - 1) for column in range(1, 11))
     texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
     panels = {"a": make_flow(circuit, targets=targets, **texts)}
-    show(page, tmp_path, circuit_diagram(panels))
+    show(page, tmp_path, attention_diagram(panels))
     row = "row => [...row.children].map(text => text.firstChild.data).join('')"
     output = panel(page, 0).locator("[data-role='output']")
     assert output.evaluate(row) == "36+28=00064"
@@ -258,10 +258,10 @@ def test_choosing_a_token_moves_the_prediction_along_the_row(page, tmp_path, mak
     assert page.locator("select[name=target]").input_value() == "0"
     assert output.evaluate(row) == "35+28=00064"
     assert output.locator("title").nth(1).text_content() == "5"
-    assert_equals_static(page, circuit_diagram(panels, target=0))
+    assert_equals_static(page, attention_diagram(panels, target=0))
     page.locator("select[name=target]").select_option(label="“4”  position 10")
     assert output.evaluate(row) == "36+28=00064"
-    assert_equals_static(page, circuit_diagram(panels))
+    assert_equals_static(page, attention_diagram(panels))
     # Nothing else to draw than attention, and what to do about it.
     assert "trace with attribution=True" in page.locator(".controls").inner_text()
 
@@ -270,7 +270,7 @@ def test_each_weight_has_its_own_smallest_threshold(page, tmp_path, make_random_
     tokens = tuple(f" t{i}" for i in range(30))
     targets = tuple((column, column - 1) for column in range(1, 30))
     flow = make_random_flow(6, 6, tokens, tokens, targets)
-    figure = circuit_diagram({"model": flow}, threshold=0.02)
+    figure = attention_diagram({"model": flow}, threshold=0.02)
     show(page, tmp_path, figure)
     floors = figure.data["floors"]
     assert floors["attention"] == 1 and floors["first-order"] > 20
@@ -282,28 +282,17 @@ def test_each_weight_has_its_own_smallest_threshold(page, tmp_path, make_random_
     assert float(slider.get_attribute("min")) >= floors["first-order"] / 1000
     limit = floors["first-order"] / 1000
     assert page.locator("output").text_content() in (f"{limit:.2f}", f"{limit:.3f}")
-    expected = circuit_diagram({"model": flow}, weight="first-order", threshold=limit)
+    expected = attention_diagram({"model": flow}, weight="first-order", threshold=limit)
     assert_equals_static(page, expected)
     page.locator("select[name=weight]").select_option("attention")
     assert float(slider.get_attribute("min")) == 0
 
 
 def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
-    tokens = (
-        ATTACK,
-        '"&<',
-        "<!--<script ",
-        "</script x",
-        "<!--",
-        "</style>",
-        "'",
-        "${x}",
-        "`",
-        "\ud800",
-        "4",
-    )
+    hostile = ['"&<', "<!--<script", "</script", "<!--", "</style>", "'", "${x}", "`", "�", "4"]
+    tokens = (ATTACK, *hostile)
     flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
-    show(page, tmp_path, circuit_diagram({ATTACK: flow, "b": flow}, title=ATTACK))
+    show(page, tmp_path, attention_diagram({ATTACK: flow, "b": flow}, title=ATTACK))
     assert page.locator("img").count() == 0
     hover_edge(page, 0, 0, 9, 0)
     assert f"“{ATTACK}”" in page.locator(".tip").inner_text()
@@ -313,24 +302,10 @@ def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
 
 
 def test_figures_on_one_page_do_not_touch_each_other(page, tmp_path, two_panels, sparse_flow):
-    figure = circuit_diagram(two_panels)
-    show(page, tmp_path, figure, figure, circuit_diagram({"other": sparse_flow}))
+    figure = attention_diagram(two_panels)
+    show(page, tmp_path, figure, figure, attention_diagram({"other": sparse_flow}))
     assert page.locator(".sparse-tl-circuit[data-ready]").count() == 3
     page.locator("input[name=threshold]").nth(1).fill("0.6")
     assert [panel(page, 1, i).get_attribute("data-edges-shown") for i in (0, 1)] == ["5", "2"]
     assert panel(page, 0, 2).get_attribute("data-edges-shown") == "5"
     assert page.evaluate("Object.keys(window).filter(name => /circuit/i.test(name))") == []
-
-
-def test_the_threshold_slider(page, tmp_path, two_panels):
-    show(page, tmp_path, circuit_diagram(two_panels))
-    counts = []
-    for threshold in (0.0, 0.1, 0.45, 0.6, 0.95):
-        set_threshold(page, threshold)
-        counts.append(int(panel(page, 1).get_attribute("data-edges-shown")))
-        caption = panel(page, 0).locator("[data-role='caption']").text_content()
-        assert caption.endswith(f"{threshold:.2f}" if threshold else "0.001")
-    assert counts == [5, 5, 4, 2, 0]
-    assert page.locator("output").text_content() == "0.95"
-    root = page.locator(".sparse-tl-circuit")
-    assert root.get_attribute("data-threshold") == "0.95"

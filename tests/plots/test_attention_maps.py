@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from sparse_tl.plots import attention_view
+from sparse_tl.plots import attention_maps
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 TOKENS = list("36+28=")
@@ -30,7 +30,7 @@ def heat_maps(svg: str) -> dict[str, ElementTree.Element]:
 def test_every_head_has_a_heat_map_of_its_weights():
     weights = torch.zeros(2, 3, 3)
     weights[0, 2, 1], weights[0, 1, 0], weights[1, 0, 0] = 1.0, 0.2, 0.1
-    figure = attention_view(weights, ["a", "b", "c"], ["a0.h0", "a0.h1"])
+    figure = attention_maps(weights, ["a", "b", "c"], ["a0.h0", "a0.h1"])
     maps = heat_maps(figure.svg)
     paths = [e for e in maps["a0.h0"] if e.tag.endswith("path")]
     assert [path.get("d") for path in paths] == ["M0 1h1v1h-1z", "M1 2h1v1h-1z"]
@@ -43,39 +43,34 @@ def test_every_head_has_a_heat_map_of_its_weights():
 def test_heads_without_attention_are_listed_and_not_drawn(patterns):
     weights = patterns.clone()
     weights[1] = 0
-    svg = attention_view(weights, TOKENS, ["a0.h0", "a0.h1", "a1.h0"]).svg
+    svg = attention_maps(weights, TOKENS, ["a0.h0", "a0.h1", "a1.h0"]).svg
     assert set(heat_maps(svg)) == {"a0.h0", "a1.h0"}
     assert ">No attention: a0.h1.</text>" in svg
-    assert "No attention" not in attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
-    nothing = attention_view(0 * patterns, TOKENS, ["a", "b", "c"]).svg
+    assert "No attention" not in attention_maps(patterns, TOKENS, ["a", "b", "c"]).svg
+    nothing = attention_maps(0 * patterns, TOKENS, ["a", "b", "c"]).svg
     assert not heat_maps(nothing) and ">No attention: a, b, c.</text>" in nothing
 
 
 def test_masked_cells_are_told_from_zero(patterns):
     sample, masked = "Masked: keys after the query", 'data-role="masked"'
-    causal = attention_view(patterns, TOKENS, ["a", "b", "c"])
+    causal = attention_maps(patterns, TOKENS, ["a", "b", "c"])
     assert causal.svg.count(masked) == 3 and sample in causal.svg
     both_ways = patterns.clone()
     both_ways[0, 0, 5] = 0.3
-    seen = attention_view(both_ways, TOKENS, ["a", "b", "c"])
+    seen = attention_maps(both_ways, TOKENS, ["a", "b", "c"])
     assert masked not in seen.svg and sample not in seen.svg
     assert '"maskUpperTri":true' in str(causal) and '"maskUpperTri":false' in str(seen)
 
 
-def test_other_numbers_are_refused(patterns):
-    for bad in (-patterns, 2 * patterns, patterns * torch.nan):
-        with pytest.raises(ValueError, match=r"weights in 0\.\.1"):
-            attention_view(bad, TOKENS, ["a", "b", "c"])
+def test_too_many_numbers_are_refused():
     with pytest.raises(ValueError, match="at most 200,000 attention weights; got 250,000"):
-        attention_view(torch.zeros(1, 500, 500), ["x"] * 500, ["a"])
-    with pytest.raises(ValueError, match="at least one"):
-        attention_view(torch.zeros(0, 6, 6), TOKENS, [])
+        attention_maps(torch.zeros(1, 500, 500), ["x"] * 500, ["a"])
 
 
 @pytest.mark.long
 def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patterns):
     names = ["a0.h0", "a0.h1", "a1.h0"]
-    figure = attention_view(patterns, TOKENS, names, title="A model")
+    figure = attention_maps(patterns, TOKENS, names, title="A model")
     page.goto(figure.save(tmp_path / "view.html").as_uri())
     page.wait_for_selector(".sparse-tl-attention[data-ready]")
     assert page.locator(".static").is_visible() and page.locator("canvas").count() == 0
@@ -87,7 +82,7 @@ def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patter
 
 def test_hostile_tokens_and_names_stay_text(page, tmp_path, patterns):
     tokens = [ATTACK, *TOKENS[1:]]
-    figure = attention_view(patterns, tokens, [ATTACK, "b", "c"], title=ATTACK)
+    figure = attention_maps(patterns, tokens, [ATTACK, "b", "c"], title=ATTACK)
     page.goto(figure.save(tmp_path / "view.html").as_uri())
     page.locator("summary").click()
     page.wait_for_selector("canvas")

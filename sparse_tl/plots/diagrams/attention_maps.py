@@ -82,7 +82,7 @@ class AttentionView(SelfContainedFigure):
         return f"AttentionView({shown}{', ...' if len(self.heads) > 3 else ''})"
 
 
-def attention_view(
+def attention_maps(
     attention: Float[Tensor, "head query key"],
     tokens: Sequence[str],
     heads: Sequence[str],
@@ -101,23 +101,14 @@ def attention_view(
         title: title above the heat maps.
 
     Raises:
-        ValueError: there is no head, shapes do not match, weights are not finite or outside 0..1,
-            or there are more than `MAX_NUMBERS` of them.
+        ValueError: there are more than `MAX_NUMBERS` weights.
     """
     weights = attention.detach().double().cpu()
-    shape = (len(heads), len(tokens), len(tokens))
-    if 0 in shape or tuple(weights.shape) != shape:
-        raise ValueError(
-            f"attention of {len(heads)} heads over {len(tokens)} tokens, at least one of each, has "
-            f"shape {shape}; got {tuple(weights.shape)}"
-        )
     if weights.numel() > MAX_NUMBERS:
         raise ValueError(
             f"a view holds at most {MAX_NUMBERS:,} attention weights; got {weights.numel():,}; "
             "choose fewer heads or a shorter prompt"
         )
-    if not weights.isfinite().all() or weights.min() < 0 or weights.max() > 1 + 1e-2:
-        raise ValueError("pass attention weights in 0..1: gate times attention probability")
     texts = [visible_text(token) for token in tokens]
     svg = _draw(weights, texts, heads, title)
     html = _html(svg, weights, texts, heads)

@@ -14,8 +14,8 @@ import torch
 from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
-from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.diagrams.circuit_diagram import CIRCUIT_DRAWING
+from sparse_tl.plots import CircuitDiagram, attention_diagram
+from sparse_tl.plots.diagrams.attention_diagram import CIRCUIT_DRAWING
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
@@ -75,7 +75,7 @@ def line_of_edge(panel: ElementTree.Element, layer: int, query: int, key: int) -
 
 
 def test_the_sparse_circuit_is_drawn_dark_and_nothing_else(two_panels, circuit):
-    sparse = panels_of(circuit_diagram(two_panels))[1]
+    sparse = panels_of(attention_diagram(two_panels))[1]
     expected = {line_of_edge(sparse, layer, query, key) for layer, _, query, key in circuit}
     assert lines_of(sparse, "main") == expected
     assert lines_of(sparse, "open", "path") == set()
@@ -88,7 +88,7 @@ def test_the_sparse_circuit_is_drawn_dark_and_nothing_else(two_panels, circuit):
 
 def test_edges_that_cannot_reach_the_prediction_stay_light(make_flow, circuit):
     stray = {(2, 0, 7, 2): 0.9, (1, 0, 9, 5): 0.9}  # column 9 is read at Layer 0 only
-    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit | stray)}))
+    (panel,) = panels_of(attention_diagram({"model": make_flow(circuit | stray)}))
     assert lines_of(panel, "open") == {line_of_edge(panel, 2, 7, 2), line_of_edge(panel, 1, 9, 5)}
     assert len(lines_of(panel, "main")) == len(circuit)
 
@@ -103,7 +103,7 @@ def test_what_reaches_a_node_equals_networkx(seed):
     graph = AttentionGraph(edges[:, None].float(), edges[:, None], tokens, tokens, ((0, 0),))
     columns = sorted({0, n_columns // 2, n_columns - 1})
     nodes = [(level, column) for level in range(n_layers + 1) for column in columns]
-    data = circuit_diagram({"model": graph}).data
+    data = attention_diagram({"model": graph}).data
     found = run_script(CIRCUIT_DRAWING, REACHED, data, nodes)
     for (level, column), names in zip(nodes, found, strict=True):
         reached = {tuple(map(int, name.split(","))) for name in names}
@@ -111,14 +111,14 @@ def test_what_reaches_a_node_equals_networkx(seed):
 
 
 def test_another_target_has_other_ancestors(make_flow, circuit):
-    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit)}, target=3))
+    (panel,) = panels_of(attention_diagram({"model": make_flow(circuit)}, target=3))
     assert len(lines_of(panel, "main")) == 4  # the 6 does not need the edge into the last column
     assert lines_of(panel, "open") == {line_of_edge(panel, 1, 10, 9)}
 
 
 def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flow, circuit):
     targets = tuple((column, column - 1) for column in range(6, 11))
-    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit, targets=targets)}))
+    (panel,) = panels_of(attention_diagram({"model": make_flow(circuit, targets=targets)}))
     assert len(lines_of(panel, "main")) == 4
     arrow = [float(x) for x in re.findall(r"[\d.]+", part(panel, "arrow").get("d", ""))]
     columns = [float(nodes_of(panel)[4, column].get("cx", "")) for column in (9, 10)]
@@ -129,7 +129,7 @@ def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flo
 
 def test_heads_are_merged_by_their_largest_weight(make_flow):
     flow = make_flow({(0, 0, 10, 3): 0.2, (0, 1, 10, 3): 0.7, (0, 2, 10, 3): 0.4})
-    view = selected(circuit_diagram({"model": flow}))
+    view = selected(attention_diagram({"model": flow}))
     assert [(line["query"], line["key"], line["value"]) for line in view["lines"]] == [(10, 3, 700)]
     assert view["count"] == 3
 
@@ -138,18 +138,18 @@ def test_merging_keeps_the_sign_of_the_strongest_head(make_flow):
     attribution = torch.zeros(5, 4, 4, 11, 11)
     attribution[4, 0, 1, 10, 3], attribution[4, 0, 2, 10, 3] = -2.0, 1.0
     flow = make_flow({(0, 1, 10, 3): 0.5, (0, 2, 10, 3): 0.5}, attribution=attribution)
-    (line,) = selected(circuit_diagram({"model": flow}, weight="first-order"))["lines"]
+    (line,) = selected(attention_diagram({"model": flow}, weight="first-order"))["lines"]
     assert line["value"] == 1000  # it helps: removing it lowers the logit
 
 
 @pytest.mark.parametrize(("weight", "shown"), [(0.0999, 1), (0.1, 1), (0.0994, 0)])
 def test_the_threshold_is_inclusive_after_rounding_to_thousandths(make_flow, weight, shown):
-    (panel,) = panels_of(circuit_diagram({"model": make_flow({(0, 0, 10, 3): weight})}))
+    (panel,) = panels_of(attention_diagram({"model": make_flow({(0, 0, 10, 3): weight})}))
     assert panel.get("data-edges-shown") == str(shown)
 
 
 def test_threshold_zero_shows_every_edge_that_is_not_zero(dense_flow, sparse_flow):
-    dense, sparse = panels_of(circuit_diagram({"a": dense_flow, "b": sparse_flow}, threshold=0))
+    dense, sparse = panels_of(attention_diagram({"a": dense_flow, "b": sparse_flow}, threshold=0))
     assert dense.get("data-edges-shown") == str(4 * 66)
     assert sparse.get("data-edges-shown") == "5"
 
@@ -162,7 +162,7 @@ def test_main_edges_carry_the_most(make_flow):
     }
     crowd |= {(2, 0, 10, key): 0.5 for key in range(10)} | {(3, 1, 10, 9): 0.5, (3, 1, 10, 8): 0.5}
     flow = make_flow(crowd | weak)
-    lines = selected(circuit_diagram({"model": flow}))["lines"]
+    lines = selected(attention_diagram({"model": flow}))["lines"]
     kinds = {(line["layer"], line["query"], line["key"]): line["kind"] for line in lines}
     assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == 32
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
@@ -179,11 +179,11 @@ def _with_a_sink(make_flow: MakeFlow, circuit: dict) -> AttentionGraph:
 
 def test_an_edge_that_carries_nothing_is_never_dark_however_much_it_is_attended(make_flow, circuit):
     flow = _with_a_sink(make_flow, circuit)
-    (panel,) = panels_of(circuit_diagram({"model": flow}))
+    (panel,) = panels_of(attention_diagram({"model": flow}))
     expected = {line_of_edge(panel, layer, query, key) for layer, _, query, key in circuit}
     assert lines_of(panel, "main") == expected
     assert lines_of(panel, "path") == {line_of_edge(panel, layer, 10, 0) for layer in range(4)}
-    (panel,) = panels_of(circuit_diagram({"model": flow}, weight="carried"))
+    (panel,) = panels_of(attention_diagram({"model": flow}, weight="carried"))
     assert lines_of(panel, "main") == expected and lines_of(panel, "path", "open") == set()
     caption = f"9 {OPEN} 5 ≥ 0.10 of the largest share carried"
     assert part(panel, "caption").text == caption
@@ -193,7 +193,7 @@ def test_a_merged_line_carries_what_its_strongest_head_does(make_flow):
     attention = {(0, 0, 10, 3): 0.9, (0, 1, 10, 3): 0.3, (0, 2, 10, 4): 0.9}
     carried = torch.zeros(4, 4, 11, 11)
     carried[0, 1, 10, 3], carried[0, 2, 10, 4] = 0.5, 0.25
-    view = selected(circuit_diagram({"model": make_flow(attention, carried=carried)}))
+    view = selected(attention_diagram({"model": make_flow(attention, carried=carried)}))
     assert [(line["key"], line["share"]) for line in view["lines"]] == [(3, 0.5), (4, 0.25)]
 
 
@@ -201,7 +201,7 @@ def test_an_effect_carries_itself_and_not_its_product_with_later_ones(make_flow)
     attribution = torch.zeros(5, 4, 4, 11, 11)
     attribution[4, 0, 0, 9, 3], attribution[4, 1, 0, 10, 9] = -2.0, -1.0
     flow = make_flow({(0, 0, 9, 3): 0.5, (1, 0, 10, 9): 0.5}, attribution=attribution)
-    view = selected(circuit_diagram({"model": flow}, weight="first-order"))
+    view = selected(attention_diagram({"model": flow}, weight="first-order"))
     assert [line["share"] for line in view["lines"]] == [1.0, 0.5]
 
 
@@ -218,7 +218,7 @@ def test_all_panels_have_one_scale(make_flow, weight):
         }
         flows[name] = make_flow({(0, 0, 10, 3): 0.5}, **scores)
     for threshold, n_lines in ((0.1, [1, 1]), (0.11, [1, 0])):
-        figure = circuit_diagram(flows, weight=weight, threshold=threshold)
+        figure = attention_diagram(flows, weight=weight, threshold=threshold)
         assert [
             len(lines_of(panel, "main", "path", "open")) for panel in panels_of(figure)
         ] == n_lines
@@ -228,7 +228,7 @@ def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit)
     mlps = torch.zeros(4, 11, dtype=torch.bool)
     mlps[0, 4] = mlps[2, 10] = True
     with_gates, without = panels_of(
-        circuit_diagram({"a": make_flow(circuit, mlps=mlps), "b": make_flow(circuit)})
+        attention_diagram({"a": make_flow(circuit, mlps=mlps), "b": make_flow(circuit)})
     )
     caption = part(with_gates, "caption").text
     assert caption == f"5 {OPEN} 5 with attention ≥ 0.10; 2 of 44 MLPs open"
@@ -248,7 +248,7 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
     assert flow.output_row(-1) == tuple("36+28=00064")
     assert flow.output_row(1) == tuple("36428=00064")
     for target, row in ((-1, "36+28=00064"), (0, "35+28=00064"), (1, "36428=00064")):
-        (panel,) = panels_of(circuit_diagram({"model": flow}, target=target))
+        (panel,) = panels_of(attention_diagram({"model": flow}, target=target))
         assert [text.text for text in part(panel, "output")] == list(row)
     masked = make_flow(circuit)
     assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
@@ -281,7 +281,7 @@ def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
         raise AssertionError("the figure asked whether the internet is there")
 
     monkeypatch.setattr(render, "internet_on", no_probe)
-    figure = circuit_diagram(two_panels)
+    figure = attention_diagram(two_panels)
     html = figure._repr_html_()
     assert html == str(figure) == figure.__html__() == figure.show_code()
     assert isinstance(figure, render.RenderedHTML)
@@ -293,7 +293,7 @@ def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
 
 
 def test_save_html_and_svg(two_panels, tmp_path):
-    figure = circuit_diagram(two_panels, title="Effect & cause")
+    figure = attention_diagram(two_panels, title="Effect & cause")
     page = figure.save(tmp_path / "figure.HTML").read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>") and figure.light_html in page
     assert "<title>Effect &amp; cause</title>" in page
@@ -305,7 +305,7 @@ def test_save_html_and_svg(two_panels, tmp_path):
 def test_a_token_that_is_a_colour_stays_in_the_dark(make_flow, tmp_path):
     tokens = (palette.ACCENT, 'fill="#ffffff"', *"+28=?????")[:11]
     flow = make_flow({(0, 0, 10, 0): 0.9}, input_tokens=tokens, output_tokens=tokens)
-    figure = circuit_diagram({"#ffffff": flow})
+    figure = attention_diagram({"#ffffff": flow})
     svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
     texts = ["".join(t.itertext()) for t in ElementTree.fromstring(svg).iter() if t.text]
     assert any(palette.ACCENT in text for text in texts)
@@ -321,7 +321,7 @@ def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     monkeypatch.setattr(
         resvg_py, "svg_to_bytes", lambda **options: draw(**(options | {"skip_system_fonts": True}))
     )
-    svg = circuit_diagram({"Base Model": sparse_flow}).svg
+    svg = attention_diagram({"Base Model": sparse_flow}).svg
     without_text = re.sub(r"<text.*?</text>", "", svg)
     assert svg_to_png(svg, scale=1) != svg_to_png(without_text, scale=1)
 
@@ -332,7 +332,7 @@ def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
 def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_panels):
     sparse = two_panels["Sparse Model"]
     exact = dataclasses.replace(sparse, effect=-sparse.attention.expand(5, -1, -1, -1, -1))
-    panels = panels_of(circuit_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
+    panels = panels_of(attention_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
     estimated, known = (part(panel, "caption").text for panel in panels)
     assert estimated.endswith("of the largest first-order attribution of the logit")
     assert known == f"5 {OPEN} 5 ≥ 0.10 of the largest effect on the logit"
@@ -346,7 +346,7 @@ def test_estimates_are_dotted_and_exact_effects_are_not(make_flow, circuit):
     effect[:, ~flow.gates] = 0
     effect[:, 1, 2, 10, 9], effect[:, 0, 3, 9, 0] = 2.0, -0.5
     flow = dataclasses.replace(flow, attribution=attribution, effect=effect)
-    figure = circuit_diagram({"model": flow}, weight="effect")
+    figure = attention_diagram({"model": flow}, weight="effect")
     lines = {
         (line["layer"], line["head"], line["query"], line["key"]): (
             line["value"],
@@ -370,15 +370,15 @@ def test_effects_on_different_metrics_are_not_compared(two_panels):
     dense = two_panels["Base Model"]
     other = dataclasses.replace(dense, metric="log_probability")
     with pytest.raises(ValueError, match="'a': 'answer_logit', 'b': 'log_probability'"):
-        circuit_diagram({"a": dense, "b": other, "c": two_panels["Sparse Model"]})
+        attention_diagram({"a": dense, "b": other, "c": two_panels["Sparse Model"]})
 
 
 def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, circuit):
     shorter = make_random_flow(input_tokens=INPUT_8, output_tokens=INPUT_8, targets=((6, 6),))
     with pytest.raises(ValueError, match="n_columns 11 in 'a' and 8 in 'b'"):
-        circuit_diagram({"a": sparse_flow, "b": shorter})
+        attention_diagram({"a": sparse_flow, "b": shorter})
     with pytest.raises(ValueError, match="targets .* in 'a' and .* in 'b'"):
-        circuit_diagram({"a": sparse_flow, "b": make_flow(circuit, targets=((10, 9),))})
+        attention_diagram({"a": sparse_flow, "b": make_flow(circuit, targets=((10, 9),))})
 
 
 INPUT_8 = tuple("36+28=??")
