@@ -63,7 +63,6 @@ from .gates import (
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,
     gated as gated,
-    hook_points as hook_points,
     steer as steer,
 )
 from .graph import CircuitGraph as CircuitGraph

@@ -37,15 +37,12 @@ class SizeByDevice:
         return self.cpu if device.type == "cpu" else self.elsewhere
 
 
-def fastest(function: Callable[..., Any], device: torch.device) -> tuple[Callable[..., Any], bool]:
-    """The compiled form of a function and True on a GPU; else the function itself and False.
+def fastest(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The compiled form of a function on a GPU; else the function itself.
 
     Where the compiler is absent or fails, a warning says so once, and the function runs as written.
     """
-    if device.type not in COMPILED_ON:
-        return function, False
-    compiled = _compiled(function)
-    return compiled, not compiled.failed
+    return _compiled(function) if device.type in COMPILED_ON else function
 
 
 class _Compiled:

@@ -149,7 +149,6 @@ UNAFFECTED = {
     "SparseTransformer",  # called like the model, in the mode that the user sets; see below
     "add_lora",
     "checkpointed_activations",
-    "hook_points",
     "load_model",
     "merge_lora",
     "save_mib",  # d_model is a size

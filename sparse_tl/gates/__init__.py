@@ -29,7 +29,6 @@ from sparse_tl.gates.sites import (
     Heads as Heads,
     HookPoints as HookPoints,
     Site as Site,
-    hook_points as hook_points,
 )
 from sparse_tl.gates.sparse.counting import AttentionEdgeCounts as AttentionEdgeCounts
 from sparse_tl.gates.sparse.learned_gates import (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -84,7 +84,8 @@ def gated(
     Raises:
         ValueError: the gates have the wrong shape or are NaN, the model lacks a hook point, the
             patch is unknown, the reference is missing, not needed, too short, or padded, or
-            circuits are not defined under the hooks on the model.
+            circuits are not defined under the hooks on the model; when the block ends, the model
+            was run and never called a hook point.
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
@@ -93,8 +94,29 @@ def gated(
     with evaluation_mode(model):
         points = site.points(adapter, stack)
         values = PatchValues(adapter, points, patch, prompts, seed, order=site.order)
-        with attached(adapter, site.hooks(adapter, stack, values, GatedPass(math.prod(shape)))):
+        with _all_firing(adapter, site.hooks(adapter, stack, values, GatedPass(math.prod(shape)))):
             yield
+
+
+@contextmanager
+def _all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
+    """Attach hooks; raise a ValueError at the end if the model was run and never called one."""
+    silent, ran = {name for name, *_ in hooks}, set[bool]()
+
+    def run(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+        silent.discard(name)
+        return function(value)
+
+    noting: list[Hook] = [(name, order, partial(run, name, act)) for name, order, act in hooks]
+    last = f"blocks.{adapter.n_layers - 1}.hook_resid_post"
+    end: Hook = last, Order.LAST, lambda _: ran.add(True)
+    with attached(adapter, [*noting, end]):
+        yield
+    if ran and silent:
+        raise ValueError(
+            f"{sorted(silent)[0]} of {adapter.name!r} never fired, so nothing changed there: "
+            f"choose a hook point that the model calls, such as {EMBEDDED} in the residual stream"
+        )
 
 
 @checked
@@ -111,15 +133,13 @@ class GatedRun:
         site: where the gates sit.
         tokens: clean prompts.
         read: positions whose logits are read.
-        patch: patch at closed gates, as in `gated`; or `PatchValues` shared by several runs.
-        reference: reference prompts for all named patches except "zero", as in `gated`.
-        seed: random seed for "resample".
+        patch: patch at closed gates, as in `gated`, like `reference` and `seed`; or `PatchValues`
+            shared by several runs, which have their own reference and seed.
         attention_mask: 0 at padding.
 
     Raises:
         ValueError: no position is read, the patch is unknown, the reference is missing, not needed,
-            or padded, or `PatchValues`, which have their own, come with a reference or a seed; or
-            circuits are not defined under the hooks on the model.
+            or padded, or circuits are not defined under the hooks on the model.
     """
 
     def __init__(
@@ -140,8 +160,6 @@ class GatedRun:
         check_padding(self.adapter, attention_mask)
         if not read.any():
             raise ValueError("`read` is false everywhere: there is no position to read")
-        if isinstance(patch, PatchValues) and (reference is not None or seed):
-            raise ValueError("PatchValues have a reference and a seed of their own; give none here")
         if patch == "resample":
             # Drawn once, so that all settings are compared under the same patch.
             prompts = reference_prompts(self.adapter, patch, reference)
@@ -417,7 +435,7 @@ def steer(
         ValueError: the model lacks the hook point, or it has no position of its own to steer; when
             the model is run, the vector has another size than the activation, a listed position
             lies outside the prompts, or one counts from the end in a run with a key-value cache;
-            when the block ends, the model was run to its end and never called the hook point.
+            when the block ends, the model was run and never called the hook point.
 
     Reference: Turner et al., arXiv 2308.10248 (activation addition).
     """
@@ -430,7 +448,6 @@ def steer(
     if not vector.isfinite().all():
         raise ValueError("the vector holds NaN or infinity")
     start = end = 0  # the columns of this pass
-    ran = fired = False
 
     def add(value: Float[Tensor, "batch pos *size"]) -> Tensor:
         if value.shape[2:] != vector.shape:
@@ -438,8 +455,6 @@ def steer(
                 f"the vector has shape {tuple(vector.shape)}; a position at {name} has "
                 f"{tuple(value.shape[2:])}"
             )
-        nonlocal fired
-        fired = True
         change = scale * vector.to(value)
         if positions is None:
             return value + change
@@ -457,21 +472,8 @@ def steer(
         nonlocal end
         end = start + residual.shape[1]
 
-    def done(*_: object) -> None:
-        nonlocal ran
-        ran = True
-
     hooks: list[Hook] = [(name, Order.FIRST, add)]
     if positions is not None:
         hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
-    handle = adapter.core.register_forward_hook(done)
-    try:
-        with attached(adapter, hooks), evaluation_mode(model):
-            yield
-    finally:
-        handle.remove()
-    if ran and not fired:
-        raise ValueError(
-            f"{name} of {adapter.name!r} never fired, so nothing was steered: choose a hook point "
-            f"that the model calls, such as {EMBEDDED} in the residual stream"
-        )
+    with evaluation_mode(model), _all_firing(adapter, hooks):
+        yield

@@ -17,14 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.arguments import checked
 from sparse_tl.backend import (
     Adapter,
     Hook,
-    HookedModel,
     Order,
-    adapt,
-    attached,
     check_gates,
     repeated,
 )
@@ -207,7 +204,7 @@ class Site(ABC):
 class _Activations(Site):
     """Gates over some axes of the activations at hook points, ordered as in the model."""
 
-    axes: tuple[int, ...]
+    axes: Sequence[int]
     spans: Spans | None = None
     order = Order.FIRST  # so that caches and user hooks see gated activations
 
@@ -248,7 +245,13 @@ class _Activations(Site):
             # Every prompt of every stack entry has a row of its own, as in the stacked batch.
             gates = gates[:, self.spans.at].flatten(0, 1)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
-        for axis, size in zip(self.axes, gates.shape[1:], strict=True):
+        axes = [axis + clean.ndim if axis < 0 else axis for axis in self.axes]
+        if axes != sorted({*axes} & {*range(1, clean.ndim)}):
+            raise ValueError(
+                f"{self.axes} are not increasing axes, after the batch, of the activations at "
+                f"{name}, of shape {tuple(clean.shape)}"
+            )
+        for axis, size in zip(axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
                 raise ValueError(
                     f"the gates on {name} have {size} entries along axis {axis}, where this run "
@@ -327,30 +330,24 @@ class HookPoints(_Activations):
 
     Args:
         names: hook points whose activations have the same size along `axes`.
-        axes: axes with one gate per index; the other axes share gates. Axis 0, the batch, cannot
-            be gated; gates on axis 1, the position, fit prompts of one length.
-        sizes: size along each of `axes`.
+        axes: increasing axes with one gate per index, negative ones from the end; the other axes
+            share gates. Axis 0, the batch, cannot be gated; gates on axis 1, the position, fit
+            prompts of one length.
         spans: the span of every token of the prompts that are run, for gates on axis 1 that are per
             span instead of per position; see `PromptPairs.spans_of`.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     axes: tuple[int, ...]  # type: ignore[bad-override]
-    sizes: tuple[AtLeastOne, ...]
     spans: Spans | None = None  # type: ignore[bad-override]
 
     def __post_init__(self) -> None:
-        if not self.names or len(self.axes) != len(self.sizes):
-            raise ValueError(
-                f"a site needs hook points, and a size for each axis; got {self.names}, axes "
-                f"{self.axes} and sizes {self.sizes}"
-            )
-        spans = self.spans
-        if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
-            raise ValueError(f"a site with spans has axis 1 and {len(spans.names)} gates")
+        if not self.names or (self.spans is not None and self.axes != (1,)):
+            raise ValueError(f"a site needs hook points, and axis 1 alone with spans; got {self}")
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        return len(self.names), *self.sizes
+        sizes = [-1] * len(self.axes) if self.spans is None else [len(self.spans.names)]
+        return len(self.names), *sizes
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return list(self.names)
@@ -364,48 +361,3 @@ class HookPoints(_Activations):
 def _acts(gates: Tensor) -> bool:
     """Whether some gate differs from 1, or is being trained."""
     return gates.requires_grad or bool((gates != 1).any())
-
-
-@checked
-def hook_points(
-    model: HookedModel,
-    names: str | Sequence[str],
-    axes: int | Sequence[int],
-    *,
-    sample: Int[Tensor, "batch pos"] | None = None,
-) -> HookPoints:
-    """A site at some hook points and axes, with sizes taken from a run of the model.
-
-    Args:
-        model: dense or sparse model; left unchanged.
-        names: hook points whose activations have the same size along `axes`.
-        axes: axes with one gate per index (negative axes count from the end).
-        sample: tokens to run in order to find the sizes; required if a position axis is gated.
-
-    Raises:
-        ValueError: a hook point is unknown, an axis is out of range, or sizes differ.
-    """
-    chosen = (names,) if isinstance(names, str) else tuple(names)
-    wanted = [axes] if isinstance(axes, int) else list(axes)
-    adapter = adapt(model)
-    if sample is None:
-        sample = torch.zeros(1, 1, dtype=torch.long, device=adapter.device)
-    seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
-    notes: list[Hook] = [(name, Order.FIRST, seen[name].append) for name in chosen]
-    with attached(adapter, notes), torch.no_grad():
-        model(sample, return_type=None)
-    silent = [name for name in chosen if not seen[name]]
-    if silent:
-        raise ValueError(f"the model does not call the hook points {silent}")
-    shapes = {name: tuple(values[-1].shape) for name, values in seen.items()}
-    rank = min(map(len, shapes.values()))
-    positive = sorted(axis + rank if axis < 0 else axis for axis in wanted)
-    if not positive or positive[0] < 1 or positive[-1] >= rank or len(set(positive)) < len(wanted):
-        raise ValueError(
-            f"axes {wanted} are not distinct axes in 1..{rank - 1} (axis 0 is the batch) of "
-            f"activations of shape {shapes[chosen[0]]}"
-        )
-    sizes = {(len(shape), *(shape[axis] for axis in positive)) for shape in shapes.values()}
-    if len(sizes) != 1:
-        raise ValueError(f"the hook points differ in rank or in size along axes {axes}: {shapes}")
-    return HookPoints(chosen, tuple(positive), sizes.pop()[1:])

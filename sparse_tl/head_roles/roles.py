@@ -110,11 +110,6 @@ class HeadRoles(Result):
         """Indices of all heads by decreasing score, ties in the model's order."""
         return self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
 
-    def ranking(self, role: str) -> list[list[tuple[int, int]]]:
-        """All heads (layer, head) by decreasing score, for each seed that fitted."""
-        n_heads = self.removed.shape[1]
-        return [[divmod(index, n_heads) for index in row] for row in self.order(role).tolist()]
-
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
         """One row per role and head: share of seeds with the head in the role; whether all; any."""
         share = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])

@@ -134,7 +134,7 @@ def test_all_hook_points_of_heads_are_seen_alike(slot: str) -> None:
     model, name = build("deepseek_v3"), f"blocks.1.attn.hook_{slot}"
     gates = torch.ones(1, N_HEADS)
     gates[0, 2] = 0
-    with gated(model, HookPoints((name,), (2,), (N_HEADS,)), gates):
+    with gated(model, HookPoints((name,), (2,)), gates):
         found = model(PAIRS.clean)
 
     def closed(value: Tensor, hook: Any) -> Tensor:

@@ -132,7 +132,6 @@ CALLS: dict[str, Call] = {
     "gated run": Call(_gated_run),
     "held out": Call(lambda m, _: evaluate_held_out(m, rows())),
     "memory": Call(lambda m, _: training_memory(m, LENGTH)),
-    "hook points": Call(lambda m, _: stl.hook_points(m, "blocks.0.mlp.hook_post", -1)),
     "wrapping": Call(_wrapped),
     "sampled": Call(_sampled, sparse=True),
     "post-training": Call(_trained, trains=True, sparse=True),

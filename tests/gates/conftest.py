@@ -1,14 +1,16 @@
-"""What tests of masks share: prompts, and generation with and without a key-value cache."""
+"""Prompts, blocks of attention, and generation with and without a key-value cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from sparse_tl import SparseTransformer
+from sparse_tl.gates.sparse import blockwise
 
 
 @pytest.fixture
@@ -29,3 +31,17 @@ def generate_both_ways() -> Callable[..., tuple[Tensor, Tensor]]:
         return cached, whole
 
     return generate
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All blocks of attention that are run."""
+    seen: list[Any] = []
+    plain = blockwise.GatedAttention.on
+
+    def on(self: Any, block: Any, *args: Any) -> Any:
+        seen.append(block)
+        return plain(self, block, *args)
+
+    monkeypatch.setattr(blockwise.GatedAttention, "on", on)
+    return seen

@@ -65,20 +65,6 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """All blocks that are run."""
-    seen: list[Any] = []
-    plain = blockwise.GatedAttention.on
-
-    def on(self: Any, block: Any, *args: Any) -> Any:
-        seen.append(block)
-        return plain(self, block, *args)
-
-    monkeypatch.setattr(blockwise.GatedAttention, "on", on)
-    yield seen
-
-
 PADDED = {"gpt2": "left", "llama": "right", "gemma2": "right", "mistral": "left"}
 
 
@@ -149,7 +135,6 @@ def test_both_passes_draw_the_same_noise(
         monkeypatch.setattr(
             module, "logistic_noise", lambda logits, _: next(layers).view_as(logits)
         )
-    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", SizeByDevice(2**20, 1))
     _compare(found, _step(sparse, LENGTH + 1, noise=0.7))
 
 

@@ -253,7 +253,7 @@ def test_gates_before_the_first_attention_see_the_cached_columns(
 ) -> None:
     model = build_tiny(kind)
     gates = (torch.arange(model.cfg.d_model) % 2)[None].float()
-    site = HookPoints((name,), (2,), (model.cfg.d_model,))
+    site = HookPoints((name,), (2,))
     _gates_run_behind_a_cache(model, site, gates, patch, column)
 
 

@@ -195,7 +195,7 @@ def test_a_patch_at_the_output_is_shown_whatever_the_gate_says(tokens: Tensor) -
     seen = []
     closed = torch.zeros(1, 8)
     closed[0, 2:] = 1
-    with gated(sparse, HookPoints((name,), (1,), (8,)), closed, patch):
+    with gated(sparse, HookPoints((name,), (1,)), closed, patch):
         sparse.run_with_hooks(tokens, fwd_hooks=[(name, lambda x, hook: seen.append(x.clone()))])
     assert torch.equal(seen[0][:, :2], patch[name][:, :2])
     assert not bool(seen[0][:, 2:].any())
@@ -385,13 +385,16 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
 
 
 def test_gates_of_another_model_are_refused() -> None:
+    def new(n_layers: int, d_model: int, rule: Any = None) -> MLPGates:
+        return MLPGates(torch.zeros(n_layers), rule, torch.zeros(n_layers, d_model))
+
     model = build("plain")
-    for wrong in (MLPGates(3, 16), MLPGates(2, 15)):
+    for wrong in (new(3, 16), new(2, 15)):
         with pytest.raises(ValueError, match=r"the model needs \[\(2,\), \(2, 16\)\]"):
             SparseTransformer(model, mlp_gates=wrong)
     with pytest.raises(ValueError, match="distribution of those on attention edges"):
-        SparseTransformer(model, mlp_gates=MLPGates(2, 16, distribution=SigmoidGate()))
-    gates = MLPGates(2, 16, initial_bias=-3.0)
+        SparseTransformer(model, mlp_gates=new(2, 16, SigmoidGate()))
+    gates = new(2, 16)
     assert SparseTransformer(model, mlp_gates=gates).mlp_gates is gates
 
 

@@ -86,19 +86,9 @@ LONG = 12
 """Tokens from which attention goes by blocks in these tests: more than a head has dimensions."""
 
 
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All blocks of attention that are run, of two queries each."""
-    seen: list[Any] = []
-    plain = blockwise.GatedAttention.on
-
-    def on(self: Any, block: Any, *args: Any) -> Any:
-        seen.append(block)
-        return plain(self, block, *args)
-
-    monkeypatch.setattr(blockwise.GatedAttention, "on", on)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 2)
-    return seen
 
 
 @pytest.mark.every_case
@@ -239,16 +229,3 @@ def test_a_model_that_ignores_its_hooks_is_not_wrapped(build_tiny: Build) -> Non
     attention.__dict__["forward"] = deaf  # a bridge would hand it on to what it wraps
     with pytest.raises(ValueError, match="layer 1 .* does not come from its heads"):
         SparseTransformer(model)
-
-
-def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
-    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens()
-    pad = torch.zeros(3, 2, dtype=torch.long)
-    plain = sparse.count_attention_edges(tokens)
-    for padded in (torch.cat([pad, tokens], dim=1), torch.cat([tokens, pad], dim=1)):
-        real = torch.ones_like(padded)
-        real[:, slice(0, 2) if torch.equal(padded[:, :2], pad) else slice(-2, None)] = 0
-        counts = sparse.count_attention_edges(padded, attention_mask=real)
-        for name in ("active", "possible", "tokens"):
-            assert torch.equal(getattr(counts, name), getattr(plain, name)), name
-        torch.testing.assert_close(counts.expected, plain.expected)

@@ -71,14 +71,6 @@ def test_gates_are_the_sign_of_score_plus_bias(build_tiny, tokens, kind):
     assert torch.equal(gated, pattern * expected)
 
 
-def test_closed_gates_silence_attention(build_tiny, tokens):
-    model = build_tiny("plain")
-    sparse = SparseTransformer(model, initial_bias=-1e4)
-    _, cache = sparse.run_with_cache(tokens)
-    assert cache["blocks.1.attn.hook_z"].abs().max() == 0
-    assert sparse.count_attention_edges(tokens).active_per_prompt == 0
-
-
 @pytest.mark.parametrize("kind", ["plain", "grouped"])
 def test_expected_count_is_the_mean_of_sampled_counts(build_tiny, tokens, kind):
     sparse = SparseTransformer(build_tiny(kind, n_layers=1), initial_bias=0.0)
@@ -138,19 +130,19 @@ def test_editing_the_scores_moves_the_gate(build_tiny, tokens):
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped"])
-def test_left_padding_changes_neither_logits_nor_counts(build_tiny, tokens, kind):
-    sparse = SparseTransformer(build_tiny(kind), initial_bias=0.0)
-    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), tokens], dim=1)
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_changes_neither_logits_nor_counts(build_tiny, tokens, kind, left):
+    sparse, pad = SparseTransformer(build_tiny(kind), initial_bias=0.0), torch.zeros(3, 4).long()
+    padded = torch.cat([pad, tokens] if left else [tokens, pad], dim=1)
     mask = torch.ones_like(padded)
-    mask[:, :4] = 0
+    mask[:, slice(0, 4) if left else slice(-4, None)] = 0
     plain, counts = sparse(tokens), sparse.count_attention_edges(tokens)
-    torch.testing.assert_close(
-        sparse(padded, attention_mask=mask)[:, 4:], plain, atol=1e-5, rtol=1e-4
-    )
-    left = sparse.count_attention_edges(padded, attention_mask=mask)
-    assert torch.equal(left.active, counts.active)
-    assert torch.equal(left.possible, counts.possible)
-    assert torch.equal(left.tokens, torch.full((3,), 8))
+    found = sparse(padded, attention_mask=mask)[mask.bool()]
+    torch.testing.assert_close(found, plain.flatten(0, 1), atol=1e-5, rtol=1e-4)
+    found = sparse.count_attention_edges(padded, attention_mask=mask)
+    for name in ("active", "possible", "tokens"):
+        assert torch.equal(getattr(found, name), getattr(counts, name)), name
+    torch.testing.assert_close(found.expected, counts.expected)
 
 
 def test_training_under_left_padding_has_finite_gradients(build_tiny, tokens):
@@ -237,7 +229,7 @@ def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):
     other.save_pretrained(tmp_path / "other")
     gates = (tmp_path / "other" / "gates.safetensors").read_bytes()
     (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates)
-    with pytest.raises(ValueError, match="size mismatch for bias"):
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
         SparseTransformer.from_pretrained(tmp_path / "sparse")
     (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates[:20])
     with pytest.raises(ValueError, match="gates.safetensors"):

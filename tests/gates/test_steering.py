@@ -60,7 +60,7 @@ def test_the_stream_between_attention_and_mlp_is_edited_whole(name: str) -> None
         ("blocks.1.hook_attn_out", lambda value, hook: -before[-1]),
     ]
     expected = model.run_with_hooks(TOKENS, fwd_hooks=cancel)
-    with gated(model, HookPoints((point,), (), ()), torch.zeros(1)):
+    with gated(model, HookPoints((point,), ()), torch.zeros(1)):
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_a_hook_point_that_never_fires_is_refused() -> None:
     """A model with rotary embeddings adds none at positions."""
     model = boot(plain_transformer("llama"))
     with (
-        pytest.raises(ValueError, match="hook_pos_embed .* never fired, so nothing was steered"),
+        pytest.raises(ValueError, match="hook_pos_embed .* never fired"),
         steer(model, "hook_pos_embed", torch.ones(D_MODEL)),
     ):
         model(TOKENS)

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.arguments import devices
-from sparse_tl.devices import SizeByDevice
+from sparse_tl import devices
 from sparse_tl.gates.distributions import BernoulliGate, GateSettings, with_pressure
-from sparse_tl.gates.sparse import straight_through
 from sparse_tl.gates.sparse.counting import counted_edges
 from sparse_tl.gates.sparse.straight_through import gated_pattern
 
@@ -66,14 +64,10 @@ def _composed(
     return gates.to(pattern.dtype) * pattern, counts
 
 
-@pytest.mark.parametrize("at_once", [1, 100, 2**20])
 @pytest.mark.parametrize("noise", [1.0, 0.3, 0.0])
 @pytest.mark.parametrize("costly", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_values_counts_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, mask: str, costly: bool, noise: float, at_once: int
-) -> None:
-    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", SizeByDevice(at_once, 1))
+def test_values_counts_and_gradients(mask: str, costly: bool, noise: float) -> None:
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     cost = draw(2, 1, 7) if costly else None

@@ -264,7 +264,7 @@ def test_scores_and_classes_by_hand() -> None:
     assert torch.allclose(roles.score("interference"), torch.tensor([[[0.1, 0.8]], [[0.2, 0.4]]]))
     assert torch.allclose(roles.score("irrelevance"), torch.tensor([[[0.27, 0.18]], [[0.48, 0.6]]]))
     assert roles.members("facilitation").tolist() == [[[True, False]], [[False, False]]]
-    assert roles.ranking("interference") == [[(0, 1), (0, 0)], [(0, 1), (0, 0)]]
+    assert roles.order("interference").tolist() == [[1, 0], [1, 0]]
     table = roles.consistency().set_index(["role", "layer", "head"])
     assert table.loc[("facilitation", 0, 0), "share"] == 0.5
     assert table.loc[("facilitation", 0, 0), ["always", "any"]].tolist() == [False, True]

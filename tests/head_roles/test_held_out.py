@@ -46,7 +46,7 @@ def test_a_seed_that_never_fits_is_in_no_class(one_stuck: tuple[HeadRoles, HeadR
     assert (both.g_plus[1] < 0.01).all()
     for role in ("facilitation", "irrelevance", "interference"):
         assert torch.allclose(both.score(role), alone.score(role), atol=1e-3)
-        assert both.ranking(role) == alone.ranking(role)
+        assert torch.equal(both.order(role), alone.order(role))
     assert both.consistency().equals(alone.consistency())
     assert torch.allclose(both.mean_scores(), alone.mean_scores(), atol=1e-3)
     table = both.to_pandas().set_index("seed")

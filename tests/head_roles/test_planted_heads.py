@@ -41,7 +41,8 @@ def test_a_dead_head_is_irrelevant(roles: HeadRoles) -> None:
 
 
 def test_the_interferer_ranks_first(roles: HeadRoles) -> None:
-    assert all(ranking[0] == INTERFERER for ranking in roles.ranking("interference"))
+    layer, head = INTERFERER
+    assert (roles.order("interference")[:, 0] == 4 * layer + head).all()
     assert (roles.score("interference")[:, *INTERFERER] > 0.5).all()
 
 

@@ -328,7 +328,8 @@ def patch_activations(
     if not adapter.causal or not by_head and positions == "tokens":
         pairs = pairs.of_one_length()
     site, places = _site(adapter, at, pairs, positions)
-    n_layers, n_columns = site.shape(adapter)
+    n_layers = adapter.n_layers
+    n_columns = adapter.n_heads if by_head else len(pairs.spans_of(positions).names)
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     run_pairs = swapped if into == "corrupted" else pairs
     gated_at = None if by_head else positions
@@ -368,9 +369,8 @@ def _site(
     names = tuple(adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}")))
     if at in _HEAD_AXIS:
         check_gates(adapter)
-        n_heads = adapter.n_heads
-        return HookPoints(names, (_HEAD_AXIS[at],), (n_heads,)), [*range(n_heads)]
+        return HookPoints(names, (_HEAD_AXIS[at],)), [*range(adapter.n_heads)]
     spans = pairs.spans_of(positions)
     # In a causal model, both runs are equal before the first token that differs.
     may_differ = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
-    return HookPoints(names, (1,), (len(spans.names),)), spans.at[may_differ].unique().tolist()
+    return HookPoints(names, (1,)), spans.at[may_differ].unique().tolist()

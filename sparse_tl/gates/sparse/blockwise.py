@@ -25,11 +25,13 @@ from torch import Tensor
 
 from sparse_tl.backend import AttentionMask, Block, Deferred, Expression, function_name
 from sparse_tl.contexts import autograd
+from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates.sparse.counting import Counted
-from sparse_tl.gates.sparse.straight_through import EDGES_AT_ONCE
 
 QUERIES_AT_ONCE = 128
 """Queries per block; fewer would leave out more masked keys, in more and smaller products."""
+EDGES_AT_ONCE = SizeByDevice(cpu=2**20, elsewhere=2**24)
+"""Edges per block, but for those of one head in one prompt."""
 
 
 @dataclass(frozen=True, eq=False)

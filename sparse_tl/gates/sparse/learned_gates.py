@@ -71,15 +71,27 @@ Rule = GateDistribution | None
 
 
 class ComputedGates(nn.Module, ABC):
-    """Learnable gates of all layers, which every pass computes from the model's activations."""
+    """Learnable gates of all layers, which every pass computes from the model's activations.
 
-    bias: nn.Parameter
+    Args:
+        bias: learnable term of each layer, or head, in the logits of its gates; larger opens more.
+        distribution: how gates are sampled and evaluated; `BernoulliGate` by default.
+        weight: learnable direction in what the gates read; None for kinds without one.
+    """
+
     label: str
     """What has gates, for `extra_repr`."""
 
-    def __init__(self, bias: Tensor, distribution: GateDistribution | None) -> None:
+    def __init__(
+        self,
+        bias: Float[Tensor, "layer ..."],
+        distribution: GateDistribution | None = None,
+        weight: Float[Tensor, "layer ... size"] | None = None,
+    ) -> None:
         super().__init__()
         self.bias = nn.Parameter(bias)
+        if weight is not None:
+            self.weight = nn.Parameter(weight)
         self.distribution = distribution or BernoulliGate()
         self.settings = GateSettings()
 
@@ -194,13 +206,7 @@ def _layer_hooks(
 
 
 class AttentionGates(ComputedGates):
-    """Learnable gates on all attention edges of a model.
-
-    Args:
-        bias: learnable term of each head in the logits of its gates, ``[layer, head]``; a larger
-            bias opens more.
-        distribution: how gates are sampled and evaluated.
-    """
+    """Learnable gates on all attention edges of a model; arguments as in `ComputedGates`."""
 
     kind: GateKind
     reads: str
@@ -344,19 +350,10 @@ class ShareGates(AttentionGates):
     label = "heads, by share"
     reads = "attn.hook_q"
 
-    def __init__(
-        self,
-        bias: Float[Tensor, "layer head"],
-        weight: Float[Tensor, "layer head d_head"],
-        distribution: GateDistribution | None,
-    ) -> None:
-        super().__init__(bias, distribution)
-        self.weight = nn.Parameter(weight)
-
     @classmethod
     def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.005) -> ShareGates:
         bias = _initial(adapter, -math.log(start))
-        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), rule)
+        return cls(bias, rule, bias.new_zeros(*bias.shape, _query_size(adapter)))
 
     def _terms(
         self, layer: int, read: Float[Tensor, "prompt query head d_head"]
@@ -417,7 +414,7 @@ def _query_size(adapter: Adapter) -> int:
 def attention_by_blocks(model: HookedModel) -> Iterator[None]:
     """Inside the scope, a model without gates computes attention of long prompts by blocks."""
     adapter = adapt(model)
-    gates = ScoreGates(_initial(adapter, 0.0), None).requires_grad_(False)
+    gates = ScoreGates(_initial(adapter, 0.0)).requires_grad_(False)
     with (
         using([gates], mode="open", by_blocks=True),
         attached(adapter, gates.hooks(adapter)) as own,
@@ -464,39 +461,16 @@ class MLPGates(ComputedGates):
     in training; ``A = [w . u + b > 0]`` otherwise. The gate multiplies what reaches the residual
     stream: the output after its own normalisation, where the model has one. Training starts at
     ``w = 0``, where all positions of a layer share a logit; gradients reach w, b and, once w is not
-    0, u. MLP gates are an addition of this package; arXiv 2512.05865 gates attention edges only.
-
-    Args:
-        n_layers: number of layers.
-        d_model: size of an MLP's input.
-        initial_bias: initial value of b; a larger bias opens more gates. At 2.0, an MLP output is
-            open with a probability of 88 percent.
-        distribution: how gates are sampled and evaluated.
-        device: device of w and b.
-        dtype: precision of w, b and the gate arithmetic: float32 or float64.
+    0, u. New gates have a bias of 2.0: an MLP output is open with a probability of 88 percent.
+    MLP gates are an addition of this package; arXiv 2512.05865 gates attention edges only.
     """
 
     label = "MLPs"
 
-    def __init__(
-        self,
-        n_layers: int,
-        d_model: int,
-        *,
-        initial_bias: float = 2.0,
-        distribution: GateDistribution | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        like = {"device": device, "dtype": dtype}
-        super().__init__(torch.full((n_layers,), initial_bias, **like), distribution)
-        self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **like))
-
     @classmethod
     def of(cls, adapter: Adapter, rule: Rule = None, start: float = 2.0) -> MLPGates:
-        like = {"device": adapter.device, "dtype": adapter.gate_dtype}
-        size = adapter.n_layers, adapter.d_model
-        return cls(*size, initial_bias=start, distribution=rule, **like)
+        bias = _initial(adapter, start)[:, 0].clone()
+        return cls(bias, rule, bias.new_zeros(adapter.n_layers, adapter.d_model))
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
         reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]

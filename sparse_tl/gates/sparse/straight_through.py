@@ -15,9 +15,8 @@ as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``lo
 ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
 
 The backward pass needs only ``p``, ``l + n`` and, if they are read, the scores; the same formula
-composed of single operations would keep six tensors of that size. On a CPU, both passes go through
-the prompts a few at a time, so that intermediate values stay in the cache; on a GPU,
-`torch.compile` makes a few kernels of each.
+composed of single operations would keep six tensors of that size. On a GPU, `torch.compile` makes
+a few kernels of each pass.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.devices import SizeByDevice, fastest
+from sparse_tl.devices import fastest
 from sparse_tl.gates.distributions import GateSettings, logistic_noise
 from sparse_tl.gates.sparse.counting import (
     Counted,
@@ -39,8 +38,6 @@ from sparse_tl.gates.sparse.counting import (
     counted_edges,
 )
 
-EDGES_AT_ONCE = SizeByDevice(cpu=2**20, elsewhere=2**24)
-"""Number of edges whose intermediate values are held at one time, but for those of one prompt."""
 _STEEPEST = 80.0
 """Largest query term whose exponential is taken; that of 89 overflows in float32."""
 
@@ -68,21 +65,7 @@ def gated_pattern(
     The edges' term is the scores, or if these are None, the pattern's logarithm; `row` is each
     query's. Of the settings, the noise and the pressure are used.
     """
-    n, row = len(pattern), row.expand(*pattern.shape[:3], 1)
-    size = max(1, EDGES_AT_ONCE.on(pattern.device) * n // max(1, pattern.numel()))
-    if size < n and not fastest(_gated, pattern.device)[1]:
-        # Splitting, unlike slicing, has a backward pass that joins the parts' gradients.
-        split = (
-            [whole] * n if whole is None or len(whole) == 1 else whole.split(size)
-            for whole in (scores, pattern, row, valid)
-        )
-        found = [
-            gated_pattern(s, p, r, temperature, now, cost, allowed)
-            for s, p, r, allowed in zip(*split, strict=False)
-        ]
-        parts, counts = zip(*found, strict=True)
-        joined = {name: torch.cat([some[name] for some in counts]) for name in counts[0]}
-        return torch.cat(parts), joined
+    row = row.expand(*pattern.shape[:3], 1)
     gated, expected, weighted, others = _GatedPattern.apply(
         scores, pattern, row, temperature, now, cost, valid
     )
@@ -104,7 +87,7 @@ class _GatedPattern(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Counted]:
         noise = logistic_noise(row.expand(pattern.shape), now.generator) if now.noise else None
         scale = row.new_full((), now.noise)  # a number would be compiled into the kernel
-        gate, _ = fastest(_gated, pattern.device)
+        gate = fastest(_gated, pattern.device)
         gated, noisy, counts = gate(scores, pattern, row, noise, scale, valid, cost)
         noisy = noisy if now.noise else None
         ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
@@ -121,7 +104,7 @@ class _GatedPattern(torch.autograd.Function):
             share = by_expected[..., None, None]
             if cost is not None:
                 share = share + by_cost[..., None, None] * cost
-        slopes, _ = fastest(_slopes, by_gated.device)
+        slopes = fastest(_slopes, by_gated.device)
         found = slopes(*inputs, by_gated, valid, share, ctx.temperature, ctx.pressure)
         return *found, None, None, None, None
 
