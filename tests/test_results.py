@@ -54,7 +54,7 @@ from sparse_tl.zoo import build_addition_model
 FILES = ["result.json", "result.safetensors"]
 GRAPH = CircuitGraph(2, 2, 2)
 NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
-SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
+SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap", prompt_start="<s>")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
 RUN = Faithfulness(0.25, 0.75, 2)
@@ -240,11 +240,6 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
     expected = rf"the {type(RESULTS[name]).__name__} in .* is damaged|expected a safetensors file"
     with pytest.raises(ValueError, match=expected):
         type(RESULTS[name]).load(folder)
-
-
-def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
-    known = replace(SCORES, prompt_start="<s>")
-    assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
 
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:

@@ -98,8 +98,9 @@ def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], 
             quiet: Quiet = False,
             **given: Any,
         ) -> None:
-            how = {"device": device, "restart": restart, "progress": not quiet}
-            function(kind(**given), out, how)
+            job = kind(**given)
+            keep_freed_memory()
+            function(job, out, {"device": device, "restart": restart, "progress": not quiet})
 
         *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
         signature = inspect.Signature([*settings, *shared])
@@ -159,20 +160,6 @@ def _options(
     ] = False,
 ) -> None:
     """Options of all commands; `main` reads ``--debug``, at any position."""
-
-
-def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any]) -> Any:
-    """Run a job's function, and return its result."""
-    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if n_processes > 1 and job.command != "post-train":
-        raise ValueError(f"only post-train runs on several processes; got {n_processes}")
-    keep_freed_memory()
-    outcome = function(out, job, **how)
-    if n_processes > 1:
-        from sparse_tl.backend import processes  # slow import
-
-        processes().destroy_process_group()
-    return outcome
 
 
 def keep_freed_memory() -> None:

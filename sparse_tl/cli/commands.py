@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from sparse_tl import jobs  # its functions are imported when they are called
-from sparse_tl.cli.app import Device, Quiet, call, command, console, job_command, option, show
+from sparse_tl.cli.app import Device, Quiet, command, console, job_command, option, show
 from sparse_tl.jobs.settings import (
     INPUT,
     MODEL,
@@ -33,7 +33,7 @@ from sparse_tl.jobs.settings import (
     ),
 )
 def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_addition, job, out, how)
+    outcome = jobs.run_addition(out, job, **how)
     title = f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums, loss in nats"
     show(title, outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
@@ -68,9 +68,12 @@ def _show_circuits(found: Any) -> None:
     ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
 def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_post_training, job, out, how)
+    from sparse_tl.backend import processes  # slow import
+
+    outcome = jobs.run_post_training(out, job, **how)
     show(f"{job.model} on held-out rows, in nats per token", outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
+    processes().destroy_process_group()
 
 
 @job_command(
@@ -82,7 +85,7 @@ def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
-    _show_circuits(call(jobs.run_circuits, job, out, how))
+    _show_circuits(jobs.run_circuits(out, job, **how))
     console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
 
 
@@ -100,7 +103,7 @@ def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
     ),
 )
 def head_roles(job: HeadRolesJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_head_roles, job, out, how)
+    outcome = jobs.run_head_roles(out, job, **how)
     changed = f"change in nats per response if up to {job.max_heads} are ablated"
     show(f"Heads per role, and {changed}", outcome.to_pandas())
     seconds = f"{outcome.metrics['seconds']:.0f} seconds"

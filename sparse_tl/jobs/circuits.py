@@ -289,12 +289,10 @@ def run_circuits(
     for 16 of these (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with the
     dense model of the same seed. Seeds can be added later: results of other seeds are kept.
 
+    Other arguments are those of `run_addition`.
+
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        job: the settings; or give its fields as keywords.
-        device: device to run on.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, or every task fails for a model.

@@ -89,12 +89,10 @@ def run_head_roles(
 ) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
 
+    Other arguments are those of `run_addition`.
+
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        job: the settings; or give its fields as keywords.
-        device: device to run on.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder

@@ -184,13 +184,11 @@ def run_post_training(
     Some held-out rows of each group select the weights; results are reported on the others. Several
     processes, as of `accelerate launch`, share the rows of every step; the first one writes.
 
+    Other arguments are those of `run_addition`.
+
     Args:
         out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
             the model kept of skills that no group asks for, by `measure_skills`; not if sharded.
-        job: the settings; or give its fields as keywords.
-        device: device for training.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
