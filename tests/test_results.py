@@ -274,6 +274,7 @@ def test_nan_is_no_result(result: Any, field: str) -> None:
         replace(result, **{field: getattr(result, field) * float("nan")})
 
 
+ENDS = ("", "_low", "_high")
 ATTACK = "<img src=x onerror=alert(1)>"
 
 
@@ -297,11 +298,9 @@ def test_a_run_shows_both_models():
 
 
 def test_a_comparison_has_a_row_per_task_and_kind_of_part():
-    side = {
-        "heads_at_0.9": 4.0,
-        "circuit_edges_at_0.9": None,
-        "circuit_edges_at_0.9_per_prompt": 2.0,
-    }
+    effects = {f"{name}_effect{end}": 0.5 for name in ("shown", "circuit") for end in ENDS}
+    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None, "shown": 1, "circuit": 2}
+    side |= {**effects, "heads": {"mover": ["a1.h0"]}}
     said = {
         "dense": side,
         "sparse": side,
@@ -313,5 +312,7 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
-        ["ioi", "circuit_edges of one prompt", "2", "2", "NaN"],
+        ["ioi", "circuit_edges, searched", "2", "2", "NaN"],
     ]
+    assert run.findings[0].startswith("ioi, seed 0, dense model: the 1 edges shown explain 0.50 (")
+    assert run.findings[0].endswith(" Mover: a1.h0.")

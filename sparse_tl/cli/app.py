@@ -202,7 +202,7 @@ def _cell(value: Any) -> str:
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
+    Exit codes: 0, 1 after an error, 2 for invalid input, 130 after Ctrl-C. ``--debug``, at any
     position, shows the traceback of an error. With several ranks, only the first prints results;
     every rank prints its own errors.
     """
@@ -249,7 +249,7 @@ def _explained(error: Exception) -> tuple[str, int]:
     is_ours = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
     for_users = is_ours and isinstance(error, (ValueError, ImportError, MemoryError))
     if for_users or isinstance(error, OSError):
-        return str(error), 1
+        return str(error), 2 if isinstance(error, ValueError) else 1
     if is_out_of_memory(error):
         return (
             f"{reason(error)} Use a smaller --batch-size (with a larger --accumulate where the "
