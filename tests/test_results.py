@@ -314,5 +314,6 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
         ["ioi", "circuit_edges, searched", "2", "2", "NaN"],
     ]
-    assert run.findings[0].startswith("ioi, seed 0, dense model: the 1 edges shown explain 0.50 (")
-    assert run.findings[0].endswith(" Mover: a1.h0.")
+    found = run.findings[0]
+    assert "all 2 edges explain 0.50 (0.50 to 0.50) of the effect" in found
+    assert "the 1 shown first 0.50" in found and found.endswith(" Mover: a1.h0.")

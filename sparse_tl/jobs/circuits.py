@@ -31,6 +31,7 @@ from sparse_tl.circuits import (
     SeedCurves,
     attribute_circuit_edges,
     attribute_heads,
+    evaluate,
     evaluate_circuit_edges,
     evaluate_heads,
     find_circuit,
@@ -94,7 +95,7 @@ class Comparison:
         and highest multiplier (dense parts over sparse ones). NaN if not reached.
         """
         rows = []
-        sizes = {parts: f"{parts}_at_{LEVEL}" for parts in PARTS}
+        sizes = {str(parts): f"{parts}_at_{LEVEL}" for parts in PARTS}
         sizes["circuit_edges, searched"] = "circuit"
         for task, measured in self.metrics.items():
             sides = [side for side in SIDES if side in measured]
@@ -121,15 +122,15 @@ class Comparison:
 
     @property
     def findings(self) -> list[str]:
-        """What each circuit found explains, and the kinds of its heads, in words."""
+        """What each circuit found explains, and the kinds of its heads but sinks, in words."""
         found = []
         for task, measured in self.metrics.items():
             for (seed, by_side), side in product(measured["seeds"].items(), SIDES):
                 if side in by_side:
-                    kinds = by_side[side]["heads"].items()
-                    heads = [f" {kind.capitalize()}: {', '.join(some)}." for kind, some in kinds]
                     words = f"{task}, seed {seed}, {side} model: {_explained(by_side[side])}."
-                    found.append(words + "".join(heads))
+                    for kind, heads in by_side[side]["heads"].items():
+                        words += f" {kind.capitalize()}: {', '.join(heads)}." * (kind != "sink")
+                    found.append(words)
         return found
 
     def _repr_html_(self) -> str:
@@ -143,10 +144,10 @@ def _explained(numbers: Mapping[str, Any]) -> str:
         "{:.2f} ({:.2f} to {:.2f})".format(*(numbers[f"{name}_effect{end}"] for end in ("", *ENDS)))
         for name in ("shown", "circuit")
     )
-    return (
-        f"the {numbers['shown']:,} edges shown explain {shown} of the effect on held-out pairs, "
-        f"all {numbers['circuit']:,} of the circuit {whole}"
-    )
+    words = f"all {numbers['circuit']:,} edges explain {whole} of the effect on held-out pairs"
+    if numbers["shown"] < numbers["circuit"]:
+        words += f", the {numbers['shown']:,} shown first {shown}"
+    return words
 
 
 def measure(
@@ -183,10 +184,16 @@ def measure(
     saved(folder / SHOWN, Evaluation, partial(evaluate, model, held_out, metric, both, **options))
     for given in (pairs, None):  # where pairs do not show what heads move, what they attend to
         with suppress(ValueError):
-            score = partial(head_behaviour, model, given, progress=options["progress"])
-            saved(folder / BEHAVIOUR, HeadBehaviour, score)
+            look = partial(behaviour, model, given, options["progress"])
+            saved(folder / BEHAVIOUR, HeadBehaviour, look)
             break
     write_json(folder / ACCURACY, skill)
+
+
+def behaviour(model: HookedModel, pairs: PromptPairs | None, progress: bool) -> HeadBehaviour:
+    """What the model's heads do, on random tokens that fit into its context, and on pairs."""
+    length = min(32, (adapt(model).n_ctx - 1) // 2)
+    return head_behaviour(model, pairs, length=length, progress=progress)
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparse_tl.circuits import AttributionGraph, HeadBehaviour, attribution_graph, head_behaviour
+from sparse_tl.circuits import AttributionGraph, HeadBehaviour, attribution_graph
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
+from sparse_tl.jobs.circuits import behaviour
 from sparse_tl.jobs.folder import RunFolder, save_figures, saved
 from sparse_tl.jobs.head_roles import titled
 from sparse_tl.jobs.own_pairs import OwnPairs
@@ -44,7 +45,7 @@ def run_head_behaviour(
     def measured() -> HeadBehaviour:
         model = load_named_model(job.model, load_dense_or_sparse, device=device)
         pairs = None if task is None else task.pairs(model, job.pairs, seed=job.seed)
-        return head_behaviour(model, pairs, progress=progress)
+        return behaviour(model, pairs, progress)
 
     with folder.stage("head behaviour"):
         found = saved(folder / "head_behaviour", HeadBehaviour, measured)

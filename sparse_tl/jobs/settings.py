@@ -345,7 +345,7 @@ class CircuitsJob(Job):
         f"Prompt pairs per task: half score and search, half evaluate. Default: {PAIRS}; with "
         f"--model {OWN_PAIRS}; of a file all.",
     )
-    seconds: Positive = setting(120.0, "Time limit of each search for a circuit.", "SECONDS")
+    seconds: Positive = setting(90.0, "Time limit of each search for a circuit.", "SECONDS")
     method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "eap, eap-ig, relp.", "NAME")
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
         "corrupted", "corrupted, mean, resample or zero.", "NAME"
