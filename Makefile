@@ -52,7 +52,8 @@ demo-lm: language-model
 
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks
+	@$(BIN)/jupyter lab notebooks $(LAB_ARGS) || { [ $$(id -u) != 0 ] \
+		|| echo "As root, as in a container: make lab LAB_ARGS=--allow-root"; exit 1; }
 
 # SmolLM2-135M-Instruct, for the tests of a real language model; without it they are skipped.
 language-model: $(INSTALLED)

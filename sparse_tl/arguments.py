@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from traceback import clear_frames
 from typing import Annotated, Any, TypeVar
 
@@ -131,7 +132,14 @@ def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
     name = [*parameters][argument] if isinstance(argument, int) else argument
     value = first["input"]
     size = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    return f"{', '.join(map(str, [name, *inside]))}: {first['msg']}; got {size:.80}"
+    example = f"; a list of one is [{value!r:.80}]" if first["type"] == "sequence_str" else ""
+    return f"{', '.join(map(str, [name, *inside]))}: {first['msg']}; got {size:.80}{example}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known ones that are like it, if any."""
+    close = get_close_matches(name.lower(), known, cutoff=0.7)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked, did_you_mean
 
 Kind = Literal["input", "head", "kv_head", "mlp", "logits"]
 Slot = Literal["q", "k", "v"]
@@ -380,13 +380,15 @@ class CircuitGraph(PartGrid):
     def source_index(self, node: Node | str) -> int:
         """The row of a source."""
         if str(node) not in self._rows:
-            raise ValueError(f"{self!r} has no {node} as a source")
+            hint = did_you_mean(str(node), self._rows)
+            raise ValueError(f"{self!r} has no {node} as a source.{hint}")
         return self._rows[str(node)]
 
     def destination_index(self, destination: Destination | str) -> int:
         """The column of a destination."""
         if str(destination) not in self._columns:
-            raise ValueError(f"{self!r} has no {destination} as a destination")
+            hint = did_you_mean(str(destination), self._columns)
+            raise ValueError(f"{self!r} has no {destination} as a destination.{hint}")
         return self._columns[str(destination)]
 
     def _named(self, part: CircuitEdge | str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ import torch
 from tiny import save_small_task_models, save_taught_task_models
 
 from sparse_tl.backend import load_model
-from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, multiplier
+from sparse_tl.circuits import (
+    Evaluation,
+    FoundCircuit,
+    HeadBehaviour,
+    Scores,
+    evaluate,
+    multiplier,
+)
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import (
     circuits as run_module,
     run_circuits,
 )
+from sparse_tl.jobs.own_pairs import OwnPairs
+from sparse_tl.metrics import log_probability, logit_difference
+from sparse_tl.plots import component_diagram as draw
+from sparse_tl.plots.diagrams.component_diagram import shown_first
+from sparse_tl.tasks import GreaterThanTask
 
 pytestmark = pytest.mark.long
 
@@ -58,14 +71,18 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
         for side in ("dense", "sparse"):
             assert {"accuracy", "heads_at_0.9", "circuit_edges_at_0.9"} <= set(said[side])
             place = out / task / "seed-0" / side
-            single = CircuitSizes.load(place / "circuit_edges_per_prompt")
-            assert said[side]["circuit_edges_at_0.9_per_prompt"] == single.median
-            assert said[side]["prompts"] == len(single.sizes) == 4
-            edges, heads = Scores.load(place / "circuit_edge_scores"), place / "head_scores"
-            assert edges.grid.n_layers == 4
-            assert Scores.load(heads).values.shape == (4, 8)
+            assert Scores.load(place / "circuit_edge_scores").grid.n_layers == 4
+            assert Scores.load(place / "head_scores").values.shape == (4, 8)
+            found = FoundCircuit.load(place / "found_circuit")
             circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
-            assert all(edges[row["edge"]] == row["score"] for row in circuit)
+            assert {row["edge"] for row in circuit} == set(map(str, found.circuit.edges))
+            effect = found.held_out.explained_effect
+            assert said[side]["circuit_effect"] == pytest.approx(effect) and effect >= 0.9
+            assert said[side]["circuit"] == len(circuit) <= said[side]["circuit_edges_at_0.9"] + 1
+            kinds = HeadBehaviour.load(place / "head_behaviour").main
+            told = {head: kind for kind, some in said[side]["heads"].items() for head in some}
+            assert told.items() <= kinds.items()
+            assert all(any(head in row["edge"] for row in circuit) for head in told)
         for suffix in ("html", "svg", "png"):
             assert (out / task / "seed-0" / f"circuit.{suffix}").stat().st_size > 1000
     for parts in ("heads", "circuit_edges"):
@@ -100,6 +117,52 @@ def test_a_dense_model_alone(
         *("dense", "dense_circuit.json", "circuit.html", "circuit.svg", "circuit.png")
     }
     assert (out / "heads_kept.html").stat().st_size > 1000
+
+
+def test_the_page_says_what_the_edges_that_it_shows_explain(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run again with the edges that the drawing script chose."""
+    few = partial(shown_first, size=5)
+    monkeypatch.setattr(run_module, "shown_first", few)
+    monkeypatch.setattr(run_module, "component_diagram", partial(draw, max_circuit_edges=5))
+    outcome = _run(tmp_path, models, sparse=None, tasks=TASKS)
+    said = outcome.metrics["greater_than"]["dense"]
+    found = FoundCircuit.load(tmp_path / "greater_than" / "seed-0" / "dense" / "found_circuit")
+    shown = few(found.circuit, found.scores)
+    model = load_model(models[0], device="cpu")
+    held_out = GreaterThanTask().pairs(model, 8).select(slice(4, None))
+    metric = GreaterThanTask().metric
+    (effect,) = evaluate(model, held_out, metric, shown, progress=False).effect.tolist()
+    assert 5 <= len(shown) == said["shown"] < said["circuit"]
+    assert said["shown_effect"] == pytest.approx(effect, abs=1e-5)
+    (page,) = outcome.pages
+    text = page.read_text()
+    assert f"what is shown explains {effect:.2f} of the effect" in text
+    assert f">{len(shown)} of {said['circuit']} circuit edges, by influence" in text
+
+
+def test_prompt_pairs_of_a_file(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same pairs as a task's, as all kinds of files, give the same pairs."""
+    model = load_model(models[0], device="cpu")
+    records = GreaterThanTask().pairs(model, 12).to_records(model.tokenizer)
+    rows = pd.DataFrame(records)[["clean", "corrupted", "answer", "wrong"]]
+    rows.to_json(tmp_path / "years.jsonl", orient="records", lines=True)
+    rows.to_parquet(tmp_path / "years.parquet")
+    of_lines, of_parquet = (
+        OwnPairs.read(tmp_path / f"years.{kind}") for kind in ("jsonl", "parquet")
+    )
+    assert of_lines == of_parquet and of_lines.metric is logit_difference
+    single = rows.assign(answer=[answers[0] for answers in rows["answer"]], wrong="")
+    single.to_csv(tmp_path / "years.csv", index=False)
+    of_csv = OwnPairs.read(tmp_path / "years.csv")
+    assert of_csv.metric is log_probability and "wrong" not in of_csv.rows[0]
+    file = tmp_path / "years.jsonl"
+    outcome = _run(tmp_path / "out", models, sparse=None, tasks=(), pairs=None, pairs_file=file)
+    assert list(outcome.metrics) == ["years"] and outcome.metrics["years"]["dense"]["choice"] > 0.9
+    single.drop(columns="clean").to_csv(tmp_path / "years.csv", index=False)
+    with pytest.raises(ValueError, match="row 0: clean"):
+        OwnPairs.read(tmp_path / "years.csv")
 
 
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
@@ -151,14 +214,15 @@ def test_an_interrupted_task_goes_on_after_its_last_result(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_module, "circuit_sizes_per_prompt", interrupt)
+        patch.setattr(run_module, "head_behaviour", interrupt)
         _run(out, models, **options)
     results = {"circuit_edge_scores", "head_scores", "circuit_edges", "heads"}
+    results |= {"found_circuit", "shown_circuit"}
     assert {file.name for file in side.iterdir()} == results
     before = {name: (side / name / "result.json").stat().st_mtime_ns for name in results}
     outcome = _run(out, models, **options)
     assert {name: (side / name / "result.json").stat().st_mtime_ns for name in results} == before
-    assert outcome.metrics["greater_than"]["dense"]["prompts"] == 2
+    assert outcome.metrics["greater_than"]["dense"]["circuit_effect"] >= 0.9
 
 
 def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
@@ -187,8 +251,7 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
         assert said[f"multiplier_{parts}_range"] == [min(ratios), max(ratios)]
     for side in ("dense", "sparse"):
         for name, value in said[side].items():
-            both = first[side][name] + second[side][name]
-            assert value == pytest.approx(both if name.startswith("prompts") else both / 2)
+            assert value == pytest.approx((first[side][name] + second[side][name]) / 2)
     assert set(outcome.curves["seed"]) == {0, 1}
     page = (out / "circuit_edges_kept.html").read_text()
     assert page.count('"opacity":0.55') == 4
@@ -197,8 +260,7 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     ratios = [one["multiplier_heads"] for one in (first, second)]
     assert table.loc["heads", ["lowest", "highest"]].tolist() == sorted(ratios)
     for side in ("dense", "sparse"):
-        single = said[side]["circuit_edges_at_0.9_per_prompt"]
-        assert table.loc["circuit_edges of one prompt", side] == single
+        assert table.loc["circuit_edges, searched", side] == said[side]["circuit"]
 
 
 def test_other_weights_under_the_same_name(

@@ -54,7 +54,7 @@ from sparse_tl.zoo import build_addition_model
 FILES = ["result.json", "result.safetensors"]
 GRAPH = CircuitGraph(2, 2, 2)
 NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
-SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
+SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap", prompt_start="<s>")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
 RUN = Faithfulness(0.25, 0.75, 2)
@@ -242,11 +242,6 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
         type(RESULTS[name]).load(folder)
 
 
-def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
-    known = replace(SCORES, prompt_start="<s>")
-    assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
-
-
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
     with pytest.raises(ValueError, match="no saved Circuit .* but Scores"):
@@ -279,6 +274,7 @@ def test_nan_is_no_result(result: Any, field: str) -> None:
         replace(result, **{field: getattr(result, field) * float("nan")})
 
 
+ENDS = ("", "_low", "_high")
 ATTACK = "<img src=x onerror=alert(1)>"
 
 
@@ -302,11 +298,9 @@ def test_a_run_shows_both_models():
 
 
 def test_a_comparison_has_a_row_per_task_and_kind_of_part():
-    side = {
-        "heads_at_0.9": 4.0,
-        "circuit_edges_at_0.9": None,
-        "circuit_edges_at_0.9_per_prompt": 2.0,
-    }
+    effects = {f"{name}_effect{end}": 0.5 for name in ("shown", "circuit") for end in ENDS}
+    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None, "shown": 1, "circuit": 2}
+    side |= {**effects, "heads": {"mover": ["a1.h0"]}}
     said = {
         "dense": side,
         "sparse": side,
@@ -318,5 +312,8 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
-        ["ioi", "circuit_edges of one prompt", "2", "2", "NaN"],
+        ["ioi", "circuit_edges, searched", "2", "2", "NaN"],
     ]
+    found = run.findings[0]
+    assert "all 2 edges explain 0.50 (0.50 to 0.50) of the effect" in found
+    assert "the 1 shown first 0.50" in found and found.endswith(" Mover: a1.h0.")

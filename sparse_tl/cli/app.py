@@ -98,8 +98,9 @@ def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], 
             quiet: Quiet = False,
             **given: Any,
         ) -> None:
-            how = {"device": device, "restart": restart, "progress": not quiet}
-            function(kind(**given), out, how)
+            job = kind(**given)
+            keep_freed_memory()
+            function(job, out, {"device": device, "restart": restart, "progress": not quiet})
 
         *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
         signature = inspect.Signature([*settings, *shared])
@@ -161,20 +162,6 @@ def _options(
     """Options of all commands; `main` reads ``--debug``, at any position."""
 
 
-def call(function: Callable[..., Any], job: Job, out: Path, how: dict[str, Any]) -> Any:
-    """Run a job's function, and return its result."""
-    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if n_processes > 1 and job.command != "post-train":
-        raise ValueError(f"only post-train runs on several processes; got {n_processes}")
-    keep_freed_memory()
-    outcome = function(out, job, **how)
-    if n_processes > 1:
-        from sparse_tl.backend import processes  # slow import
-
-        processes().destroy_process_group()
-    return outcome
-
-
 def keep_freed_memory() -> None:
     """Keep freed blocks in the process, if its C library is glibc.
 
@@ -215,7 +202,7 @@ def _cell(value: Any) -> str:
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
+    Exit codes: 0, 1 after an error, 2 for invalid input, 130 after Ctrl-C. ``--debug``, at any
     position, shows the traceback of an error. With several ranks, only the first prints results;
     every rank prints its own errors.
     """
@@ -262,7 +249,7 @@ def _explained(error: Exception) -> tuple[str, int]:
     is_ours = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
     for_users = is_ours and isinstance(error, (ValueError, ImportError, MemoryError))
     if for_users or isinstance(error, OSError):
-        return str(error), 1
+        return str(error), 2 if isinstance(error, ValueError) else 1
     if is_out_of_memory(error):
         return (
             f"{reason(error)} Use a smaller --batch-size (with a larger --accumulate where the "

@@ -10,16 +10,21 @@ import typer
 from rich.filesize import decimal
 
 from sparse_tl import jobs  # its functions are imported when they are called
-from sparse_tl.cli.app import Device, Quiet, call, command, console, job_command, option, show
+from sparse_tl.cli.app import Device, Quiet, command, console, job_command, option, show
 from sparse_tl.jobs.settings import (
     INPUT,
     MODEL,
     SETTINGS,
     AdditionJob,
     CircuitsJob,
+    GraphJob,
+    HeadBehaviourJob,
     HeadRolesJob,
     PostTrainingJob,
 )
+
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+"""How lines with paths and numbers are printed."""
 
 
 @job_command(
@@ -33,7 +38,7 @@ from sparse_tl.jobs.settings import (
     ),
 )
 def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_addition, job, out, how)
+    outcome = jobs.run_addition(out, job, **how)
     title = f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums, loss in nats"
     show(title, outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
@@ -48,6 +53,8 @@ def _show_circuits(found: Any) -> None:
         show(
             found.caption, found.to_pandas().filter(regex="^(?!.*_(low|high)$)")
         )  # fits 80 columns
+    for finding in found.findings:
+        console.print(finding, **PLAIN)
     for reason in found.no_circuits:
         console.print(f"No circuit: {reason}", markup=False)
 
@@ -68,9 +75,12 @@ def _show_circuits(found: Any) -> None:
     ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
 def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_post_training, job, out, how)
+    from sparse_tl.backend import processes  # slow import
+
+    outcome = jobs.run_post_training(out, job, **how)
     show(f"{job.model} on held-out rows, in nats per token", outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
+    processes().destroy_process_group()
 
 
 @job_command(
@@ -78,12 +88,50 @@ def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     ("the built-in models, all four tasks", ""),
     ("two tasks only", "--tasks ioi,greater_than --out runs/two"),
     ("three pairs of built-in models", "--seeds 0,1,2 --out runs/three"),
-    ("a dense model alone", "--model smollm2 --tasks ioi --pairs 32 --out runs/smollm2"),
+    ("a dense model alone", "--model smollm2 --tasks ioi --out runs/smollm2"),
+    ("your own prompts", "--model smollm2 --pairs-file pairs.csv --out runs/mine"),
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
-    _show_circuits(call(jobs.run_circuits, job, out, how))
-    console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
+    found = jobs.run_circuits(out, job, **how)
+    _show_circuits(found)
+    console.print(
+        f"Curves: {out / 'heads_kept.html'} and {out / 'circuit_edges_kept.html'}", **PLAIN
+    )
+    console.print(f"Open the circuits found: {' '.join(map(str, found.pages))}", **PLAIN)
+
+
+@job_command(
+    HeadBehaviourJob,
+    ("a language model on a task", "--model smollm2 --task ioi --out runs/heads"),
+    ("your own prompts", "--model gpt2 --pairs-file pairs.csv --out runs/heads-mine"),
+)
+def head_behaviour(job: HeadBehaviourJob, out: Path, how: dict[str, Any]) -> None:
+    found = jobs.run_head_behaviour(out, job, **how)
+    console.print(f"Heads of {job.model}, the highest scores of each kind first:", **PLAIN)
+    for kind, heads in found.heads.items():
+        names = ", ".join(f"a{layer}.h{head}" for layer, head in heads)
+        console.print(f"  {kind}: {names or 'none'}", **PLAIN)
+    console.print(f"Open {out / 'heads.html'}", **PLAIN)
+
+
+@job_command(
+    GraphJob,
+    ("why a model said that", '--model smollm2 --prompt "The keys to the cabinet" --out runs/keys'),
+    (
+        "the difference of two tokens, in two models",
+        '--model gpt2 --model runs/gpt2/sparse\n--prompt "The keys to the cabinet" --target " are" '
+        '--minus " is"',
+    ),
+)
+def graph(job: GraphJob, out: Path, how: dict[str, Any]) -> None:
+    for title, found in jobs.run_graph(out, job, **how).items():
+        logits = f"{title}: {found.target}, {found.value:.2f} logits"
+        show(
+            f"{logits}; strongest of {len(found.nodes)} nodes",
+            found.to_pandas()[["name", "flow", "promotes"]].head(10),
+        )
+    console.print(f"Open {out / 'graph.html'}", **PLAIN)
 
 
 @job_command(
@@ -100,7 +148,7 @@ def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
     ),
 )
 def head_roles(job: HeadRolesJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = call(jobs.run_head_roles, job, out, how)
+    outcome = jobs.run_head_roles(out, job, **how)
     changed = f"change in nats per response if up to {job.max_heads} are ablated"
     show(f"Heads per role, and {changed}", outcome.to_pandas())
     seconds = f"{outcome.metrics['seconds']:.0f} seconds"
@@ -185,14 +233,13 @@ def get(
         return
     model, file = zoo.published(name), zoo.cached_file(name)
     terms, is_cached = f" ({model.terms})" if model.terms else "", zoo.is_whole(name, file)
-    plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
-    console.print(f"{model.title}: {model.about}.", **plain)
+    console.print(f"{model.title}: {model.about}.", **PLAIN)
     console.print(
         f"Licence: {model.licence}{terms}. {decimal(model.download)} to download, "
         f"{decimal(model.size)} on disk.",
-        **plain,
+        **PLAIN,
     )
     if not is_cached:
         zoo.get_language_model(name, accept_licence=accept_licence, progress=not quiet)
     done = "Already downloaded" if is_cached else "Done"
-    console.print(f"{done}: use load_language_model({name!r}) or --model {file}", **plain)
+    console.print(f"{done}: use load_language_model({name!r}) or --model {file}", **PLAIN)

@@ -42,7 +42,7 @@ def run_addition(
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
         job: the settings; or give its fields as keywords. By default as in `addition_recipe`.
-        device: device for training; by default a GPU if there is one.
+        device: device to run on; by default a GPU if there is one.
         restart: set an earlier run aside.
         progress: whether to show a progress bar.
 

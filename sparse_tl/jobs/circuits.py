@@ -1,15 +1,17 @@
 """The circuits job: scores, circuits and effect curves of a dense and a sparse model per task.
 
-1. `measure` one model on one task: half of the pairs score edges and heads, the others evaluate.
+1. `measure` one model on one task: half of the pairs score edges and heads, and find a circuit; the
+   others evaluate.
 2. `report` on all tasks and seeds from saved results: tables, figures and circuits, and multipliers
    between a dense and a sparse model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -17,30 +19,36 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
+import torch
 
 from sparse_tl.backend import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.circuits import (
     Circuit,
-    CircuitSizes,
     Evaluation,
+    FoundCircuit,
+    HeadBehaviour,
     Scores,
     SeedCurves,
     attribute_circuit_edges,
     attribute_heads,
-    circuit_sizes_per_prompt,
+    evaluate,
     evaluate_circuit_edges,
     evaluate_heads,
+    find_circuit,
+    head_behaviour,
     seed_multipliers,
 )
 from sparse_tl.circuits.curves import median_size
 from sparse_tl.circuits.methods.attribution import Method
-from sparse_tl.circuits.task_skill import Skill, measure_skill
+from sparse_tl.circuits.task_skill import accuracy, measure_skill
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates import PatchName, SparseTransformer
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
-from sparse_tl.jobs.settings import BuiltInTask, CircuitsJob, takes
-from sparse_tl.metrics import Metric
+from sparse_tl.jobs.own_pairs import OwnPairs
+from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, takes
+from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.plots import component_diagram, effect_figure
+from sparse_tl.plots.diagrams.component_diagram import shown_first
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.plots.panels.curves import Parts
 from sparse_tl.results import table_html
@@ -57,16 +65,14 @@ from sparse_tl.zoo import (
 
 EXAMPLES = 500
 """Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
-PROMPTS = 16
-"""Number of held-out pairs for which circuits of single prompts are found."""
 LEVEL = 0.9
 """The explained effect at which models are compared."""
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
-PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
-"""Key of the median number of circuit edges that a single prompt needs."""
 ENDS = ("_low", "_high")
 """Suffixes of the keys of a size's 95 % interval over pairs; absent for medians over seeds."""
 _LABELS = ["task", "seed", "side", "parts"]
+FOUND, SHOWN, BEHAVIOUR = "found_circuit", "shown_circuit", "head_behaviour"
+"""The circuit found; what the part that its diagram shows and all of it explain; what heads do."""
 ACCURACY = "accuracy.json"
 """The last file that `measure` writes."""
 
@@ -79,6 +85,8 @@ class Comparison:
     curves: pd.DataFrame = field(default_factory=pd.DataFrame)
     no_circuits: Sequence[str] = ()
     """Reasons why requested tasks have no circuits."""
+    pages: Sequence[Path] = ()
+    """Diagrams of the circuits found, one for each task and seed."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for an explained effect of 0.9, per model.
@@ -87,10 +95,11 @@ class Comparison:
         and highest multiplier (dense parts over sparse ones). NaN if not reached.
         """
         rows = []
-        sizes = {parts: f"{parts}_at_{LEVEL}" for parts in PARTS}
+        sizes = {str(parts): f"{parts}_at_{LEVEL}" for parts in PARTS}
+        sizes["circuit_edges, searched"] = "circuit"
         for task, measured in self.metrics.items():
             sides = [side for side in SIDES if side in measured]
-            for parts, key in {**sizes, "circuit_edges of one prompt": PER_PROMPT}.items():
+            for parts, key in sizes.items():
                 row: dict[str, Any] = {"task": task, "parts": parts}
                 for side in sides:
                     ends = [end for end in ("", *ENDS) if key + end in measured[side]]
@@ -111,8 +120,34 @@ class Comparison:
         over = f": medians of {n_seeds} seeds" if n_seeds > 1 else ""
         return f"Parts needed for an explained effect of {LEVEL}{over}"
 
+    @property
+    def findings(self) -> list[str]:
+        """What each circuit found explains, and the kinds of its heads but sinks, in words."""
+        found = []
+        for task, measured in self.metrics.items():
+            for (seed, by_side), side in product(measured["seeds"].items(), SIDES):
+                if side in by_side:
+                    words = f"{task}, seed {seed}, {side} model: {_explained(by_side[side])}."
+                    for kind, heads in by_side[side]["heads"].items():
+                        words += f" {kind.capitalize()}: {', '.join(heads)}." * (kind != "sink")
+                    found.append(words)
+        return found
+
     def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), ". ".join([self.caption, *self.no_circuits]))
+        words = [self.caption, *self.findings, *self.no_circuits]
+        return table_html(self.to_pandas(), ". ".join(word.rstrip(".") for word in words))
+
+
+def _explained(numbers: Mapping[str, Any]) -> str:
+    """What a circuit and the part of it that its diagram shows explain, with 95 % intervals."""
+    shown, whole = (
+        "{:.2f} ({:.2f} to {:.2f})".format(*(numbers[f"{name}_effect{end}"] for end in ("", *ENDS)))
+        for name in ("shown", "circuit")
+    )
+    words = f"all {numbers['circuit']:,} edges explain {whole} of the effect on held-out pairs"
+    if numbers["shown"] < numbers["circuit"]:
+        words += f", the {numbers['shown']:,} shown first {shown}"
+    return words
 
 
 def measure(
@@ -123,29 +158,42 @@ def measure(
     folder: Path,
     *,
     method: Method = "eap-ig",
+    seconds: float | None = None,
     **options: Any,
 ) -> None:
-    """Save scores from the first half of the pairs, and curves and single-prompt circuits from the
-    second, together with the model's skill at the task.
+    """Save scores and a circuit from the first half of the pairs; from the second curves, and what
+    the circuit explains; what heads do; and the model's skill at the task.
 
     Each result is saved as soon as it is computed, and loaded if an earlier call saved it. Other
-    options are patch, batch size and progress. Raises a `NoEffectError` without an effect.
+    options are patch, batch size and progress; `seconds` limits the search for the circuit. Raises
+    a `NoEffectError` without an effect.
     """
     half = len(pairs) // 2
     scoring, held_out = pairs.select(slice(half)), pairs.select(slice(half, None))
-    for parts, attribute, evaluate in (
+    for parts, attribute, evaluate_top in (
         ("circuit_edge", attribute_circuit_edges, evaluate_circuit_edges),
         ("head", attribute_heads, evaluate_heads),
     ):
         score = partial(attribute, model, scoring, metric, method=method, **options)
         scores = saved(folder / f"{parts}_scores", Scores, score)
-        judge = partial(evaluate, model, held_out, metric, scores, **options)
+        judge = partial(evaluate_top, model, held_out, metric, scores, **options)
         _ = saved(folder / f"{parts}s", Evaluation, judge).effect  # raises where there is none
-    single = held_out.select(slice(PROMPTS))
-    how: dict[str, Any] = {"level": LEVEL, "method": method, **options}
-    find = partial(circuit_sizes_per_prompt, model, single, metric, **how)
-    saved(folder / "circuit_edges_per_prompt", CircuitSizes, find)
+    find = partial(find_circuit, model, scoring, metric, held_out=held_out, at=LEVEL, **options)
+    found = saved(folder / FOUND, FoundCircuit, partial(find, seconds=seconds))
+    both = [shown_first(found.circuit, found.scores), found.circuit]
+    saved(folder / SHOWN, Evaluation, partial(evaluate, model, held_out, metric, both, **options))
+    for given in (pairs, None):  # where pairs do not show what heads move, what they attend to
+        with suppress(ValueError):
+            look = partial(behaviour, model, given, options["progress"])
+            saved(folder / BEHAVIOUR, HeadBehaviour, look)
+            break
     write_json(folder / ACCURACY, skill)
+
+
+def behaviour(model: HookedModel, pairs: PromptPairs | None, progress: bool) -> HeadBehaviour:
+    """What the model's heads do, on random tokens that fit into its context, and on pairs."""
+    length = min(32, (adapt(model).n_ctx - 1) // 2)
+    return head_behaviour(model, pairs, length=length, progress=progress)
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
@@ -167,14 +215,13 @@ def report(
     names: Mapping[str, str],
     *,
     seeds: Sequence[int] = (0,),
-    patch: PatchName = "corrupted",
 ) -> Comparison:
     """Write figures, tables, circuits and ``metrics.json`` from what `measure` saved.
 
     `tasks` are panel titles by task name, and `names` those of the models by side.
     """
     metrics: dict[str, Any] = {}
-    tables: list[pd.DataFrame] = []
+    tables, pages = list[pd.DataFrame](), list[Path]()
     panels: dict[Parts, dict[str, list[SeedCurves]]] = {parts: {} for parts in PARTS}
     for task, title in tasks.items():
         by_seed: dict[str, Any] = {str(seed): {} for seed in seeds}
@@ -183,7 +230,7 @@ def report(
                 numbers[side], sizes = _numbers(folder / measured_folder(task, seed, side))
                 tables.append(sizes.assign(task=task, seed=seed, side=side))
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
-            _draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names, patch)
+            pages.append(_draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names))
         metrics[task] = {
             side: _medians([each[side] for each in by_seed.values()]) for side in names
         }
@@ -207,7 +254,7 @@ def report(
     table = table[[*_LABELS, *table.columns.drop(_LABELS)]]
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
-    return Comparison(metrics, table)
+    return Comparison(metrics, table, pages=pages)
 
 
 def _number(value: float) -> float | None:
@@ -225,50 +272,58 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
         for end, size in zip(ENDS, evaluation.size_interval(LEVEL), strict=True):
             numbers[key + end] = size
         tables.append(evaluation.to_pandas().assign(parts=parts))
-    single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
-    numbers |= {
-        PER_PROMPT: single.median,
-        "prompts": len(single.sizes),
-        "prompts_not_reached": single.not_reached,
-        "prompts_no_effect": single.no_effect,
-    }
+    found, explained = FoundCircuit.load(folder / FOUND), Evaluation.load(folder / SHOWN)
+    effects = torch.stack([explained.effect, *explained.interval()], dim=1).tolist()
+    for name, size, some in zip(("shown", "circuit"), explained.sizes, effects, strict=True):
+        keys = (f"{name}_effect{end}" for end in ("", *ENDS))
+        numbers |= {name: size, **dict(zip(keys, some, strict=True))}
+    numbers["heads"] = _kinds_of_heads(found.circuit, folder)
     return numbers, pd.concat(tables)
 
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The median of each number over seeds; counts of prompts are summed."""
+    """The median of each number over seeds."""
     if len(seeds) == 1:
         return dict(seeds[0])
-    values = {name: [numbers[name] for numbers in seeds] for name in seeds[0]}
     return {
-        name: sum(each) if name.startswith("prompts") else median_size(each)
-        for name, each in values.items()
-        if not name.endswith(ENDS)
+        name: median_size([numbers[name] for numbers in seeds])
+        for name in seeds[0]
+        if not name.endswith(ENDS) and name != "heads"
     }
 
 
+def _kinds_of_heads(circuit: Circuit, folder: Path) -> dict[str, list[str]]:
+    """The heads of a circuit by their main kind; none if the model's heads could not be scored."""
+    by_kind = dict[str, list[str]]()
+    if (folder / BEHAVIOUR).exists():
+        ends = ((edge.source, edge.destination.node) for edge in circuit.edges)
+        in_circuit = {str(node) for both in ends for node in both}
+        for head, kind in HeadBehaviour.load(folder / BEHAVIOUR).main.items():
+            if head in in_circuit:
+                by_kind.setdefault(kind, []).append(head)
+    return by_kind
+
+
 def _draw_circuits(
-    folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: PatchName
-) -> None:
-    """Draw and list each model's circuit that reaches the level."""
-    circuits: dict[str, Circuit] = {}
-    by_name: dict[str, Scores] = {}
+    folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str]
+) -> Path:
+    """Draw and list the circuit found in each model; return the page."""
+    circuits, scores = dict[str, Circuit](), dict[str, Scores]()
+    kinds, remarks = dict[str, HeadBehaviour](), dict[str, str]()
     for side, name in names.items():
-        scores = by_name[name] = Scores.load(folder / side / "circuit_edge_scores")
-        size, n_parts = measured[side][f"circuit_edges_at_{LEVEL}"], scores.grid.n_parts
-        kept = n_parts if size is None else min(math.ceil(size), n_parts)
-        circuit = circuits[name] = _smallest(scores, kept, patch)
-        listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
+        found, numbers = FoundCircuit.load(folder / side / FOUND), measured[side]
+        circuits[name], scores[name] = found.circuit, found.scores
+        remarks[name] = f"; {_explained(numbers)}"
+        if (folder / side / BEHAVIOUR).exists():
+            kinds[name] = HeadBehaviour.load(folder / side / BEHAVIOUR)
+        listed = [{"edge": str(edge), "score": found.scores[edge]} for edge in found.circuit.edges]
         write_json(folder / f"{side}_circuit.json", listed)
-    title = f"{title}: circuit edges for an explained effect of {LEVEL}"
-    save_figures({"circuit": component_diagram(circuits, scores=by_name, title=title)}, folder)
-
-
-def _smallest(scores: Scores, size: int, patch: PatchName) -> Circuit:
-    """The fewest top-scored edges of which `size` have an effect."""
-    sizes = range(size, scores.grid.n_parts)
-    extra = bisect_left(sizes, size, key=lambda n: len(scores.top(n).connected(patch=patch)))
-    return scores.top(size + extra).connected(patch=patch)
+    effects = " and ".join(f"{measured[side]['shown_effect']:.2f}" for side in names)
+    title = f"{title}: what is shown explains {effects} of the effect"
+    roles = kinds if len(names) > 1 else next(iter(kinds.values()), None)  # of one, with labels
+    page = component_diagram(circuits, scores=scores, roles=roles, remarks=remarks, title=title)
+    save_figures({"circuit": page}, folder)
+    return folder / "circuit.html"
 
 
 @takes(CircuitsJob)
@@ -285,16 +340,14 @@ def run_circuits(
     The accuracy of both models is measured first, on 500 prompts of each task. A task that either
     model cannot do (see `Skill`), or whose words the tokenizer lacks, gets no circuits;
     ``no_circuits.json`` and the result say why. On the other tasks, half of the prompt pairs score
-    the edges and heads, and the other half evaluates the circuits; single-prompt circuits are found
-    for 16 of these (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with the
-    dense model of the same seed. Seeds can be added later: results of other seeds are kept.
+    the edges and heads and search for a circuit (`find_circuit`), and the other half evaluates the
+    circuits. Each seed's sparse model is compared with the dense model of the same seed. Seeds can
+    be added later: results of other seeds are kept.
+
+    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        job: the settings; or give its fields as keywords.
-        device: device to run on.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, or every task fails for a model.
@@ -302,9 +355,16 @@ def run_circuits(
     """
     check_address_space()
     sides = SIDES if job.model is None or job.sparse is not None else SIDES[:1]
-    chosen = [TASKS_BY_NAME[name] for name in dict.fromkeys(job.tasks or get_args(BuiltInTask))]
-    recorded = job.settings(format=6, tasks=[task.name for task in chosen])
+    asked = dict.fromkeys(job.tasks or get_args(BuiltInTask))
+    own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
+    chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
+    recorded = job.settings(format=7, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=restart)
+    if own is not None:
+        folder.pin(f"file {own.name}", hashlib.sha256(repr(own.rows).encode()).hexdigest()[:12])
+        n_pairs = job.pairs or len(own.rows)
+    else:
+        n_pairs = job.pairs or (PAIRS if job.model is None else OWN_PAIRS)
     declined: dict[str, list[str]] = {}
     seeds = tuple(dict.fromkeys(job.seeds))
     for seed in seeds:
@@ -334,8 +394,8 @@ def run_circuits(
                 continue
             for side in missing[task.name]:
                 name = measured_folder(task.name, seed, side)
-                measured = models[side], draw(job.pairs), skills[side].numbers, task.metric
-                how = job.only("method", "patch", "batch_size")
+                measured = models[side], draw(n_pairs), skills[side], task.metric
+                how = job.only("method", "patch", "batch_size", "seconds")
                 with folder.stage(name, f"{title}, {side} model"):
                     measure(*measured, folder / name, progress=progress, **how)
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
@@ -346,7 +406,7 @@ def run_circuits(
         write_json(folder / "no_circuits.json", reasons)
     title = job.model or "Task Model"
     names = dict(zip(sides, (title, f"Sparse {title}"), strict=False))
-    compared = report(folder.path, titles, names, seeds=seeds, patch=job.patch)
+    compared = report(folder.path, titles, names, seeds=seeds)
     return replace(compared, no_circuits=reasons)
 
 
@@ -356,17 +416,22 @@ def _skills(
     draw: Callable[[int], PromptPairs],
     batch_size: int,
     progress: bool,
-) -> dict[str, Skill] | str:
+) -> dict[str, dict[str, float]] | str:
     """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
         examples = draw(EXAMPLES)
     except ValueError as error:  # the tokenizer lacks the task's words
         return f": {error}"
-    skills, options = {}, {"batch_size": batch_size, "progress": progress}
+    skills = dict[str, dict[str, float]]()
     for side, model in models.items():
-        skills[side] = skill = measure_skill(model, examples, task.metric, **options)
+        if task.metric is log_probability:  # there is no wrong answer to choose instead
+            skills[side] = {"accuracy": accuracy(model, examples, batch_size=batch_size)}
+            continue
+        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        skill = measure_skill(model, examples, task.metric, **options)
         if skill.lack:
             return f", {side} model: {skill.lack}."
+        skills[side] = skill.numbers
     return skills
 
 
@@ -378,10 +443,10 @@ def _models(
         return dict(zip(SIDES, pair, strict=True))
     if str(job.sparse) == job.model == SMOLLM2:
         return dict(zip(SIDES, load_language_models(device=device), strict=True))
-    dense = load_named_model(job.model, load_model, device=device)
     if job.sparse is None:
-        return {"dense": dense}
-    sparse = SparseTransformer.from_pretrained(job.sparse, device=device)
+        return {"dense": load_named_model(job.model, load_model, device=device)}
+    sparse = SparseTransformer.from_pretrained(job.sparse, device=device)  # first: it is quick
+    dense = load_named_model(job.model, load_model, device=device)
     dense.cfg.default_prepend_bos = sparse.cfg.default_prepend_bos  # both read the same prompts
     of_dense, of_sparse = adapt(dense), adapt(sparse)
     if (of_dense.graph, of_dense.d_vocab) != (of_sparse.graph, of_sparse.d_vocab):

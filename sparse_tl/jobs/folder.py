@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,8 +25,6 @@ SIDES = ("dense", "sparse")
 RUN_FILE = "run.json"
 _EARLIER = "earlier-"
 """Start of the names of the folders, in a run's folder, of the runs before each restart."""
-_LEFT = re.compile(r"\..+\.[0-9a-f]{8}")
-"""Names of what a killed write left."""
 
 
 def save_figures(
@@ -169,16 +166,15 @@ class RunFolder:
         file = check_writable(self.path) / RUN_FILE
         self._lock = ExitStack()  # until this object is collected
         self._lock.enter_context(locked(file))
-        names = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(_EARLIER)}
-        names = {name for name in names if name[0] != "." or _LEFT.fullmatch(name)}
-        results = {name for name in names if not name.startswith(".")}  # not left by a killed write
+        names = [entry.name for entry in self.path.iterdir()]
+        results = {name for name in names if not name.startswith((".", _EARLIER))}
         if results and RUN_FILE not in results:
             raise ValueError(
                 f"{self.path} is neither empty nor the folder of an earlier run: it has no "
                 f"{RUN_FILE}, but {sorted(results)[:5]}. Choose another --out."
             )
         if restart and results:
-            self._set_aside(names)
+            self._set_aside(results)
             return None
         # What failed before it produced anything may be changed.
         record = read_json(file) if results - {RUN_FILE} else None
@@ -189,9 +185,6 @@ class RunFolder:
     def _set_aside(self, names: set[str]) -> None:
         asides = (self.path / f"{_EARLIER}{number}" for number in count(1))
         aside = next(folder for folder in asides if not folder.exists())
-        for nested in self.path.rglob(f".{RUN_FILE}.lock"):
-            with locked(nested.with_name(RUN_FILE)):  # a run in a folder of this one goes on
-                pass
         aside.mkdir()
         # The record first: a folder that is half moved is refused, not resumed.
         for name in [RUN_FILE, *names - {RUN_FILE}]:

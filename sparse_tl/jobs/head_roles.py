@@ -89,12 +89,10 @@ def run_head_roles(
 ) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
 
+    Other arguments are those of `run_addition`.
+
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        job: the settings; or give its fields as keywords.
-        device: device to run on.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
@@ -226,7 +224,7 @@ def cells_of(job: HeadRolesJob, device: str | None, progress: bool = True) -> li
     if not job.model:
         return _built_in_cells(job, device, progress)
     rows = [_row(name, job.prompts) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
-    columns = _titled(job.model)
+    columns = titled(job.model)
     for model in job.model:
         if Path(model).is_dir() or Path(model).suffix == ".gguf":
             check_folder(model)
@@ -291,7 +289,7 @@ def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
     return TargetDataset.from_windows(windows)
 
 
-def _titled(models: Sequence[str]) -> dict[str, str]:
+def titled(models: Sequence[str]) -> dict[str, str]:
     """Models by title: the last part of their name, or more parts if titles would clash."""
     for n_parts in range(1, max(len(Path(model).parts) for model in models) + 1):
         titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]

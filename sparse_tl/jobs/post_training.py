@@ -64,9 +64,8 @@ class Groups:
         self.validation: dict[str, TokenBatch] = {}
         self.reported: dict[str, TokenBatch] = {}
 
-    def text(self, source: str) -> None:
+    def text(self, source: str, documents: Documents) -> None:
         """Add a text or dataset; the last tenth of the windows read before training is held out."""
-        documents = read_documents(source)
         needed = self.job.steps * self.job.per_group + HELD_OUT_WINDOWS // self.job.n_groups
         limit = min(needed, WINDOW_TOKENS // self.job.window)
         windows = self._windows(documents, limit)
@@ -120,9 +119,8 @@ class Groups:
         per_step = self.job.per_group * max(1, self.job.window // rows.tokens.shape[1])
         self._add(name, self._shuffled(name, train, per_step), held_out)
 
-    def held_out(self, source: str) -> None:
+    def held_out(self, source: str, documents: Documents) -> None:
         """Add a text that is only evaluated."""
-        documents = read_documents(source, split="validation")
         windows = self._windows(documents, TEST_WINDOWS // self.job.n_groups)
         self.reported[group_name(source)] = self._rows(windows)
 
@@ -184,13 +182,11 @@ def run_post_training(
     Some held-out rows of each group select the weights; results are reported on the others. Several
     processes, as of `accelerate launch`, share the rows of every step; the first one writes.
 
+    Other arguments are those of `run_addition`.
+
     Args:
         out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
             the model kept of skills that no group asks for, by `measure_skills`; not if sharded.
-        job: the settings; or give its fields as keywords.
-        device: device for training.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
@@ -207,6 +203,8 @@ def run_post_training(
     with ranks.main_process_first():
         folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
     if not folder.finished("metrics.json"):
+        texts = {source: read_documents(source) for source in job.texts if source != OWN}
+        held_out = {name: read_documents(name, split="validation") for name in job.held_out_text}
         model = load()
         check_raw(model)
         if job.prompt is not None:
@@ -226,13 +224,12 @@ def run_post_training(
         groups = Groups(sparse, job)
         if OWN in job.texts:
             groups.own(folder / "own.safetensors", progress)
-        for source in job.texts:
-            if source != OWN:
-                groups.text(source)
+        for source, documents in texts.items():
+            groups.text(source, documents)
         for task in job.task:
             groups.task(task)
-        for source in job.held_out_text:
-            groups.held_out(source)
+        for source, documents in held_out.items():
+            groups.held_out(source, documents)
         with (
             folder.stage("post-training"),
             checkpointed_activations(sparse) if job.checkpoint_activations else nullcontext(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock, Timeout
+from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -91,9 +91,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             if path.is_dir():
                 os.replace(path, earlier)
             os.replace(temporary, path)
-        except BaseException as error:
-            if isinstance(error, FileNotFoundError) and path.exists():
-                return  # a reader put it in place
+        except BaseException:
             if earlier.exists() and not path.exists():
                 os.replace(earlier, path)
             raise
@@ -121,7 +119,7 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     """
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir()) if recover_folder(folder) else []
-    known = (marker, *others, "SHA256SUMS") if marker in names else ()  # before version 0.3
+    known = (marker, *others) if marker in names else ()
     if unknown := [name for name in names if not any(fnmatch(name, one) for one in known)]:
         raise ValueError(
             f"{folder} holds {unknown[:5]}, which would be deleted: no {marker} and files written "
@@ -137,7 +135,7 @@ def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> Non
 
 
 def read_json(path: str | Path) -> Any:
-    """Read JSON.
+    """Read JSON, in which a number can be neither NaN nor infinite.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -145,17 +143,9 @@ def read_json(path: str | Path) -> Any:
     """
     text = Path(path).read_bytes()
     try:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except ValueError as error:  # syntax, encoding, or numbers
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def _finite(text: str) -> float:
-    """A JSON number, which can be neither NaN nor infinite."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is not a JSON number")
-    return value
 
 
 def write_tensors(

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import checked, did_you_mean
 from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
 from sparse_tl.backend.load import fetch
 from sparse_tl.gates import SparseTransformer
@@ -103,7 +103,8 @@ PUBLISHED = {
 def published(name: str) -> Published:
     """The model with a name; a ValueError if there is none."""
     if name not in PUBLISHED:
-        raise ValueError(f"there is no language model {name!r}, only {list(PUBLISHED)}")
+        hint = did_you_mean(name, PUBLISHED)
+        raise ValueError(f"there is no language model {name!r}, only {list(PUBLISHED)}.{hint}")
     return PUBLISHED[name]
 
 
@@ -319,6 +320,9 @@ def load_language_models(
 
 def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any) -> Model | Kind:
     """A model by a name of `load_language_model`, or from anything that `load` takes."""
-    if str(name) in PUBLISHED and not Path(name).exists():
-        return load_language_model(str(name), **options)
+    if not Path(name).exists():
+        if str(name) in PUBLISHED:
+            return load_language_model(str(name), **options)
+        if "/" not in str(name) and (hint := did_you_mean(str(name), PUBLISHED)):
+            raise ValueError(f"there is no model {str(name)!r}.{hint}")
     return load(name, **options)

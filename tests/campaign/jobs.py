@@ -18,10 +18,8 @@ from tiny import save_taught_task_models, save_tiny, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
-import sparse_tl.jobs.addition
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.jobs import run_addition, run_circuits, run_head_roles, run_post_training
-from sparse_tl.tasks.addition import AdditionTask
+from sparse_tl.jobs import run_circuits, run_post_training
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 
@@ -77,24 +75,6 @@ def _head_gates(folder: Path) -> str:
     return facts(stl.fit_head_gates(model, targets(), checkpoint=folder / "c", **how))
 
 
-def _few_sums() -> None:
-    split = AdditionTask.split
-
-    def small(self: AdditionTask, *, seed: int = 0) -> Any:
-        return split(self, validation=16, test=16, seed=seed)
-
-    AdditionTask.split = small  # type: ignore[method-assign]
-    module: Any = sparse_tl.jobs.addition
-    module.PAIRS, module.EXAMPLES, module.DIGITS = 8, 8, ("units",)
-
-
-def _addition(folder: Path) -> str:
-    _few_sums()
-    _often()
-    asked: dict[str, Any] = {"dense_steps": 6, "steps": 6, "target_loss": 9.0}
-    return facts(run_addition(folder / "out", device="cpu", **asked, **QUIET))
-
-
 def inputs(place: Path) -> None:
     """What the commands read: models with a tokenizer, and a text."""
     place.mkdir(parents=True, exist_ok=True)
@@ -124,22 +104,11 @@ def _circuits(folder: Path) -> str:
     return facts(run_circuits(folder / "out", **asked, **QUIET))
 
 
-def _roles(folder: Path) -> str:
-    _often()
-    given = _inputs(folder)
-    asked: dict[str, Any] = {"seeds": 2, "updates": 4, "prompts": 8, "batch_size": 4}
-    asked |= {"model": str(given / "tiny"), "tasks": [f"text={given / 'story.txt'}"]}
-    asked |= {"max_heads": 2, "device": "cpu"}
-    return facts(run_head_roles(folder / "out", **asked, **QUIET))
-
-
 JOBS: dict[str, Callable[[Path], str]] = {
     "post_train": _post_train,
     "fit_head_gates": _head_gates,
-    "addition": _addition,
     "post-train": _post_training,
     "circuits": _circuits,
-    "head-roles": _roles,
 }
 
 

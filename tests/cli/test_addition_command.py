@@ -117,7 +117,7 @@ def test_other_settings_on_the_same_folder(addition: tuple[Path, Outcome]) -> No
     out, _ = addition
     with no_training():
         outcome = run_command(*ADDITION, "--out", out, "--dense-steps", "4")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "dense_steps 3 there, 4 here" in outcome.err
     assert (out / "metrics.json").exists()
 
@@ -126,6 +126,6 @@ def test_restart_does_not_clear_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with no_training():
         outcome = run_command(*ADDITION, "--out", tmp_path, "--restart")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "thesis.tex" in outcome.err
     assert (tmp_path / "thesis.tex").read_text() == "precious"

@@ -60,7 +60,7 @@ def test_licence_and_size_come_first_and_a_second_call_says_that_it_is_here(
 
 def test_terms_are_shown_and_accepted_before_anything_is_downloaded(download: list[str]) -> None:
     outcome = run_command("get", "gemma3-270m")
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert "Licence: Gemma Terms of Use (https://ai.google.dev/gemma/terms)." in outcome.out
     assert outcome.err.startswith("Error: accept the Gemma Terms of Use")
     assert not download

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,8 @@ from command_line import run_command
 
 from sparse_tl import __version__
 
-COMMANDS = ("addition", "post-train", "circuits", "head-roles", "doctor", "get")
+COMMANDS = ("addition", "post-train", "circuits", "head-roles", "head-behaviour", "graph")
+COMMANDS += ("doctor", "get")
 
 
 @pytest.fixture(autouse=True)
@@ -25,14 +27,15 @@ def test_every_example_can_be_read_by_its_command(
 ) -> None:
     shown = run_command(name, "--help", whole=True).out.partition("\n Examples\n")[2]
     lines = shown.replace("\\\n", " ").splitlines()
-    examples = [line.split()[1:] for line in lines if line.startswith("   sparse-tl")]
+    examples = [shlex.split(line)[1:] for line in lines if line.startswith("   sparse-tl")]
     reached: list[Any] = []
 
     def stop(*arguments: Any, **options: Any) -> None:
         reached.append(options)
-        raise ValueError("far enough")
+        raise NotImplementedError("far enough")
 
-    for job in ("addition", "post_training", "circuits", "head_roles", "doctor"):
+    jobs = ("addition", "post_training", "circuits", "head_roles", "head_behaviour", "graph")
+    for job in (*jobs, "doctor"):
         monkeypatch.setattr(f"sparse_tl.jobs.run_{job}", stop)
     for name in ("get_language_model", "cached_file"):
         monkeypatch.setattr(f"sparse_tl.zoo.{name}", stop)

@@ -46,10 +46,3 @@ def test_post_train_on_two_ranks(
     assert metrics["dense"]["loss"] == pytest.approx(dense["loss"], rel=1e-6)
     again = run_command(*run, "--quiet", "--out", tmp_path / "out")
     assert again.code == 0 and metrics["verdict"] in again.out, "the folder is whole"
-
-
-def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    outcome = run_command("circuits", "--out", tmp_path / "out")
-    assert outcome.code == 1 and not (tmp_path / "out").exists()
-    assert "only post-train runs on several processes" in outcome.err

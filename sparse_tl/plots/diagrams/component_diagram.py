@@ -93,6 +93,7 @@ def component_diagram(
     state: str | Path | Mapping[str, Any] | None = None,
     unit: str = "",
     marked: Mapping[str, Sequence[Any]] | None = None,
+    remarks: Mapping[str, str] | None = None,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> ComponentDiagram:
@@ -130,6 +131,7 @@ def component_diagram(
             above.
         unit: unit of the scores, such as "logits" or "nats".
         marked: heads to frame, as in `head_map`.
+        remarks: text to add to a panel's caption, such as what its circuit explains.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: title above the panels.
 
@@ -174,6 +176,7 @@ def component_diagram(
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
         panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
         panel["roles"] = _roles(circuit, _by_panel(roles, panels).get(name))
+        panel["remark"] = (remarks or {}).get(name)
     data = {
         "nodes": nodes,
         "panels": panel_data,
@@ -207,6 +210,18 @@ def diagram_of(
     width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
     svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
     return ComponentDiagram(svg, json, surround)
+
+
+def shown_first(circuit: Circuit, scores: Scores | None = None, size: AtLeastOne = 100) -> Circuit:
+    """The edges of a circuit that `component_diagram` shows first, with the same `scores`.
+
+    Args:
+        size: its `max_circuit_edges`; the last path is whole, so a few more may be shown.
+    """
+    graph = path_graph(_strongest("the circuit", circuit, scores), scores)
+    order, sizes = graph.order(graph.influence)
+    n = next((n for n in sizes if n >= size), len(order))
+    return Circuit.of(circuit.grid, [graph.names[i] for i in order[:n]])
 
 
 def _columns(panels: Mapping[str, Circuit], tokens: Sequence[str] | None) -> list[str]:

@@ -1,0 +1,61 @@
+"""``sparse-tl head-behaviour`` and ``sparse-tl graph`` on small models, from end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny import save_taught_task_models
+
+from sparse_tl.backend import load_model
+from sparse_tl.circuits import AttributionGraph, HeadBehaviour, head_behaviour
+from sparse_tl.jobs import one_model, run_graph, run_head_behaviour
+from sparse_tl.tasks import IOITask
+
+QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    return [*map(str, save_taught_task_models(folder, n_layer=2, n_head=2, n_embd=16, n_inner=16))]
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("it was measured before")
+
+
+def test_heads_by_what_they_do(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run_head_behaviour(tmp_path, model=models[0], **QUIET)
+    model = load_model(models[0], device="cpu")
+    expected = head_behaviour(model, length=15, progress=False)  # fits into 32 tokens
+    saved = HeadBehaviour.load(tmp_path / "head_behaviour")
+    for name, scores in expected.scores.items():
+        assert torch.equal(found[name], scores) and torch.equal(saved[name], scores)
+    table = pd.read_csv(tmp_path / "heads.csv")
+    assert table["head"].tolist() == ["a0.h0", "a0.h1", "a1.h0", "a1.h1"]
+    assert (tmp_path / "heads.html").stat().st_size > 1000
+    monkeypatch.setattr(one_model, "load_named_model", _refuse)
+    run_head_behaviour(tmp_path, model=models[0], **QUIET)
+
+
+def test_the_graph_of_a_prompt_in_two_models(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(models[0], device="cpu")
+    (prompt,) = model.tokenizer.batch_decode(IOITask().pairs(model, 1).clean)
+    asked: dict[str, Any] = {"model": models, "prompt": prompt, "nodes": 12, **QUIET}
+    graphs = run_graph(tmp_path, **asked)
+    assert list(graphs) == ["dense", "sparse"]
+    for title, graph in graphs.items():
+        assert AttributionGraph.load(tmp_path / title / "graph").value == graph.value
+        assert len(pd.read_csv(tmp_path / title / "nodes.csv")) == len(graph.nodes)
+        assert len(pd.read_csv(tmp_path / title / "links.csv")) == len(graph.links)
+    assert "sparse" in (tmp_path / "graph.html").read_text()
+    monkeypatch.setattr(one_model, "load_named_model", _refuse)
+    run_graph(tmp_path, **asked)
