@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, plain_transformer
+from architectures import ARCHITECTURES, plain_transformer, random_tokens as tokens
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from sparse_tl import SparseTransformer, load_model
@@ -25,10 +25,6 @@ def gpt2(**fields: Any) -> Any:
     for weight in model.parameters():
         weight.data.mul_(5)
     return model
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(
