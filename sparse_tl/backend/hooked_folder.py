@@ -173,7 +173,7 @@ def _as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreT
     is_llama = fields.get("positional_embedding_type") == "rotary"
     # Norms without weights equal norms with weights of one.
     norms = str(fields.get("normalization_type", "LN")).removesuffix("Pre")
-    said = {"n_heads": d_model // d_head, **fields, "normalization_type": norms}
+    said: dict[str, Any] = {"n_heads": d_model // d_head, **fields, "normalization_type": norms}
     said = {"n_key_value_heads": said["n_heads"], **said}
     wanted = {
         **_ABSENT,

@@ -60,8 +60,8 @@ def load_model(
     """Load a model as it is: weights are not processed, and no code that comes with it is run.
 
     A name, Hugging Face folder or GGUF file gives a TransformerBridge. A folder written by
-    `save_model` gives the saved model; where TransformerLens has no HookedTransformer, that becomes
-    a bridge too.
+    `save_model` gives the saved model; where TransformerLens has no HookedTransformer, one becomes
+    a bridge around a GPT-2 or Llama, or is refused.
 
     Args:
         source: hub name, Hugging Face folder, or folder written by `save_model`; or a GGUF file or

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, plain_transformer
+from architectures import ARCHITECTURES, plain_transformer, random_tokens
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from sparse_tl import SparseTransformer, load_model
@@ -27,10 +27,6 @@ def gpt2(**fields: Any) -> Any:
     return model
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -43,8 +39,8 @@ def tokens() -> torch.Tensor:
 @torch.no_grad()
 def test_settings_that_bridges_know(fields: dict[str, Any]) -> None:
     model = gpt2(**fields)
-    expected = model(tokens()).logits
-    torch.testing.assert_close(boot(model)(tokens()), expected, atol=1e-5, rtol=1e-5)
+    expected = model(random_tokens(2, 7)).logits
+    torch.testing.assert_close(boot(model)(random_tokens(2, 7)), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,4 +83,4 @@ def test_processed_weights_are_analysed_and_not_copied(name: str, tmp_path: Path
         save_model(sparse.unwrap(), tmp_path)
     model = boot(plain_transformer(name))
     model.enable_compatibility_mode(no_processing=True)
-    assert torch.equal(adapt(model).copy()(tokens()), model(tokens()))
+    assert torch.equal(adapt(model).copy()(random_tokens(2, 7)), model(random_tokens(2, 7)))

@@ -97,7 +97,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another scale": ({"attn_scale": 3.0}, "represent {'attn_scale': 3.0}"),
     "soft cap": ({"output_logits_soft_cap": 5.0}, "represent {'output_logits_soft_cap': 5.0}"),
     "no norms": ({"normalization_type": None}, "'normalization_type': 'None'"),
-    "rotary": ({"positional_embedding_type": "rotary", "rotary_dim": 6}, "'rotary'"),
+    "rotary": (
+        {"positional_embedding_type": "rotary", "rotary_dim": 6},
+        "'normalization_type': 'LN'",
+    ),
     "activation": ({"act_fn": "solu_ln"}, "'act_fn': 'solu_ln'"),
 }
 

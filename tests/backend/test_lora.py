@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from architectures import VOCABULARY, plain_transformer
+from architectures import plain_transformer, random_pairs, random_tokens as tokens
 from torch import Tensor, nn
 
 from sparse_tl.backend import (
@@ -26,16 +26,11 @@ from sparse_tl.backend import (
 )
 from sparse_tl.backend.lora import has_adapters, lora_layers, lora_off, lora_parameters
 from sparse_tl.circuits import attribute_circuit_edges
-from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.metrics import logit_difference
 
 # Projections one by one, with biases, joint (in two layouts), beside experts, under a post-norm.
 NAMES = ["llama", "qwen2", "gpt2", "phi3", "mixtral", "olmo2"]
-
-
-def tokens(n: int = 3, length: int = 9, seed: int = 0) -> Tensor:
-    return torch.randint(VOCABULARY, (n, length), generator=torch.Generator().manual_seed(seed))
 
 
 def adapted(name: str, dtype: str = "float32") -> Any:
@@ -151,11 +146,7 @@ def test_weights_are_read_with_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_circuits_of_a_model_with_them_are_those_of_its_merged_copy(name: str) -> None:
-    clean, answers = tokens(4, 8), tokens(4, 2, seed=2)
-    corrupted = clean.clone()
-    corrupted[:, 3] = tokens(4, 8, seed=1)[:, 3]
-    pairs = PromptPairs(clean, corrupted, *answers.split(1, dim=1), torch.full((4,), 7))
-    model = adapted(name)
+    model, pairs = adapted(name), random_pairs()
     found, expected = (
         attribute_circuit_edges(one, pairs, logit_difference, progress=False).values
         for one in (model, adapt(model).copy())
