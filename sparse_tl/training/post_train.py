@@ -284,8 +284,8 @@ class SparsityObjective(Objective):
     previous step: closing one more edge, which lowers the logarithm by ``1 / (1 + size_g)``, is
     then worth no more than the group's whole limit.
 
-    Arguments are those of `post_train`; the frozen `dense` model, if its predictions are part of
-    the objective, and their `share`; and the `validation` that moves lambda and selects weights.
+    Arguments are as in `post_train`, besides the frozen `dense` model, if its predictions are used,
+    and their `share`; the `constraint` is moved, and weights selected, on the `validation` rows.
     """
 
     sparse: SparseTransformer

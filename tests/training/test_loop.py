@@ -385,7 +385,7 @@ def test_a_loss_that_is_no_number_stops_training(
         ({"seed": 5}, "seed: . there, 5 here"),
         ({"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
         ({"model": {"seed": 1}}, "different weights"),
-        ({"model": {"n_layers": 1}}, "different weights"),
+        ({"model": {"n_layers": 1}}, "1.0 there, None here"),
         ({"rows": 2}, "the batch of step 0"),
         ({"batch_size": 8}, "the batch of step 0"),
         ({"stream": 3}, "the batch of step 0"),

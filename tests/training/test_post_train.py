@@ -261,4 +261,5 @@ def test_grouped_keys_are_trained_too(build_tiny: Build, echo_rows: Rows) -> Non
     before = weights(sparse)
     short_run(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1, "qk": 0.1})
     chosen = set(choose_trained(sparse, {"gates": 1.0, "qk": 1.0}))
-    assert moved(before, sparse) == chosen and len(chosen) == 1 + 2 * 4
+    assert moved(before, sparse) == chosen
+    assert any("k_proj" in name or "W_K" in name for name in chosen)
