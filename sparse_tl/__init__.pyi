@@ -26,6 +26,7 @@ from .circuits import (
     head_behaviour as head_behaviour,
     load_mib as load_mib,
     logit_lens as logit_lens,
+    measure_skill as measure_skill,
     multiplier as multiplier,
     neuron_effects as neuron_effects,
     overlap as overlap,

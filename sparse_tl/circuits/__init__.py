@@ -22,7 +22,6 @@ from sparse_tl.circuits.evaluation import (
     log_sizes as log_sizes,
 )
 from sparse_tl.circuits.export import (
-    MIB_FRACTIONS as MIB_FRACTIONS,
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
     from_eap_ig as from_eap_ig,

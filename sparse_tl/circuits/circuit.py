@@ -58,10 +58,7 @@ class Circuit(Result):
     def graph(self) -> CircuitGraph:
         """The graph of all circuit edges that a circuit of circuit edges is part of."""
         if not isinstance(self.grid, CircuitGraph):
-            remedy = ""
-            if isinstance(self.grid, PositionedGraph):
-                remedy = f'; circuit.at("{self.grid.positions[-1]}") has those of one position'
-            raise ValueError(f"this circuit consists of {self.grid.noun}{remedy}")
+            raise ValueError(f"this circuit consists of {self.grid.noun}; see also circuit.at()")
         return self.grid
 
     def at(self, position: str | int) -> Circuit:
@@ -280,14 +277,6 @@ class Roc(Result):
 
     def __repr__(self) -> str:
         return f"Roc(AUC {self.auc:.4f})"
-
-    def _summary(self) -> pd.DataFrame:
-        """The true positive rates at a few false positive rates."""
-        fpr, tpr = self.false_positive_rate, self.true_positive_rate
-        limits = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=fpr.dtype)
-        last = torch.searchsorted(fpr, limits, right=True) - 1
-        columns = {"false positive rate at most": limits, "true positive rate": tpr[last]}
-        return pd.DataFrame({name: column.tolist() for name, column in columns.items()})
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per threshold, in decreasing order."""

@@ -133,10 +133,6 @@ class SeedCurves(Result):
         )
         return EffectCurve(self.name, common, medians, low, high)
 
-    def size_at(self, level: float = 0.9) -> float | None:
-        """The median over seeds of the size at a level; seeds that miss it count as the largest."""
-        return median_size([curve.size_at(level) for curve in self.curves])
-
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and size: seed, name, size, mean, low, high."""
         tables = [curve.to_pandas() for curve in self.curves]

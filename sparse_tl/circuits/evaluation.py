@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
+from sparse_tl.circuits.circuit import Circuit, Grid, Scores, check_grid
 from sparse_tl.circuits.curves import EffectCurve
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import Positions, PromptPairs
@@ -166,7 +166,7 @@ def evaluate(
         )
     grid = listed[0].grid
     check_grid(graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
-    positions = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    positions = positions_of(grid, pairs)
     site = Heads() if grid == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
     by_batch: list[tuple[Tensor, ...]] = []
@@ -183,9 +183,11 @@ def evaluate(
     return Evaluation(sizes, grid.n_parts, torch.stack(values), clean, none, pairs.start)
 
 
-def positions_of(grid: PositionedGraph, pairs: PromptPairs) -> Positions:
-    """The kind of a circuit's positions, tokens or spans; checks that the pairs have them."""
-    positions = "tokens" if grid.of_tokens else "spans"
+def positions_of(grid: Grid, pairs: PromptPairs) -> Positions | None:
+    """The kind of a grid's positions, if it has any; checks that the pairs have them."""
+    if not isinstance(grid, PositionedGraph):
+        return None
+    positions: Positions = "tokens" if grid.of_tokens else "spans"
     names = pairs.spans_of(positions).names
     if names != grid.positions:
         raise ValueError(

@@ -102,10 +102,12 @@ class HeadBehaviour(Result):
             shares of attention; "copying", -1..1; and with prompt pairs, "mover" and "suppression",
             shares of the logit difference, and "inhibition", a share of the movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+        note: why there are no scores on prompt pairs, although there were pairs; or empty.
     """
 
     scores: Mapping[str, PerHead]
     prompt_start: str | None = None
+    note: str = ""
 
     def __getitem__(self, behaviour: str) -> PerHead:
         """The scores of one behaviour."""
@@ -191,7 +193,8 @@ class HeadBehaviour(Result):
     def __repr__(self) -> str:
         grid = self.grid
         listed = ", ".join(f"{name} {best}" for name, best in self._summary().iloc[0].items())
-        return f"HeadBehaviour({grid.n_layers} layers x {grid.n_heads} heads; {listed})"
+        note = f"; {self.note}" if self.note else ""
+        return f"HeadBehaviour({grid.n_layers} layers x {grid.n_heads} heads; {listed}{note})"
 
 
 @checked
@@ -221,7 +224,8 @@ def head_behaviour(
       the corrupted prompt. High for the S-inhibition heads of IOI.
 
     Args:
-        pairs: prompt pairs that contain their answers and wrong answers, such as those of IOI.
+        pairs: prompt pairs that contain their answers and wrong answers, such as those of IOI. If
+            none contains its answer, the scores on pairs are left out, and the result says so.
         n: number of prompts of random tokens.
         length: number of random tokens, all different, that each prompt repeats.
         seed: random seed for the tokens.
@@ -229,7 +233,7 @@ def head_behaviour(
     Raises:
         ValueError: the model is not the sum of its components, predicts something other than
             tokens, or has heads that do not write averages of values; its context or its vocabulary
-            is too small; no prompt contains its answer, or the model does not prefer the answers.
+            is too small; or the model does not prefer the answers.
     """
     adapter = adapt(model)
     adapter.graph  # noqa: B018 - checks that the model is the sum of its parts
@@ -247,6 +251,9 @@ def head_behaviour(
     tokens = torch.tensor([[*start, *row, *row] for row in drawn])
     check_tokens(adapter, tokens)
     batches = tokens.split(batch_size)
+    note = ""
+    if pairs is not None and not _answer_positions(pairs)[0].any():
+        pairs, note = None, "no movers, since no clean prompt contains its answer"
     n_of_pairs = 0 if pairs is None else -(-len(pairs) // batch_size)
     with tracked("scoring heads", len(batches) + n_of_pairs, progress) as step:
         by_batch = list[dict[str, Tensor]]()
@@ -258,7 +265,7 @@ def head_behaviour(
         }
         if pairs is not None:
             scores |= _task_behaviour(adapter, pairs, batch_size, step)
-    return HeadBehaviour(scores, prompt_start)
+    return HeadBehaviour(scores, prompt_start, note)
 
 
 def _on_random_tokens(
@@ -296,8 +303,6 @@ def _task_behaviour(
 ) -> dict[str, PerHead]:
     """The scores of each behaviour on prompt pairs, on the CPU; `step` is called per batch."""
     batches = batches_of(adapter, pairs, batch_size)
-    if not _answer_positions(pairs)[0].any():
-        raise ValueError("which heads move the answer cannot be seen: no clean prompt contains it")
     moved, difference = map(
         torch.cat, zip(*(_moved(adapter, batch) for batch in batches), strict=True)
     )

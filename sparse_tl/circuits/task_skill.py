@@ -141,20 +141,12 @@ def measure_skill(
 @checked
 @in_evaluation_mode
 @torch.no_grad()
-def accuracy(
-    model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
-) -> float:
+def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
 
-    With `choice`, the share in which an answer is more likely than every wrong answer, however
-    likely other tokens are. `measure_skill` compares this share with chance.
-
-    Raises:
-        ValueError: `choice` is true and a pair has no wrong answer.
+    `measure_skill` also says how often an answer is more likely than every wrong answer, and
+    compares this with chance.
     """
-    if choice:
-        check_wrong(pairs)
-    judge = chooses_right if choice else is_right
     runs = clean_logits(model, pairs, batch_size)
-    right = [judge(logits, batch).cpu() for batch, logits in runs]
+    right = [is_right(logits, batch).cpu() for batch, logits in runs]
     return torch.cat(right).double().mean().item()

@@ -42,11 +42,12 @@ def figure(result: Any, **style: Any) -> Figure:
     Args:
         result: a circuit of circuit edges (component diagram; its edges are equally wide without
             ``scores``); scores of circuit edges (component diagram of the 60 strongest, or of the
-            ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
-            evaluation, curve or found circuit (explained effect); checked scores, or effects of
-            neurons (scatter plot); activation patching, logit lens or logit attribution (layer
-            map); head behaviour (head map); an attention graph (circuit diagram); an attribution
-            graph; an ablation curve; head roles (heat map); or compared skills (dumbbells).
+            ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); a found
+            circuit (component diagram, or head map with its heads marked); an evaluation or a
+            curve (explained effect); checked scores, or effects of neurons (scatter plot);
+            activation patching, logit lens or logit attribution (layer map); head behaviour (head
+            map); an attention graph (circuit diagram); an attribution graph; an ablation curve;
+            head roles (heat map); or compared skills (dumbbells).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -88,11 +89,11 @@ def _evaluation(result: Evaluation, name: str = "Model", **style: Any) -> Figure
     return _curve(result.curve(name), **style)
 
 
-def _found_circuit(result: FoundCircuit, title: str = "Model", **style: Any) -> Figure:
-    methods = result.to_pandas()["method"].head(2)  # the best, and the next best
-    curves = [result.evaluations[method].curve(method) for method in reversed([*methods])]
-    parts: Parts = "circuit_edges" if isinstance(result.circuit.grid, CircuitGraph) else "heads"
-    return effect_figure({title: curves}, parts=parts, level=result.at, **style)
+def _found_circuit(result: FoundCircuit, title: str = "Circuit", **style: Any) -> Figure:
+    circuit = result.circuit
+    if isinstance(circuit.grid, CircuitGraph):
+        return component_diagram({title: circuit}, scores=result.scores, **style)
+    return head_map({title: result.scores}, marked={title: circuit.heads}, **style)
 
 
 def _ablation_curve(result: AblationCurve, title: str = "") -> Figure:

@@ -84,7 +84,7 @@ def test_every_place_equals_plain_hooks(model: Model, at: str, into: str) -> Non
     found = patch_activations(
         model, pairs, logit_difference, at, into=into, batch_size=3, progress=False
     )
-    shape = (2, model.cfg.n_heads if found.by_head else 6)
+    shape = (2, model.cfg.n_heads if found.place == "head" else 6)
     expected = slow(model, pairs, at, into, shape)
     torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-9)
     for side, tokens in (("clean", pairs.clean), ("corrupted", pairs.corrupted)):
@@ -182,6 +182,7 @@ def test_what_no_difference_reaches_has_no_effect_at_all(build_tiny: Build) -> N
     every = patch_activations(build_tiny(), same_length(1), logit_difference, progress=False)
     table = every.to_pandas()
     assert list(table) == ["layer", "position", "token", "metric", "effect"]
+    assert every.columns == [str(token) for token in same_length(1).clean[0].tolist()]
     assert table["layer"].tolist() == [0] * 6 + [1] * 6
 
 
@@ -214,7 +215,7 @@ def test_padding_is_no_column(build_tiny: Build) -> None:
     found = patch_activations(model, replace(pairs, **wide), logit_difference, progress=False)
     alone = patch_activations(model, pairs, logit_difference, progress=False)
     assert torch.equal(found.values, alone.values)
-    assert found.columns == alone.columns == [str(token) for token in pairs.clean[0].tolist()]
+    assert found.columns == alone.columns == [f"@{i}" for i in range(pairs.clean.shape[1])]
 
 
 def test_what_cannot_be_patched_is_refused(build_tiny: Build) -> None:

@@ -50,20 +50,13 @@ def test_a_single_seed_is_its_own_median_with_its_interval() -> None:
     one = curve({0: 0.0, 10: 1.0})
     found = SeedCurves((3,), (one,))
     assert found.median == one
-    assert found.size_at(0.9) == one.size_at(0.9)
     assert seed_multipliers(found, found).tolist() == [1]
 
 
-def test_sizes_are_each_seeds_and_their_median() -> None:
-    found = reaching(10, 1000, 100)
-    assert found.size_at(0.9) == pytest.approx(100)
-
-
-def test_a_seed_that_falls_short_counts_as_the_largest() -> None:
-    two_of_three = SeedCurves((0, 1, 2), [*reaching(10, 100).curves, SHORT])
-    assert two_of_three.size_at(0.9) == pytest.approx(100)
-    one_of_three = SeedCurves((0, 1, 2), [*reaching(10).curves, SHORT, SHORT])
-    assert one_of_three.size_at(0.9) is None
+def test_a_size_that_is_not_reached_counts_as_the_largest() -> None:
+    assert median_size([10, 1000, 100]) == 100
+    assert median_size([10, 100, None]) == 100
+    assert median_size([10, None, None]) is None
     assert median_size([5.0, None]) is None
 
 

@@ -157,7 +157,7 @@ def attribute_circuit_edges(
             for one in passes:
                 back.add(one)
             contract(scores, back, change, grouped[index])
-    plan.check_effect()
+    check_changed(plan.changed)
     shape = [n_kept] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
     return Scores(grid, scores if by_pair else scores / len(pairs), method, pairs.start)
@@ -188,7 +188,7 @@ def attribute_heads(
     with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
         for index in range(len(patched)):
             scores += _effects(plan, index, step).sum(dim=(1, 2, 4)).cpu().double()
-    plan.check_effect()
+    check_changed(plan.changed)
     return Scores(graph.heads, scores / len(pairs), method, pairs.start)
 
 
@@ -232,7 +232,7 @@ def attribute_attention_edges(
             allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
             found.append((effects.transpose(0, 1).cpu().double(), allowed))
     if patch == "corrupted":
-        plan.check_effect()
+        check_changed(plan.changed)
     values, allowed = zip(*found, strict=True)
     grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
     return Scores(grid, torch.cat(values), method, pairs.start)
@@ -275,6 +275,7 @@ class AttributionPasses:
 
     `wanted` are the hook points of the gradients, where "final" is the final residual stream,
     `first` those recorded where gates act, before other hooks, and `also` further ones to record.
+    `changed` says whether patching everything changed the metric of any pair so far.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ class AttributionPasses:
         recorded = dict.fromkeys([*patched.points, *wanted, *first, *also])
         self._names = [name for name in recorded if name != "final"]
         self._share = 1 / self.steps
-        self._changed = False
+        self.changed = False
 
     @classmethod
     def of_edges(
@@ -329,18 +330,14 @@ class AttributionPasses:
         change = {name: patch.change(name, clean[name]) for name in points}
         if patch.final is not None:
             with torch.no_grad():
-                self._changed |= is_changed(one.values, self._measured(patch.final, batch))
+                self.changed |= is_changed(one.values, self._measured(patch.final, batch))
         else:  # whether any write changes: the metric would take another pass
-            self._changed |= any(
+            self.changed |= any(
                 is_changed(clean[name], clean[name] + change[name]) for name in points
             )
         if patches is not None:
             change |= {name: patches.change(name, clean[name]) for name in self.wanted}
         return change, self._passes(batch, one, change[EMBEDDED], step)
-
-    def check_effect(self) -> None:
-        """Raise a NoEffectError if patching everything changed the metric of no pair."""
-        check_changed(self._changed)
 
     def _passes(
         self,
@@ -399,7 +396,14 @@ class AttributionPasses:
                 with torch.no_grad():
                     if name != "final":
                         _, final = run((), replaced={**replaced, name: noisy})
-                    self._check_equal(name, values.sum(), self._measured(final, batch).sum())
+                    shift = self._share * self._measured(final, batch).sum() - value
+                if bool(shift.abs() > 1e-4 * (1 + value.abs())):  # two passes round apart
+                    raise ValueError(
+                        f"the metric has no gradient at {name}, although it moves by "
+                        f"{shift.item():.3g} with the value there. A hook on the model replaces it "
+                        "by a tensor without gradients: remove the hook, or let it compute with "
+                        "what it is given"
+                    )
             gradients[name] = gradient
         return GradientPass(copies, by_relevance, kept, values, gradients)
 
@@ -410,16 +414,6 @@ class AttributionPasses:
         copies = len(final) // len(batch)
         logits = self.adapter.logits_at(final, repeated(read_mask(batch), copies))
         return torch.cat([measure(self.metric, one, batch) for one in logits.chunk(copies)])
-
-    def _check_equal(self, name: str, value: Tensor, noisy: Tensor) -> None:
-        """Check that the sum of the metric does not move with an activation."""
-        shift = self._share * (noisy - value)
-        if bool(shift.abs() > 1e-4 * (1 + (self._share * value).abs())):  # two passes round apart
-            raise ValueError(
-                f"the metric has no gradient at {name}, although it moves by {shift.item():.3g} "
-                "with the value there. A hook on the model replaces it by a tensor without "
-                "gradients: remove the hook, or let it compute with what it is given"
-            )
 
 
 def _lent(one: GradientPass, step: Callable[[], object]) -> Iterator[GradientPass]:

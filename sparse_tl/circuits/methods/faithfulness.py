@@ -115,7 +115,8 @@ class SearchResult(Result):
 
     def _description(self) -> str:
         """The circuit and its faithfulness as text."""
-        dropped = self.n_kept - len(self.circuit)
-        kept = f", {self.n_kept:,} with those without effect" if dropped else ""
+        grid, dropped = self.circuit.grid, self.n_kept - len(self.circuit)
+        kept = f" ({self.n_kept:,} with those without effect)" if dropped else ""
         held_out = f"; held out: {self.held_out}" if self.held_out else ""
-        return f"{self.circuit!r}{kept}; {self.searched}{held_out}"
+        size = f"{len(self.circuit):,} of {grid.n_parts:,} {grid.noun}{kept}"
+        return f"{size}; {self.searched}{held_out}"

@@ -41,7 +41,7 @@ from sparse_tl.circuits.prompt.tokens import LISTED, largest_outputs, text_aroun
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
-from sparse_tl.metrics import Metric, measure
+from sparse_tl.metrics import Metric, check_changed, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -173,7 +173,7 @@ def neuron_effects(
         raise ValueError(f'{str(mlp)!r} is not an MLP, such as "m5"')
     edges = _edges_from(adapter.graph, node, row, readers)
     grid, reads = edges.grid, edges.mask[..., row, :]
-    at = positions_of(grid, pairs) if isinstance(grid, PositionedGraph) else None
+    at = positions_of(grid, pairs)
     directions = neuron_directions(adapter, layer).detach()
     runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, positions=at)
     score, peaks = _rank(runs, metric, layer, reads, directions, progress)
@@ -288,7 +288,7 @@ def _rank(
             values = (scores, clean[0], corrupted[0])
             score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
             by_batch.append([score, position[:, 0].cpu(), *activations])
-    plan.check_effect()
+    check_changed(plan.changed)
     peaks = [torch.cat(each) for each in zip(*by_batch, strict=True)]
     return total / len(peaks[0]), peaks
 

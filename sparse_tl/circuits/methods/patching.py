@@ -34,6 +34,7 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.circuits.circuit import Scores, check_grid
+from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.pair_runs import PairRuns, closing_each
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
@@ -187,10 +188,9 @@ def check_scores(
         n: number of parts in each half of the sample: the strongest, and random others.
         seed: random seed for the sample.
     """
-    grid, positions = scores.grid, None
+    grid = scores.grid
     check_grid(adapt(model).graph, grid, CircuitGraph, PositionedGraph, HeadGrid)
-    if isinstance(grid, PositionedGraph):
-        positions = "tokens" if grid.of_tokens else "spans"
+    positions = positions_of(grid, pairs)
     order = scores.order()
     strongest, others = order[:n], order[n:]
     generator = torch.Generator().manual_seed(seed)
@@ -216,7 +216,8 @@ class ActivationPatching(Result):
     Args:
         at: kind of the patched activations.
         into: prompts that are run, with activations of their counterparts.
-        columns: tokens of the first clean prompt, names of spans, or numbers of heads.
+        columns: tokens of the clean prompts, or a position such as "@3" where they differ; names of
+            spans; or numbers of heads.
         values: metric of each prompt pair with one place patched.
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
@@ -234,14 +235,9 @@ class ActivationPatching(Result):
     positions: Positions = "tokens"
 
     @property
-    def by_head(self) -> bool:
-        """Whether places are heads instead of positions."""
-        return self.at in _HEAD_AXIS
-
-    @property
     def place(self) -> Literal["head", "position", "span"]:
         """What each column is."""
-        if self.by_head:
+        if self.at in _HEAD_AXIS:
             return "head"
         return "position" if self.positions == "tokens" else "span"
 
@@ -356,9 +352,12 @@ def patch_activations(
     values = torch.cat(by_batch).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
     columns: Sequence[str] = [str(head) for head in range(n_columns)]
-    if not by_head:
-        names = pairs.spans_of(positions).names
-        columns = token_texts(model, pairs.clean[0]) if positions == "tokens" else names
+    if not by_head and positions == "spans":
+        columns = pairs.spans_of(positions).names
+    elif not by_head:
+        differ = (pairs.clean != pairs.clean[0]).any(dim=0).nonzero()[:, 0].tolist()
+        texts = enumerate(token_texts(model, pairs.clean[0]))
+        columns = [f"@{column}" if column in differ else text for column, text in texts]
     return ActivationPatching(at, into, columns, values, clean, corrupted, pairs.start, positions)
 
 

@@ -4,8 +4,8 @@
 2. Rank circuit edges by the mean over pairs of the absolute EAP-IG score, heads by that of the
    mean and by their exact effects, and all by backward elimination, which starts from the last of
    these rankings.
-3. Every ranking is cut at growing sizes, and these circuits are evaluated on the held-out pairs;
-   so are closer sizes between the last circuit below the level and the next one.
+3. Every ranking is cut at falling sizes, and these circuits are evaluated on the held-out pairs
+   until one is below the level; so are closer sizes between this circuit and the next larger one.
 4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
    returned.
 
@@ -38,7 +38,9 @@ one stack of gates.
 What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts.
 
 Under a time limit, finer groups that would take more than a share `FINE` of the time left are left
-out of a pass, unless none of the coarser groups can be dropped at any price.
+out of a pass, unless none of the coarser groups can be dropped at any price. The evaluation of the
+rankings may take half of the time, and the elimination leaves a third of what is then left, or as
+much as `EVALUATED` of its circuits take.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ SHRINKS = 0.93
 CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
 RATIOS = 4
-"""Number of equal ratios into which each round divides the gap between two sizes."""
+"""Number of equal ratios into which the gap between two sizes is divided."""
+EVALUATED = 32
+"""Maximum number of circuits that an elimination under a time limit leaves time to evaluate."""
 MARGIN = 0.05
 """How far below the level the search goes on, in explained effect."""
 STEP = 0.02
@@ -95,8 +99,7 @@ SHARES = (0, 1 / 2)
 class FoundCircuit(Result):
     """The smallest circuit found that reaches an explained effect on held-out pairs.
 
-    `figure` draws the curves; ``component_diagram(found.circuit, scores=found.scores)`` draws the
-    circuit, which need not consist of the largest scores.
+    `figure` draws the circuit, which need not consist of the largest scores.
 
     Args:
         circuit: the circuit.
@@ -104,7 +107,8 @@ class FoundCircuit(Result):
         at: explained effect that was asked for.
         searched: faithfulness of the circuit on the pairs of the search.
         held_out: its faithfulness on the held-out pairs.
-        evaluations: every circuit that was run on the held-out pairs, of growing size, by method.
+        evaluations: every circuit that was run on the held-out pairs, of growing size, by method;
+            down to the first below the level.
         seconds: time that each method took to rank the parts.
         scores: scores that the search started from: attribution, or exact effects for heads.
     """
@@ -117,12 +121,6 @@ class FoundCircuit(Result):
     evaluations: dict[str, Evaluation]
     seconds: dict[str, float]
     scores: Scores
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Bootstrap interval of the circuit's explained effect over held-out pairs."""
-        row = self.to_pandas().iloc[0]
-        return row["low"], row["high"]
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per method, the smallest circuit first.
@@ -225,9 +223,9 @@ def find_circuit(
     """Find a small circuit with a given explained effect on pairs that no search has seen.
 
     Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`Elimination`), all on the same held-out pairs. Since the
-    circuit is chosen on these pairs, its effect on others can be slightly smaller. Other arguments
-    are those of `attribute_circuit_edges`.
+    (`Elimination`), all on the same held-out pairs. Since the circuit is chosen on these pairs, its
+    effect on others can be slightly smaller. Other arguments are those of
+    `attribute_circuit_edges`.
 
     Args:
         pairs: prompt pairs to search on; one half of them, drawn at random, if none are given as
@@ -235,8 +233,9 @@ def find_circuit(
         at: explained effect that the circuit should reach, above 0 and at most 1.
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
-        seconds: time that the call may take: the elimination stops early enough for its circuits to
-            be evaluated in what is left. By default it runs to its end.
+        seconds: time that the call may take, by default as much as it needs. Within a short time,
+            the elimination stops early, and fewer circuits are evaluated. The attribution, or the
+            exact effects of heads, are always completed.
         seed: random seed of the division into halves.
 
     Raises:
@@ -252,29 +251,43 @@ def find_circuit(
         shuffled = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
         half = len(pairs) // 2
         pairs, held_out = pairs.select(shuffled[half:]), pairs.select(shuffled[:half])
-    site = CircuitEdges() if parts == "circuit_edges" else Heads()
     began = time.monotonic()
+    limit = math.inf if seconds is None else seconds
+    site = CircuitEdges() if parts == "circuit_edges" else Heads()
     runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
     assert others is not None
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
     found, scores = _rankings(model, pairs, metric, parts, options)
-    run, ranked = partial(evaluate, model, held_out, metric, **options), time.monotonic()
-    judged = {method: _evaluated(ranking, run, at, patch) for method, ranking in found.items()}
-    evaluating = time.monotonic() - ranked
+    ranked, run = time.monotonic(), partial(evaluate, model, held_out, metric, **options)
+    judge = partial(_evaluated, run=run, at=at, patch=patch)
+    judged = {name: judge(some, deadline=began + limit / 2) for name, some in found.items()}
+    n_evaluated = sum(len(evaluation.sizes) for _, evaluation in judged.values())
+    each = (time.monotonic() - ranked) / n_evaluated
+    end = began + limit - 2 * each  # the circuit that is returned is run on both halves
     search = Elimination(runs, metric, [*found.values()][-1].scores, at)
-    # The circuits of the elimination take about as long to evaluate as those of the rankings.
-    spent = time.monotonic() - began + evaluating
-    search.run(math.inf if seconds is None else seconds - spent, progress)
-    sizes = _thinned(search.sizes(), search.effects)
-    found["elimination"] = _Ranking(search.ranking(), sizes, search.seconds)
-    judged["elimination"] = _evaluated(found["elimination"], run, at, patch)
+    left = end - time.monotonic()
+    search.run(left - min(EVALUATED * each, left / 3), progress)
+    if search.dropped.any():
+        sizes = _thinned(search.sizes(), search.effects)
+        # As many as half of the time is enough for; then closer sizes.
+        most = max(1.0, (end - time.monotonic()) / each / 2)
+        sizes = sizes[:: max(1, math.ceil(len(sizes) / most))]
+        found["elimination"] = _Ranking(search.ranking(), sizes, search.seconds)
+        judged["elimination"] = judge(found["elimination"], deadline=end)
     evaluations = {method: evaluation for method, (_, evaluation) in judged.items()}
     best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
     method = min(best, key=lambda name: best[name])
     circuit = judged[method][0][best[method]]
-    searched, on_held_out = (faithfulness(some, metric, circuit.mask) for some in (runs, others))
-    seconds_of = {name: ranking.seconds for name, ranking in found.items()}
-    return FoundCircuit(circuit, method, at, searched, on_held_out, evaluations, seconds_of, scores)
+    return FoundCircuit(
+        circuit=circuit,
+        method=method,
+        at=at,
+        searched=faithfulness(runs, metric, circuit.mask),
+        held_out=faithfulness(others, metric, circuit.mask),
+        evaluations=evaluations,
+        seconds={name: ranking.seconds for name, ranking in found.items()},
+        scores=scores,
+    )
 
 
 @dataclass(frozen=True)
@@ -327,26 +340,36 @@ def _rankings(
 
 
 def _evaluated(
-    ranking: _Ranking, run: Callable[[list[Circuit]], Evaluation], at: float, patch: Patch
+    ranking: _Ranking,
+    run: Callable[[list[Circuit]], Evaluation],
+    at: float,
+    patch: Patch,
+    deadline: float,
 ) -> tuple[dict[int, Circuit], Evaluation]:
-    """A ranking's circuits, by size, and their evaluation; closely spaced where it reaches `at`."""
+    """A ranking's circuits, by size, and their evaluation: the largest first, a few at a time,
+    until one is below `at`; then closely spaced above it. Stops before the deadline."""
     cuts, rows = dict[int, tuple[int, Circuit]](), dict[int, Tensor]()
-    new = ranking.cut((*ranking.sizes, ranking.scores.grid.n_parts), patch)
+    sizes = [ranking.scores.grid.n_parts, *sorted(ranking.sizes, reverse=True)]
+    new, sizes = ranking.cut(sizes[:RATIOS], patch), sizes[RATIOS:]
     while True:
+        began = time.monotonic()
         cuts |= new
         evaluation = run([circuit for _, circuit in new.values()])
         rows |= zip(evaluation.sizes, evaluation.values, strict=True)
         ordered = tuple(sorted(rows))
         values = torch.stack([rows[size] for size in ordered])
         evaluation = replace(evaluation, sizes=ordered, values=values)
-        if not (first := reached(evaluation, at)):
-            break
-        low, high = (max(1, cuts[size][0]) for size in ordered[first - 1 : first + 1])
-        if high - low <= CLOSE * high:
-            break
-        sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
-        new = {size: cut for size, cut in ranking.cut(sizes, patch).items() if size not in cuts}
-        if not new:
+        if first := reached(evaluation, at):
+            low, high = (max(1, cuts[size][0]) for size in ordered[first - 1 : first + 1])
+            if high - low <= CLOSE * high:
+                break
+            sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
+        new = {}
+        while sizes and not new:
+            some, sizes = ranking.cut(sizes[:RATIOS], patch), sizes[RATIOS:]
+            new = {size: cut for size, cut in some.items() if size not in cuts}
+        now = time.monotonic()
+        if not new or now + (now - began) > deadline:
             break
     return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
 
@@ -453,8 +476,8 @@ class Elimination:
             clean.append(measure(metric, run.clean_logits, batch))
             none.append(measure(metric, runs.everything_patched(run), batch))
         self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
-        self.mask, effect, self.deviation = self._start()
-        self.dropped, self.effects = (self.grid.exists & ~self.mask).long(), [effect]
+        self.mask, self.effects, self.deviation = self._connected(self.grid.exists), [1.0], 0.0
+        self.dropped = (self.grid.exists & ~self.mask).long()
         self.seconds, self._price, self._floor, self._step = 0.0, 0.0, 0.0, STEP
         self._losses: list[tuple[float, int]] = []
         """For each group that this pass could drop: what it would lose, or 0 if it was dropped, and
@@ -462,8 +485,10 @@ class Elimination:
 
     def run(self, seconds: float = math.inf, progress: bool = True) -> None:
         """Search until circuits are below the level by `MARGIN`, or the time is over."""
+        end = time.monotonic() + seconds
+        self._start(end)
         began = now = time.monotonic()
-        end, total, tried, position, done = began + seconds, len(self._groups), 0, 0, False
+        total, tried, position, done = len(self._groups), 0, 0, False
         while not done and now < end:
             stop = min(start for start in (*self._sweeps, total) if start > position)
             needed = (stop - position) * (now - began) / max(1, tried)
@@ -505,22 +530,22 @@ class Elimination:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[Bool[Tensor, "*axes"], float, float]:
-        """The best parts by score, as many as gain most, their effect, and their deviation."""
+    def _start(self, end: float) -> None:
+        """Keep the best parts by score, as many as gain most; of those tried before the end."""
         order, left = self.scores.order(), 1 - self._lowest
-        start, most = (self._connected(self.grid.exists), 1.0, 0.0), 0.0
-        n, found = float(self._strength.count_nonzero()), 1.0
-        while n >= 1 and found > 1 - 2 * left:
-            mask = torch.zeros_like(start[0])
+        n, found, most = float(self._strength.count_nonzero()), 1.0, 0.0
+        while n >= 1 and found > 1 - 2 * left and time.monotonic() < end:
+            mask = torch.zeros_like(self.mask)
             mask[tuple(order[: int(n)].T)] = True
             mask = self._connected(mask)
             ((found, deviation),) = self._outcomes(mask[None])
             size = max(1, int(mask.count_nonzero()))
             gain = left * math.log(len(order) / size) - max(0.0, 1 - found)
             if gain > most and found >= 1 - left / 2:
-                start, most = (mask, found, deviation), gain
+                self.mask, self.effects, self.deviation = mask, [found], deviation
+                most = gain
             n /= RATIO
-        return start
+        self.dropped = (self.grid.exists & ~self.mask).long()
 
     def _begin_pass(self) -> None:
         """Set the price of a part and the explained effect that the pass does not go below."""

@@ -137,7 +137,7 @@ def _patching(result: ActivationPatching) -> _Cells:
     return _Cells(
         f"Effect of {result.at}",
         [str(layer) for layer in range(n_layers)],
-        [f"h{text}" if result.by_head else text for text in result.columns],
+        [f"h{text}" if result.place == "head" else text for text in result.columns],
         effect,
         [
             [
