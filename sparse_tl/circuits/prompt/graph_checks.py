@@ -89,7 +89,7 @@ def check_graph(
     """
     run, parts = GraphRun(model, graph, basis), _parts(graph.to_pandas())[:n]
     rows = max(1, _MOST_GATES // sum(gates.numel() for gates in run.gates([{}])))
-    exact, clean = list[float](), run.clean()
+    (clean, _), exact = run.values(run.gates([{}])), list[float]()
     for first in range(0, len(parts), rows):
         removed = [{name: 0.0} for name in parts["name"][first : first + rows]]
         values, _ = run.values(run.gates(removed))
@@ -193,11 +193,6 @@ class GraphRun:
                     units[row, layer, position, index] = gate
         return Gates(edges, units, errors)
 
-    def clean(self) -> Float[Tensor, ""]:
-        """The target in a plain run; with a soft cap, unlike the graph's value, after it."""
-        logits = self.model(self.tokens[None].to(self.adapter.device))[0, -1].cpu()
-        return target_value(logits, self.graph.answers, self.graph.weights)
-
     def values(
         self,
         gates: Gates,
@@ -206,7 +201,7 @@ class GraphRun:
         others: Mapping[str, Tensor] | None = None,
         patterns: Mapping[str, Tensor] | None = None,
     ) -> tuple[Float[Tensor, " row"], dict[str, Tensor]]:
-        """The target in each row of gates, and the values that gates multiplied.
+        """The target in each row of gates, after a soft cap, and the values that gates multiplied.
 
         Args:
             gates: each value is ``gate * own + (1 - gate) * other``.
