@@ -379,7 +379,7 @@ def _of_graph(graph: AttributionGraph, slug: str) -> dict[str, Any]:
         text = {
             "embedding": f'Emb: "{graph.tokens[row["position"]]}"',
             "target": 'Output "{}" (p=?)'.format(graph.target.replace('"', "'")),
-        }.get(kind, row["name"])
+        }.get(kind, row.get("label") or row["name"])
         layer = "E" if kind == "embedding" else str(row["layer"] + (kind == "target"))
         node = _viewed_node(_VIEWED.get(kind, _FEATURE), layer, number, row["position"], text)
         nodes.append({**node, "influence": min(1.0, float(share))})
@@ -390,7 +390,12 @@ def _of_graph(graph: AttributionGraph, slug: str) -> dict[str, Any]:
         {"source": ids[int(source)], "target": ids[int(target)], "weight": flow}
         for source, target, flow in graph.links.itertuples(index=False)
     ]
-    return _viewed(slug, graph.tokens, nodes, links)
+    viewed = _viewed(slug, graph.tokens, nodes, links)
+    for name, members in graph.groups.items():
+        in_group = [ids[number] for number, row in enumerate(rows) if row["name"] in members]
+        viewed["qParams"]["supernodes"].append([name, *in_group])
+        viewed["qParams"]["pinnedIds"] += in_group  # the viewer groups pinned nodes
+    return viewed
 
 
 def _node(node: PositionedNode, graph: CircuitGraph, start: int) -> dict[str, Any]:

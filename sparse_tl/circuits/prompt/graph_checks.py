@@ -143,6 +143,37 @@ def graph_effect(
     return ((found - low) / (high - low)).item()
 
 
+@checked
+@in_evaluation_mode
+@torch.no_grad()
+def scale_nodes(
+    model: HookedModel,
+    graph: AttributionGraph,
+    factors: Mapping[str, float],
+    *,
+    basis: Basis = "neurons",
+) -> tuple[float, float]:
+    """The target in the model, and in the model with some nodes scaled, all at once.
+
+    As in `check_graph`, everything after them is computed by the model.
+
+    Args:
+        model: the model that the graph is of.
+        graph: its graph.
+        factors: what attention edges, neurons, features or errors are multiplied by, by name; 0
+            removes a node.
+        basis: that of the graph.
+
+    Raises:
+        ValueError: the graph has no such node, or it is an embedding or the target.
+    """
+    if unknown := factors.keys() - set(_parts(graph.nodes)["name"]):
+        raise ValueError(f"the graph has no node {', '.join(sorted(unknown))} to scale")
+    run = GraphRun(model, graph, basis)
+    before, after = run.values(run.gates([{}, factors]))[0].tolist()
+    return before, after
+
+
 def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
     """The nodes that can be removed."""
     return nodes[~nodes["kind"].isin(["embedding", "target"])]
