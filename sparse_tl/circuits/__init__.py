@@ -78,6 +78,7 @@ from sparse_tl.circuits.prompt.graph_checks import (
     GraphCheck as GraphCheck,
     check_graph as check_graph,
     graph_effect as graph_effect,
+    scale_nodes as scale_nodes,
 )
 from sparse_tl.circuits.prompt.logits import (
     LogitAttribution as LogitAttribution,

@@ -298,7 +298,7 @@ def to_circuit_tracer(graph: AttributionGraph, *, slug: str = "graph") -> dict[s
             "embedding": f'Emb: "{graph.tokens[position]}"',
             # The viewer expects a token in quotes and a probability.
             "target": 'Output "{}" (p=?)'.format(graph.target.replace('"', "'")),
-        }.get(kind, row["name"])
+        }.get(kind, row.get("label") or row["name"])
         layer = "E" if kind == "embedding" else str(row["layer"] + (kind == "target"))
         feature, viewed = number, _VIEWED.get(kind, "cross layer transcoder")
         if kind not in _VIEWED:
@@ -339,5 +339,15 @@ def to_circuit_tracer(graph: AttributionGraph, *, slug: str = "graph") -> dict[s
         "node_threshold": 1.0,
         "schema_version": 1,
     }
-    view = {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""}
+    supernodes = [
+        [name, *(node for node, row in zip(ids, rows, strict=True) if row["name"] in members)]
+        for name, members in graph.groups.items()
+    ]
+    view = {
+        "pinnedIds": [node for _, *members in supernodes for node in members],  # only these group
+        "supernodes": supernodes,
+        "linkType": "both",
+        "clickedId": "",
+        "sg_pos": "",
+    }
     return {"metadata": metadata, "qParams": view, "nodes": nodes, "links": links}

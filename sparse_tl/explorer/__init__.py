@@ -2,4 +2,5 @@
 
 from sparse_tl.explorer.exploration import Exploration as Exploration
 from sparse_tl.explorer.figures import attention_view as attention_view
+from sparse_tl.explorer.graph_explorer import GraphExplorer as GraphExplorer
 from sparse_tl.explorer.widget import CircuitExplorer as CircuitExplorer, explore as explore

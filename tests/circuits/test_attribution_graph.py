@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sparse_tl import to_circuit_tracer
 from sparse_tl.backend import adapt, boot
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph, attribution_graph
 from sparse_tl.circuits.prompt.examples import with_examples
-from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect
+from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect, scale_nodes
 from sparse_tl.zoo import load_addition_models
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -262,6 +263,47 @@ def test_the_effect_of_a_graph_is_that_of_what_is_kept() -> None:
         graph_effect(model, graph, TOKENS[:2])
     with pytest.raises(ValueError, match="no effect"):
         graph_effect(model, graph, TOKENS)
+
+
+def test_nodes_are_scaled_all_at_once() -> None:
+    model = boot(plain_transformer("llama", "float64"))
+    graph = attribution_graph(model, TOKENS, max_nodes=40)
+    nodes = graph.to_pandas().query("kind in ('neuron', 'attention edge')")
+    nodes = nodes.drop_duplicates(["kind", "layer"])
+    factors = {name: 0.5 * row for row, name in enumerate(nodes["name"])}
+
+    def scaled(row: dict[str, Any], factor: float) -> tuple[str, Any]:
+        point, edit = _without(row)
+        return point, lambda value, hook: factor * value + (1 - factor) * edit(value)
+
+    rows = zip(nodes.to_dict("records"), factors.values(), strict=True)
+    logits = [
+        model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)[0, -1]
+        for hooks in ([], [scaled(row, factor) for row, factor in rows])
+    ]
+    expected = [(each[graph.answers[0]] - each.mean()).item() for each in logits]
+    assert scale_nodes(model, graph, factors) == pytest.approx(expected)
+    for name in ("target", "embedding@0", "m0.n0@99"):
+        with pytest.raises(ValueError, match="no node .* to scale"):
+            scale_nodes(model, graph, {name: 0.0})
+
+
+def test_labels_are_kept_and_exported(tmp_path: Path) -> None:
+    graph = attribution_graph(boot(plain_transformer("llama", "float64")), TOKENS, max_nodes=20)
+    names = graph.nodes["name"].tolist()[6:10]
+    named = graph.with_labels({names[0]: "first"}).with_labels(
+        {names[1]: "second"}, {"pair": names[2:]}
+    )
+    loaded = AttributionGraph.load(named.save(tmp_path / "graph"))
+    labels = loaded.nodes.set_index("name")["label"]
+    assert labels[labels != ""].to_dict() == {names[0]: "first", names[1]: "second"}
+    assert loaded.groups == {"pair": names[2:]} and graph.groups == {}
+    viewed = to_circuit_tracer(loaded)
+    ids = {node["clerp"]: node["node_id"] for node in viewed["nodes"]}
+    assert {"first", "second"} <= ids.keys() and not {*names[:2]} & ids.keys()
+    assert viewed["qParams"]["supernodes"] == [["pair", ids[names[2]], ids[names[3]]]]
+    with pytest.raises(ValueError, match=r"no node m9\.n0@0"):
+        graph.with_labels({"m9.n0@0": "none"})
 
 
 def _effect_by_hand(model: Any, graph: AttributionGraph, corrupted: Tensor, kinds: Any) -> float:

@@ -27,7 +27,7 @@ def graphs() -> dict[str, AttributionGraph]:
 
 
 def test_links_are_those_of_the_graph(graphs: dict[str, AttributionGraph]) -> None:
-    figure = attribution_diagram(graphs, max_links=8)
+    figure = attribution_diagram(graphs, max_nodes=10)
     assert [panel["name"] for panel in figure.data["panels"]] == ["Dense", "Sparse"]
     names = [row[0] for row in figure.data["nodes"]]
     for panel, graph in zip(figure.data["panels"], graphs.values(), strict=True):
@@ -47,7 +47,30 @@ def test_links_are_those_of_the_graph(graphs: dict[str, AttributionGraph]) -> No
 
 def test_it_is_the_figure_of_a_graph(graphs: dict[str, AttributionGraph]) -> None:
     graph = graphs["Dense"]
-    assert graph.figure(max_links=5).svg == attribution_diagram(graph, max_links=5).svg
+    assert graph.figure(max_nodes=5).svg == attribution_diagram(graph, max_nodes=5).svg
+
+
+def test_the_reader_chooses_the_number_of_nodes(page: Any, tmp_path: Any, graphs: Any) -> None:
+    graph = graphs["Dense"]
+    page.goto(attribution_diagram(graph, max_nodes=12).save(tmp_path / "page.html").as_uri())
+    number, before = page.locator("input[name=edges]"), 0
+    for most in (12, 20, len(graph.nodes)):
+        number.fill(str(most))
+        number.press("Enter")
+        shown = page.locator("g[data-node]").count()
+        assert before < shown <= most
+        assert f"{shown} nodes with " in page.locator(".canvas").inner_text()
+        before = shown
+
+
+def test_labels_and_groups_are_drawn(graphs: dict[str, AttributionGraph]) -> None:
+    graph = graphs["Dense"]
+    strongest = graph.to_pandas().query("kind == 'neuron'")["name"].tolist()[:3]
+    named = graph.with_labels({strongest[0]: "plural"}, {"both": strongest[1:]})
+    figure = attribution_diagram(named, max_nodes=len(graph.nodes))
+    assert "plural" in figure.svg and 'data-node="both"' in figure.svg
+    assert f'data-node="{strongest[1]}"' not in figure.svg
+    assert figure.data["view"]["groups"] == {"both": strongest[1:]}
 
 
 def test_panels_are_graphs_of_one_prompt(graphs: dict[str, AttributionGraph]) -> None:
@@ -59,7 +82,7 @@ def test_panels_are_graphs_of_one_prompt(graphs: dict[str, AttributionGraph]) ->
 def test_a_card_says_what_a_node_does(page: Any, tmp_path: Any, graphs: Any) -> None:
     graph = graphs["Dense"]
     edge = graph.to_pandas().query("kind == 'attention edge'").iloc[0]
-    figure = attribution_diagram(graphs, max_links=30)
+    figure = attribution_diagram(graphs, max_nodes=30)
     page.set_viewport_size({"width": 1440, "height": 900})
     page.goto(figure.save(tmp_path / "page.html").as_uri())
     page.locator("input[name=search]").fill(edge["name"])

@@ -165,11 +165,9 @@ class AttentionGraph(Result):
     @property
     def n_possible(self) -> Int[Tensor, "layer head"]:
         """Number of possible edges of each head, open or not."""
-        if self.possible is not None:
-            return self.possible.sum(dim=(-2, -1))
-        n = self.n_read
-        n_pairs = n * (n + 1) // 2 if self.causal else n * n
-        return torch.full((self.n_layers, self.n_heads), n_pairs)
+        pairs = torch.ones(*self.attention.shape[:2], self.n_read, self.n_read, dtype=torch.bool)
+        every = pairs.tril() if self.causal else pairs
+        return (every if self.possible is None else self.possible).sum(dim=(-2, -1))
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -193,10 +191,7 @@ class AttentionGraph(Result):
         """The weight of each edge.
 
         Args:
-            kind: "attention": gate times attention; "carried": share of the query's residual stream
-                that the edge writes; "effect": exact change of the metric when the edge is removed;
-                "first-order": its first-order estimate. Effects are in the metric's unit, and
-                negative if the edge helps.
+            kind: the field `attention`, `carried`, `effect` or, for "first-order", `attribution`.
             target: index into `targets`, for effects.
 
         Raises:
@@ -625,11 +620,9 @@ def with_effects(
     3. Effects that were not computed are NaN.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
-    if graph.effect is None:
-        effect = torch.zeros(len(graph.targets), *graph.gates.shape, dtype=torch.float64)
-        effect[:, graph.gates] = torch.nan  # closed edges have no effect
-    else:
-        effect = graph.effect.clone()
+    effect = torch.zeros(len(graph.targets), *graph.gates.shape, dtype=torch.float64)
+    effect[:, graph.gates] = torch.nan  # closed edges have no effect
+    effect = effect if graph.effect is None else graph.effect.clone()
     to_do = _strongest_first(graph, effect.isnan().any(dim=0))
     size = len(to_do) if seconds is None else _FIRST_BATCH
     while len(to_do):

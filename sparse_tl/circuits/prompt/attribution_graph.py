@@ -36,8 +36,8 @@ arXiv 2601.22594.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -94,7 +94,7 @@ class AttributionGraph(Result):
             sum of absolute flows into it), what of its flow comes from no node: ``constant``
             (biases) and ``left_out``, all in logits; and the tokens whose logits it directly
             raises and lowers most, ``promotes`` and ``suppresses``; after `with_examples` also
-            ``examples``.
+            ``examples``, after `with_labels` ``label`` and ``group``.
         links: one row per pair of nodes: ``source`` and ``target``, rows of `nodes`, and ``flow``.
     """
 
@@ -111,6 +111,40 @@ class AttributionGraph(Result):
         """The nodes by decreasing absolute flow."""
         by_flow = self.nodes.sort_values("flow", key=abs, ascending=False, kind="stable")
         return by_flow.reset_index(drop=True)
+
+    @checked
+    def with_labels(
+        self, labels: Mapping[str, str], groups: Mapping[str, Sequence[str]] | None = None
+    ) -> AttributionGraph:
+        """The graph with your names for nodes, and for groups of them; earlier ones stay.
+
+        They are saved with the graph, shown in its figure, where each group is a supernode, and
+        exported by `to_circuit_tracer`.
+
+        Args:
+            labels: the label of each node, by its name.
+            groups: the names of the nodes in each group; a node is in one at most.
+
+        Raises:
+            ValueError: the graph has no such node.
+        """
+        members = {node: name for name, nodes in (groups or {}).items() for node in nodes}
+        if unknown := (labels.keys() | members.keys()) - set(self.nodes["name"]):
+            raise ValueError(f"the graph has no node {', '.join(sorted(unknown))}")
+        nodes = self.nodes.copy()
+        for column, given in ("label", labels), ("group", members):
+            before = nodes[column] if column in nodes else [""] * len(nodes)
+            named = zip(nodes["name"], before, strict=True)
+            nodes[column] = [given.get(name, old) for name, old in named]
+        return replace(self, nodes=nodes)
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The names of the nodes in each group of `with_labels`."""
+        if "group" not in self.nodes:
+            return {}
+        grouped = self.nodes[self.nodes["group"] != ""].groupby("group", sort=False)["name"]
+        return {str(name): list(members) for name, members in grouped}
 
     @property
     def replacement_score(self) -> float:

@@ -89,7 +89,7 @@ def check_graph(
     """
     run, parts = GraphRun(model, graph, basis), _parts(graph.to_pandas())[:n]
     rows = max(1, _MOST_GATES // sum(gates.numel() for gates in run.gates([{}])))
-    exact, clean = list[float](), run.clean()
+    (clean, _), exact = run.values(run.gates([{}])), list[float]()
     for first in range(0, len(parts), rows):
         removed = [{name: 0.0} for name in parts["name"][first : first + rows]]
         values, _ = run.values(run.gates(removed))
@@ -143,6 +143,37 @@ def graph_effect(
     return ((found - low) / (high - low)).item()
 
 
+@checked
+@in_evaluation_mode
+@torch.no_grad()
+def scale_nodes(
+    model: HookedModel,
+    graph: AttributionGraph,
+    factors: Mapping[str, float],
+    *,
+    basis: Basis = "neurons",
+) -> tuple[float, float]:
+    """The target in the model, and in the model with some nodes scaled, all at once.
+
+    As in `check_graph`, everything after them is computed by the model.
+
+    Args:
+        model: the model that the graph is of.
+        graph: its graph.
+        factors: what attention edges, neurons, features or errors are multiplied by, by name; 0
+            removes a node.
+        basis: that of the graph.
+
+    Raises:
+        ValueError: the graph has no such node, or it is an embedding or the target.
+    """
+    if unknown := factors.keys() - set(_parts(graph.nodes)["name"]):
+        raise ValueError(f"the graph has no node {', '.join(sorted(unknown))} to scale")
+    run = GraphRun(model, graph, basis)
+    before, after = run.values(run.gates([{}, factors]))[0].tolist()
+    return before, after
+
+
 def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
     """The nodes that can be removed."""
     return nodes[~nodes["kind"].isin(["embedding", "target"])]
@@ -193,11 +224,6 @@ class GraphRun:
                     units[row, layer, position, index] = gate
         return Gates(edges, units, errors)
 
-    def clean(self) -> Float[Tensor, ""]:
-        """The target in a plain run; with a soft cap, unlike the graph's value, after it."""
-        logits = self.model(self.tokens[None].to(self.adapter.device))[0, -1].cpu()
-        return target_value(logits, self.graph.answers, self.graph.weights)
-
     def values(
         self,
         gates: Gates,
@@ -206,7 +232,7 @@ class GraphRun:
         others: Mapping[str, Tensor] | None = None,
         patterns: Mapping[str, Tensor] | None = None,
     ) -> tuple[Float[Tensor, " row"], dict[str, Tensor]]:
-        """The target in each row of gates, and the values that gates multiplied.
+        """The target in each row of gates, after a soft cap, and the values that gates multiplied.
 
         Args:
             gates: each value is ``gate * own + (1 - gate) * other``.

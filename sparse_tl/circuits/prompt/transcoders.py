@@ -128,15 +128,11 @@ def feature_hooks(
     Raises:
         ValueError: the transcoders do not fit the model.
     """
-    if len(transcoders.layers) != adapter.n_layers:
+    size = len(transcoders.layers), transcoders.layers[0].encoder.shape[1]
+    if size != (adapter.n_layers, adapter.d_model):
         raise ValueError(
-            f"there are transcoders for {len(transcoders.layers)} layers, and {adapter.name!r} has "
-            f"{adapter.n_layers}"
-        )
-    width = transcoders.layers[0].encoder.shape[1]
-    if width != adapter.d_model:
-        raise ValueError(
-            f"the transcoders read {width} dimensions, and {adapter.name!r} has {adapter.d_model}"
+            f"the transcoders read {size[0]} layers of {size[1]} dimensions, and {adapter.name!r} "
+            f"has {adapter.n_layers} of {adapter.d_model}"
         )
     hooks: list[Hook] = []
     for layer in range(adapter.n_layers):
@@ -148,7 +144,7 @@ def feature_hooks(
 
 @checked
 def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
-    """Transcoders from a folder or the Hugging Face hub; or one folder per layer, of SAELens.
+    """Transcoders from a folder or the Hugging Face hub.
 
     Args:
         source: a folder, the name of a hub repository such as
@@ -245,7 +241,8 @@ def _of_lens(folders: Sequence[Path]) -> Transcoders:
         )
     if len(set(said)) > 1:
         raise ValueError(f"these transcoders are of different models or hook points: {set(said)}")
-    return Transcoders(*said[0][:2], layers, said[0][2])
+    read, written, model_name = said[0]
+    return Transcoders(read, written, layers, model_name)
 
 
 def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:

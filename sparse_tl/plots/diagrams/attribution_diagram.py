@@ -2,13 +2,14 @@
 
 The figure is a component diagram (`sparse_tl.plots.diagrams.component_diagram`), whose page it
 shares: click a node for its card, follow its inputs and outputs, pin, label, note, group nodes to
-supernodes, search, change the number of links, compare two models, save what is shown.
+supernodes, search, change the number of nodes, compare two models, save what is shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sparse_tl.arguments import AtLeastOne, checked
@@ -43,7 +44,7 @@ _LAST = 1 << 30
 def attribution_diagram(
     panels: Mapping[str, AttributionGraph] | AttributionGraph,
     *,
-    max_links: AtLeastOne = 60,
+    max_nodes: AtLeastOne = 40,
     remarks: Mapping[str, str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
     transition: str | None = "Sparsity-Regularised Finetuning",
@@ -51,14 +52,15 @@ def attribution_diagram(
 ) -> ComponentDiagram:
     """Draw how a prompt's tokens, attention edges and neurons make a logit.
 
-    Links are chosen by their influence on the target, as those of `component_diagram`, and each is
-    drawn with its whole path. The page holds the 2,000 links with the largest absolute flow, and
-    the strongest link into and out of each node.
+    Links are chosen by their influence on the target, as those of `component_diagram`, each with
+    its whole path, until they connect `max_nodes` nodes. The page holds the 2,000 links with the
+    largest absolute flow, and the strongest link into and out of each node. Labels and groups that
+    graphs have from `AttributionGraph.with_labels` are shown.
 
     Args:
         panels: graphs of one prompt by panel name, in order, such as of a dense and a sparse model;
             or one graph.
-        max_links: number of links shown initially, and in static files.
+        max_nodes: number of nodes shown initially, and in static files.
         remarks: a sentence to add to a panel's caption, such as what its nodes carry of an effect.
         state: state saved by the page, as a path or its content.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
@@ -73,7 +75,8 @@ def attribution_diagram(
         raise ValueError("the panels of an attribution diagram are graphs of one prompt")
     first = next(iter(panels.values()))
     rows, index = _nodes(panels)
-    view = View(max_links, "influence", False, False, "sign", False, labels=_labels(panels))
+    groups = {name: nodes for graph in panels.values() for name, nodes in graph.groups.items()}
+    view = View(max_nodes, "influence", False, False, "sign", False, groups, (), _labels(panels))
     if state is not None:
         view = read_view(state, view)
     title = title or f"{first.target} after {''.join(first.tokens)[-80:]}"
@@ -133,6 +136,8 @@ def _labels(panels: Mapping[str, AttributionGraph]) -> dict[str, str]:
                 labels[name] = f"{name.split('@')[0]} \N{LEFTWARDS ARROW} {token}"
             elif node["kind"] == "target":
                 labels[name] = visible_text(graph.target[:40])
+            if node.get("label"):
+                labels[name] = visible_text(node["label"][:60])
     return labels
 
 
@@ -143,7 +148,7 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
     flows = links["flow"].tolist()
     ends = list(zip(links["source"], links["target"], strict=True))
     paths = PathGraph(
-        tuple(_End(kind) for kind in kinds),
+        tuple(SimpleNamespace(kind=_KINDS.get(kind, kind)) for kind in kinds),
         tuple(
             Link(source, target, "", edge, abs(flow))
             for edge, ((source, target), flow) in enumerate(zip(ends, flows, strict=True))
@@ -153,19 +158,13 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
     )
     return {
         **panel_of(name, paths, [index[node] for node in names]),
+        "countsNodes": True,
         "kept": len(graph.links),
         "existing": None,
         "sign": 1,
         "roles": {},
         "facts": {node["name"]: _facts(graph, node) for node in _rows(graph)},
     }
-
-
-class _End:
-    """A node of a `PathGraph`, of which only the kind matters there."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = _KINDS.get(kind, kind)
 
 
 def _shown(links: pd.DataFrame) -> pd.DataFrame:

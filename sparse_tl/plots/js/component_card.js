@@ -80,7 +80,7 @@ function factsAt(panel, node) {
   return [make("table", {}, make("tbody", {}, ...rows)), ...lists, ...heading, ...examples];
 }
 
-// Fills the card; its functions in `act` change the view: {go, pin, label, note, ungroup, close}.
+// Fills the card; with a kernel, `data.live` gives an element for nodes of a panel. Its functions in `act` change the view: {go, pin, label, note, ungroup, close}.
 function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const panel = drawn.panels[panelIndex], { name } = node, pinned = view.pins.includes(name);
   const field = (tag, key, text) => {
@@ -94,11 +94,14 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const buttons = node.kind === "group"
     ? [make("button", { type: "button", name: "ungroup", onclick: () => act.ungroup(name) }, "Ungroup")]
     : [make("button", { type: "button", name: "pin", onclick: () => act.pin(name) }, pinned ? "Unpin" : "Pin")];
+  const scaled = data.live && panel.circuits.length === 1 && node.kind !== "input" && node.kind !== "logits"
+    ? [data.live(panel.index, (node.members ?? [node.index]).map((i) => data.nodes[i][0]))] : [];
   const members = node.members
     ? [make("p", {}, node.members.map((i) => data.nodes[i][0]).join(", ").slice(0, 2000))] : [];
   card.replaceChildren(
     make("div", { class: "head" }, make("strong", {}, name.slice(0, 200)), make("span", {}, where), ...buttons,
       make("button", { type: "button", name: "close", "aria-label": "Close", onclick: act.close }, "\u00d7")),
+    ...scaled,
     ...(node.members ? [] : factsAt(panel, node)),
     field("input", "label", "own label"), field("textarea", "note", "note"), ...members,
     ...(node.members ? [] : neuronsAt(data, view, panelIndex, node)),

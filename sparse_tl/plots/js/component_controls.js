@@ -17,7 +17,8 @@ function componentControls(root, data, figure) {
   }
 
   // Half of the slider's range is for the first sqrt(most) edges, which are legible.
-  const range = make("input", { type: "range", min: 0, max: 1000, "aria-label": data.words.edges,
+  const counted = data.panels[0].countsNodes ? "nodes" : data.words.edges;
+  const range = make("input", { type: "range", min: 0, max: 1000, "aria-label": counted,
     oninput: () => change({ edges: Math.round(most ** (range.value / 1000)) }) });
   const number = make("input", { type: "number", name: "edges", min: 1, max: most,
     onchange: () => change({ edges: Math.max(1, Math.min(most, Math.round(Number(number.value)) || 1)) }) });
@@ -26,8 +27,7 @@ function componentControls(root, data, figure) {
     if (document.activeElement !== range) range.value = most > 1 ? 1000 * Math.log(edges) / Math.log(most) : 1000;
     number.value = edges;
   });
-  const edges = data.words.edges;
-  addControl(root, edges[0].toUpperCase() + edges.slice(1), range, number);
+  addControl(root, counted[0].toUpperCase() + counted.slice(1), range, number);
   const select = (text, key, options) => {
     const made = addSelect(root, text, key, options, view()[key], (value) => change({ [key]: value }));
     updates.push(() => { made.value = view()[key]; });

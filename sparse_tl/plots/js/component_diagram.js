@@ -9,7 +9,8 @@ function start(root, data) {
   const status = make("div", { class: "status", role: "status" });
   root.querySelector(".controls").after(status);
   tip.before(card);
-  const first = data.view, most = Math.max(1, ...data.panels.map((panel) => panel.names.length));
+  const first = data.view, most = Math.max(1, ...data.panels.map((panel) =>
+    (panel.countsNodes ? data.nodes : panel.names).length));
   let view = structuredClone(first), drawn = null, size = null, box = null;
   const chosen = { focus: null, focusName: null, panel: 0, selected: new Set(), found: new Set() };
 

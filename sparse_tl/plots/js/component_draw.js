@@ -47,7 +47,9 @@ function captionOf(data, view, panel) {
   const by = view.by === "influence" ? "influence" : `|${data.words.value}|`;
   const whole = panel.existing === null ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
-  return `${n(panel.nEdges)} of ${of} ${data.words.edges}, by ${by}${paths}${whole}${panel.remark ?? ""}`;
+  const nodes = new Set(panel.links.flatMap(({ source, reader }) => [source, reader]));
+  const connected = panel.countsNodes ? `${n(nodes.size)} nodes with ` : "";
+  return `${connected}${n(panel.nEdges)} of ${of} ${data.words.edges}, by ${by}${paths}${whole}${panel.remark ?? ""}`;
 }
 
 // The initial view, for static figures: its width, height and markup.

@@ -1,7 +1,7 @@
 // Chooses the nodes and links that a view of the circuits shows.
 //
-// 1. Edges enter path by path (circuits/paths.py), as many as the view asks for, and the path through
-//    every pinned node. Lines on no path among these are left out, unless the view shows them.
+// 1. Edges enter path by path (circuits/paths.py), as many as the view asks for (or as connect as many
+//    nodes), and the path through every pinned node. Lines on no path among these are left out, unless the view shows them.
 // 2. Supernodes replace their members; lines inside one are not drawn.
 // 3. Lines with the same ends are merged into a link, unless the view separates q, k and v. The
 //    strength of a link is its sum of |score|, relative to the strongest link of the panel; the sign
@@ -29,10 +29,24 @@ function pathThrough(panel, line) {
   return found;
 }
 
-function shownLines(panel, view, place, ends) {
+// The number of edges that enter: whole paths until there are as many edges as the view asks for, or,
+// in a panel that counts nodes, before they connect more nodes than that.
+function numberOfEdges(panel, view) {
   const [order, sizes] = panel.order[view.by];
-  const n = sizes.find((size) => size >= view.edges) ?? order.length;
-  const edges = new Set(order.slice(0, n));
+  if (!panel.countsNodes) return sizes.find((size) => size >= view.edges) ?? order.length;
+  const ends = new Map(panel.lines.map(([source, reader, , edge]) => [edge, [source, reader]]));
+  const connected = new Set();
+  let n = 0;
+  for (const size of sizes) {
+    for (const edge of order.slice(n, size)) ends.get(edge).forEach((node) => connected.add(node));
+    if (n && connected.size > view.edges) break;
+    n = size;
+  }
+  return n;
+}
+
+function shownLines(panel, view, place, ends) {
+  const edges = new Set(panel.order[view.by][0].slice(0, numberOfEdges(panel, view)));
   for (const pin of view.pins) {
     for (const lines of [panel.into, panel.out]) {
       const line = lines[place.get(pin)];

@@ -328,7 +328,7 @@ class PanelFigure(SelfContainedFigure):
         script = read_assets("interactive_figure.js", *self.scripts)
         html = interactive_html('class="sparse-tl-circuit"', content, script, json)
         super().__init__(svg, html, shorten(visible_text(surround.title or "Circuit diagram")))
-        self.panel_names, self.json = surround.names, json
+        self.panel_names, self.json, self.content = surround.names, json, content
 
     @property
     def data(self) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""An attribution graph whose nodes the running kernel ablates or scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anywidget
+import traitlets
+
+from sparse_tl.arguments import checked
+from sparse_tl.backend import HookedModel
+from sparse_tl.circuits import AttributionGraph, scale_nodes
+from sparse_tl.circuits.prompt.transcoders import Basis
+from sparse_tl.plots import attribution_diagram
+from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
+from sparse_tl.plots.page.rendering import read_assets
+from sparse_tl.plots.page.token_text import visible_text
+
+
+@checked
+class GraphExplorer(anywidget.AnyWidget):
+    """A live attribution diagram: a node's card ablates or scales it, and shows the exact effect.
+
+    The model is run with all scaled nodes of a panel at once; `scale_nodes` gives the same numbers.
+
+    Args:
+        models: the model of each graph by panel name, or one model.
+        graphs: their graphs, by the same names, or one graph.
+        basis: that of the graphs.
+        **style: arguments of `attribution_diagram`.
+
+    Raises:
+        ValueError: models and graphs have different names, or the graphs cannot be drawn.
+    """
+
+    _esm = read_assets("interactive_figure.js", *ComponentDiagram.scripts) + read_assets(
+        "graph_explorer.js", package="sparse_tl.explorer"
+    )
+
+    _figure = traitlets.Unicode().tag(sync=True)
+    _content = traitlets.Unicode().tag(sync=True)
+    _factors = traitlets.List().tag(sync=True)
+    _effects = traitlets.List().tag(sync=True)
+
+    def __init__(
+        self,
+        models: HookedModel | Mapping[str, HookedModel],
+        graphs: AttributionGraph | Mapping[str, AttributionGraph],
+        *,
+        basis: Basis = "neurons",
+        **style: Any,
+    ) -> None:
+        models = models if isinstance(models, Mapping) else {"Attribution graph": models}
+        graphs = graphs if isinstance(graphs, Mapping) else {"Attribution graph": graphs}
+        if models.keys() != graphs.keys():
+            raise ValueError(f"there are graphs of {[*graphs]}, and models {[*models]}")
+        self.graphs, self._models, self._basis = dict(graphs), dict(models), basis
+        figure, empty = attribution_diagram(graphs, **style), [{} for _ in graphs]
+        super().__init__(
+            _figure=figure.json, _content=figure.content, _factors=empty, _effects=[""] * len(empty)
+        )
+        self.observe(self._run, "_factors")
+
+    @property
+    def factors(self) -> dict[str, dict[str, float]]:
+        """What nodes are multiplied by, by panel name and node."""
+        return dict(zip(self.graphs, self._factors, strict=True))
+
+    @factors.setter
+    def factors(self, factors: Mapping[str, Mapping[str, float]]) -> None:
+        self._factors = [dict(factors.get(name, {})) for name in self.graphs]
+
+    def _run(self, change: Any) -> None:
+        effects = list(self._effects)
+        for row, (name, graph) in enumerate(self.graphs.items()):
+            factors = change["new"][row]
+            if factors == change["old"][row]:
+                continue
+            effects[row] = ""
+            if factors:
+                model = self._models[name]
+                before, after = scale_nodes(model, graph, factors, basis=self._basis)
+                scaled = ", ".join(f"{factor:g} x {node}" for node, factor in factors.items())
+                effects[row] = (
+                    f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} -> "
+                    f"{after:+.3f} logits, with {scaled}"
+                )
+        self._effects = effects
