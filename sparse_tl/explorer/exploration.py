@@ -181,8 +181,8 @@ class AblatedModel:
 
     Attributes:
         whole: results of the whole model.
-        now: results under the removals; `now.graph` has the remaining edges with their effects, and
-            `now.logits` the logits at every column that the model reads.
+        now: results under the removals; `now.graph` has the remaining edges, with exact effects
+            after `compute_edge_effects`, and `now.logits` the logits at every column that is read.
         removed_heads: the removed heads: layer and head.
         removed_edges: the attention edges removed one by one: layer, head, query and key.
         removed: whether each attention edge is removed, for either reason.
@@ -212,7 +212,6 @@ class AblatedModel:
         self.grid = AttentionGrid(*sizes, graph.causal, allowed)
         self.whole = whole
         self.remove(set(), set())
-        self.whole = self.now  # with effects
 
     @property
     def changed(self) -> bool:
@@ -233,16 +232,24 @@ class AblatedModel:
             self.one_out = LeaveOneOut(self.model, run.pairs, self._quantity.metric)
         self.removed_heads, self.removed_edges = heads, edges
         self.removed, self.now = removed, run
-        if int(run.graph.gates.sum()) <= MAX_EFFECTS:
-            self.compute_edge_effects(None)
 
-    def compute_edge_effects(self, seconds: float | None) -> bool:
-        """Compute exact effects of the graph's edges; return whether any are left to compute."""
-        if some_unknown(self.now.graph):
-            with self._without(self.removed):
-                graph = with_effects(self.now.graph, self.one_out, seconds)
-            self.now = replace(self.now, graph=graph)
+    @property
+    def has_few_edges(self) -> bool:
+        """Whether the exact effects of all edges are computed unasked."""
+        return int(self.now.graph.gates.sum()) <= MAX_EFFECTS
+
+    @property
+    def lacks_effects(self) -> bool:
+        """Whether exact effects of the graph's edges are left to compute."""
         return some_unknown(self.now.graph)
+
+    def compute_edge_effects(self, seconds: float | None = None) -> None:
+        """Compute exact effects of the graph's edges: all, or as many as there is time for."""
+        with self._without(self.removed):
+            graph = with_effects(self.now.graph, self.one_out, seconds)
+        self.now = replace(self.now, graph=graph)
+        if not (self.removed_heads or self.removed_edges):
+            self.whole = self.now
 
     def toggle_head(self, layer: int, head: int) -> None:
         """Remove a head, or restore it."""

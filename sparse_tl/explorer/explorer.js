@@ -28,6 +28,7 @@ function render({ model, el }) {
   // ---- the kernel ----------------------------------------------------------------------------
 
   function request(content) {
+    message.hidden = true; // of an earlier request
     sendChoices();
     kernel.request(content);
   }
@@ -76,16 +77,10 @@ function render({ model, el }) {
     message.hidden = !content;
     if (!content) return;
     const close = make("button", {
-      type: "button", "aria-label": "close", onclick: closeMessage,
+      type: "button", "aria-label": "close", onclick: () => { message.hidden = true; },
     }, "\u00d7");
     message.className = `message ${content.kind}`;
     message.replaceChildren(make("span", {}, content.text), close);
-  }
-
-  // Python clears its message, so that the same one can appear again.
-  function closeMessage() {
-    message.hidden = true;
-    kernel.notify({ action: "clear_message" });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -106,21 +101,8 @@ function render({ model, el }) {
     const restore = make("button", {
       type: "button", class: "restore", onclick: () => request({ action: "restore" }),
     }, "Restore all");
-    top.replaceChildren(form, make("span", { class: "position" }), make("span", { class: "metric" }),
-      restore, make("span", { class: "status", "aria-live": "polite" }));
-  }
-
-  // A choice of further columns to predict, if there are any.
-  function drawPositions() {
-    const known = figureData(model).targets.map(([column]) => column);
-    const all = model.get("_positions");
-    const other = all.filter((column) => !known.includes(column));
-    const select = make("select", {
-      name: "position",
-      onchange: () => request({ action: "show_position", column: Number(select.value) }),
-    }, new Option("another \u2026", ""), ...other.map((column) => new Option(`position ${column}`, column)));
-    const label = other.length ? [make("label", {}, "Predict", select)] : [];
-    top.querySelector(".position").replaceChildren(...label);
+    top.replaceChildren(form, make("span", { class: "metric" }), restore,
+      make("span", { class: "status", "aria-live": "polite" }));
   }
 
   function drawDiagram() {
@@ -132,14 +114,16 @@ function render({ model, el }) {
     const [focused, scrolled] = [describeFocus(), diagram.querySelector(".canvas")?.scrollLeft];
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);
+    const known = data.targets.map(([column]) => column);
     start(figure, data, {
       state,
+      positions: model.get("_positions").filter((column) => !known.includes(column)),
+      onPosition: (column) => request({ action: "show_position", column }),
       removed: model.get("_panels").map((panel) => removedLines(panel.removedEdges)),
       onState,
       onEdges: (panel, edges) => request({ action: "toggle_attention_edges", panel, edges }),
     });
     if (scrolled) figure.querySelector(".canvas").scrollLeft = scrolled;
-    drawPositions();
     if (focused) diagram.querySelector(focused)?.focus({ preventScroll: true });
   }
 
@@ -148,7 +132,8 @@ function render({ model, el }) {
     const target = Math.min(state.target, data.targets.length - 1);
     const node = model.get("_node");
     const focus = node && { panel: node.panel, level: node.level, column: node.column };
-    return { target, limit: Math.max(state.limit, data.floors[state.weight]), focus };
+    const panel = focus && state.panel >= 0 ? focus.panel : state.panel;
+    return { target, limit: Math.max(state.limit, data.floors[state.weight]), focus, panel };
   }
 
   // A selector for the element of the diagram with the keyboard focus.
@@ -184,7 +169,8 @@ function render({ model, el }) {
     const before = state;
     state = { ...now };
     if (!before) return;
-    if (before.target !== now.target) drawSide();
+    message.hidden = true;
+    if (before.target !== now.target || before.panel !== now.panel) drawSide();
     if (JSON.stringify(before.focus) !== JSON.stringify(now.focus)) {
       kernel.request(now.focus ? { action: "select", ...now.focus } : { action: "unselect" });
       return;
@@ -201,6 +187,7 @@ function render({ model, el }) {
       drawDiagram();
     }
     drawSide();
+    side.scrollTop = 0;
   }
 
   function drawSide() {
@@ -209,7 +196,8 @@ function render({ model, el }) {
     const panels = model.get("_panels");
     summary.replaceChildren(...panels.map((panel) => outcome(panel, state.target)));
     drawMetric(top.querySelector(".metric"), model, state.target, request);
-    side.replaceChildren(drawNode(panels), ...panels.map(drawPanel));
+    const cards = panels.map(drawPanel);
+    side.replaceChildren(drawNode(panels), ...cards[state.panel] ? [cards[state.panel]] : cards);
     top.querySelector(".restore").disabled =
       !panels.some((panel) => panel.removedHeads.length + panel.removedEdges.length);
     if (focused) side.querySelector(focused)?.focus({ preventScroll: true });

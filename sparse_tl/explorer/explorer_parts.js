@@ -8,7 +8,8 @@ function signed(number, digits) {
 }
 
 function plain(number, digits) {
-  return number.toFixed(digits).replace("-", "\u2212");
+  const text = Math.abs(number).toFixed(digits);
+  return (number < 0 && Number(text) ? "\u2212" : "") + text;
 }
 
 function percent(share) {
@@ -51,8 +52,11 @@ function outcome({ name, outputs, quantity, values }, target) {
 }
 
 // The columns of a table of tokens, with log-probabilities, or with logits if the metric uses them.
-function outputColumns({ metric }) {
+function outputColumns({ quantity: { metric }, removedHeads, removedEdges }) {
   const [name, key] = metric === "log_probability" ? ["log P", "log_probability"] : ["logit", "logit"];
+  if (!removedHeads.length && !removedEdges.length) {
+    return { [name]: (row) => plain(row[key], 2), probability: share };
+  }
   return {
     [`${name} before`]: (row) => plain(row[`${key}_before`], 2),
     now: (row) => plain(row[key], 2),
@@ -146,7 +150,7 @@ function headGrid({ panel, target, effects, before, onToggle, onHover }) {
   const all = Object.values(effects).map((targets) => targets[target][0]);
   const largest = Math.max(1e-9, ...all.map(Math.abs));
   const removed = new Set(panel.removedHeads.map(String));
-  const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
+  const grid = make("div", { class: nLayers > 12 ? "heads deep" : "heads", role: "group", "aria-label": "heads" });
   grid.style.setProperty("--heads", nHeads);
   for (let layer = nLayers - 1; layer >= 0; layer--) {
     grid.append(make("span", { class: "axis" }, `${layer}`));
@@ -224,7 +228,7 @@ function panelCard({ panel, index, target, column, effects, request, onHover }) 
   const named = Object.entries(effects).map(([index, targets]) =>
     [headName(...index.split(",")), targets[target]]);
   return card({ "data-panel": index }, panel.name, `output at position ${column}`,
-    tokenTable(panel.outputs[target], outputColumns(panel.quantity)),
+    tokenTable(panel.outputs[target], outputColumns(panel)),
     make("h5", {}, "Heads",
       make("small", {}, `${quantityText(panel.quantity, target)} without each: blue helps, orange hurts`)),
     headGrid({ panel, target, effects, before, onToggle: onHead, onHover }),

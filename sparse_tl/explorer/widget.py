@@ -42,10 +42,15 @@ from sparse_tl.explorer.exploration import AblatedModel, Exploration
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, attention_diagram
 from sparse_tl.plots.diagrams.attention_diagram import Threshold, quantity_data
+from sparse_tl.plots.diagrams.attention_svg import MOST_UNFOLDED
 from sparse_tl.plots.page.palette import DARK_FILTER
 from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
 from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
 
+_WIDTH, _PANEL_HEIGHT = 960, 680
+"""Size in pixels of the panels of deep models."""
+_SLICE = 0.3
+"""Seconds for which effects are computed before another request is answered."""
 MAX_TEXT = 60
 """Maximum number of characters of a token or title."""
 MAX_KEYS = 48
@@ -73,8 +78,9 @@ class CircuitExplorer(anywidget.AnyWidget):
         positions: all columns to choose from; by default `position`, and every mask token or,
             without any, the token after the prompt.
         labels: text of each column, if not the tokenizer's.
-        weight: what lines show, as in `circuit_diagram`; with more than 500 open edges, exact
-            effects are computed for 3 seconds per model, strongest first; others are estimates.
+        weight: what lines show, as in `circuit_diagram`; by default, attention or, in models of
+            more than 12 layers, what edges carry. With more than 500 open edges, exact effects are
+            computed for 3 seconds per model, strongest first; others are estimates.
         metric: metric whose change is the effect of a part, as in `circuit_diagram`.
         answer: token to measure, which stays the same whatever is removed.
         wrong: token to compare it with, likewise.
@@ -121,7 +127,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         position: int | None = None,
         positions: Sequence[int] | None = None,
         labels: Sequence[str] | None = None,
-        weight: EdgeWeight = "attention",
+        weight: EdgeWeight | None = None,
         metric: Metric = log_probability,
         answer: Token | None = None,
         wrong: Token | None = None,
@@ -130,7 +136,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         **style: Any,
     ) -> None:
         signature(attention_diagram).bind_partial(**style)  # fail early on unknown arguments
-        self._style = style
+        self._style: dict[str, Any] = style
         offered = log_probability, logit_difference, answer_logit, metric
         self._offered = {metric_name(each): each for each in offered}
         self.exploration = Exploration(
@@ -143,6 +149,13 @@ class CircuitExplorer(anywidget.AnyWidget):
         )
         # The reader's choices, for the saved figure.
         target = self.exploration.first_target
+        n_panels = len(self.exploration.models)
+        depth = max(model.adapter.n_layers for model in self.exploration.models.values())
+        is_deep = depth > MOST_UNFOLDED
+        if is_deep:  # each panel fits on a screen
+            self._style = {"size": (_WIDTH, _PANEL_HEIGHT * n_panels)} | style
+        if weight is None:
+            weight = "carried" if is_deep else "attention"
         self._state: dict[str, Any] = {"target": target, "weight": weight, "threshold": threshold}
         self._saved: Any = None  # the figure in the notebook
         # All traits at once: a busy page can miss an update right after the widget opens.
@@ -212,7 +225,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     def unselect(self) -> None:
         """Close the node's card."""
         self._exact.look_at(None)
-        self._present(_node=None)
+        self._present(_node=None, _message=None)
 
     def compute_effects(self, seconds: NotNegative | None = None) -> None:
         """Compute the exact effects on the cards: all, or as many as the given seconds allow."""
@@ -220,9 +233,6 @@ class CircuitExplorer(anywidget.AnyWidget):
             if self._exact.advance(math.inf if seconds is None else seconds):
                 self._present(_figure=self._figure_data())
             self._present(_effects=self._exact.known)
-
-    def clear_message(self) -> None:
-        self._present(_message=None)
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -334,7 +344,8 @@ class CircuitExplorer(anywidget.AnyWidget):
         self.send_state(self.trait_names(late=True))
 
     def _notify(self, text: str, kind: str = "error") -> None:
-        self._present(_message={"text": text, "kind": kind})
+        # The revision makes the same words a change.
+        self._present(_message={"text": text, "kind": kind, "at": self._revision})
 
     def __repr__(self) -> str:
         titles = ", ".join(map(repr, self.exploration.titles))
@@ -419,8 +430,9 @@ TargetEffects = list[tuple[float, float, str]]
 class ExactEffects:
     """The effects that are known so far, and the pieces that are left to compute.
 
-    A piece is the edges into a node, all together or by head; some of the diagram's edges, while it
-    shows effects, strongest first and for 3 seconds per model; or the heads of a layer.
+    A piece is the edges into a node, all together or by head; the heads of a layer; or some of the
+    diagram's edges: in the end all of them if there are at most 500; otherwise, while it shows
+    effects, strongest first and for 3 seconds per model.
 
     Args:
         exploration: models in their current state; after a change, make a new object.
@@ -446,9 +458,12 @@ class ExactEffects:
 
     @property
     def _diagram_left(self) -> int | None:
-        """A panel whose edges in the diagram are left to compute, if they are shown."""
-        left = (panel for panel, seconds in enumerate(self._seconds_left) if seconds > 0)
-        return next(left, None) if self.weight == "effect" else None
+        """A panel whose edges in the diagram are left to compute: few, or shown."""
+        for panel, model in enumerate(self._models):
+            is_shown = self.weight == "effect" and self._seconds_left[panel] > 0
+            if model.lacks_effects and (model.has_few_edges or is_shown):
+                return panel
+        return None
 
     @property
     def known(self) -> dict[str, Any]:
@@ -485,19 +500,21 @@ class ExactEffects:
         """Compute a piece, and more while there is time for another that takes as long.
 
         Returns:
-            Whether effects of the diagram's edges were among them.
+            Whether the effects of a panel of the diagram are complete, or as far as time allowed.
         """
         end, diagram = time.monotonic() + seconds, False
         while self.more:
             start = time.monotonic()
             if self._groups_left:
                 self._compute_groups(self._groups_left.pop(0))
-            elif (panel := self._diagram_left) is not None:
-                diagram, left = True, self._seconds_left[panel]
-                more = self._models[panel].compute_edge_effects(min(1.0, left))
-                self._seconds_left[panel] = left - (time.monotonic() - start) if more else 0.0
-            else:
+            elif self._layers_left and (self.weight != "effect" or self._diagram_left is None):
                 self._compute_heads(*self._layers_left.pop(0))
+            else:
+                panel = self._diagram_left
+                assert panel is not None
+                self._models[panel].compute_edge_effects(_SLICE)
+                self._seconds_left[panel] -= time.monotonic() - start
+                diagram |= self._diagram_left != panel
             now = time.monotonic()
             if now + (now - start) > end:
                 break

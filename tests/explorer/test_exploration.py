@@ -345,6 +345,8 @@ def test_closed_mlps_are_part_of_every_run(build_small):
     torch.testing.assert_close(exploration.models["Sparse"].now.logits, plain, rtol=0, atol=1e-12)
     graph = exploration.models["Sparse"].now.graph
     assert torch.equal(graph.gates[:, :, :11, :11], counts.gates[:, 0])
+    exploration.models["Sparse"].compute_edge_effects()
+    graph = exploration.models["Sparse"].now.graph
     edge = tuple(graph.gates.nonzero()[-1].tolist())
     _, read_at = exploration.targets[-1]
     predicted = int(plain[read_at].argmax())

@@ -247,9 +247,9 @@ def test_the_metric_is_chosen_and_the_second_token_typed(page, tmp_path, explore
 def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models):
     explorer = explore(models, "36+28=")
     show(page, tmp_path, explorer)
-    select = page.locator("select[name=position]")
+    select = page.locator("select[name=target]")
     assert select.locator("option").count() == 6  # five columns besides the last
-    select.select_option("3")
+    select.select_option("+3")
     assert [(m["action"], m["column"]) for m in sent(page)] == [("show_position", 3)]
     explorer._handle_custom_msg({"action": "show_position", "column": 3}, [])
     assert explorer.exploration.targets == ((3, 2), (6, 5)) and explorer._state["target"] == 0
@@ -263,5 +263,7 @@ def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
     assert ATTACK in message.inner_text()
     message.locator("button").click()
     assert not message.is_visible()
-    # Python knows that it is closed: the same words again are a change.
-    assert [m["action"] for m in sent(page)] == ["clear_message"]
+    page.evaluate("t => window.change('_message', {kind: 'error', text: t, at: 2})", "again")
+    assert message.is_visible()
+    page.locator("input[name=threshold]").fill("0.3")  # whatever the reader does next closes it
+    assert not message.is_visible()

@@ -40,6 +40,7 @@ def caption_counts(svg: str) -> list[int]:
 def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
     draw = partial(figures.circuit_diagram, models, PROMPT, positions=range(6, 11))
     expected = draw()
+    explorer.compute_effects()
     assert explorer._figure == {"svg": expected.svg, "json": expected.json}
     assert str(explorer.figure()) == str(expected)
     # With the choices of the reader, and with a style.
@@ -47,6 +48,7 @@ def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
     explorer._state = {"target": 1, **choices}
     assert str(explorer.figure()) == str(draw(position=7, **choices))
     styled = explore(models, PROMPT, position=7, title="T", **choices)
+    styled.compute_effects()
     assert str(styled.figure()) == str(draw(position=7, title="T", **choices))
 
 
@@ -205,10 +207,8 @@ def test_another_prompt(explorer):
 def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
     explorer.toggle_attention_edges("Dense", [(0, 0, 3, 3)])
     ask(explorer, action="show_prompt", prompt="11+11=")
-    assert explorer._message == {
-        "kind": "info",
-        "text": "The number of tokens changed: removed edges were restored.",
-    }
+    assert explorer._message["kind"] == "info"
+    assert "removed edges were restored" in explorer._message["text"]
     assert explorer._state["target"] == 0
 
 

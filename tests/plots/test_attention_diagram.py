@@ -185,7 +185,7 @@ def test_an_edge_that_carries_nothing_is_never_dark_however_much_it_is_attended(
     assert lines_of(panel, "path") == {line_of_edge(panel, layer, 10, 0) for layer in range(4)}
     (panel,) = panels_of(attention_diagram({"model": flow}, weight="carried"))
     assert lines_of(panel, "main") == expected and lines_of(panel, "path", "open") == set()
-    caption = f"9 {OPEN} 5 ≥ 0.10 of the largest share carried"
+    caption = f"9 {OPEN} 5 ≥ 0.10 of the largest share carried, 100\u202f% of all carried"
     assert part(panel, "caption").text == caption
 
 

@@ -9,7 +9,6 @@ import torch
 
 from sparse_tl.plots import attention_maps
 
-ATTACK = "</script><img src=x onerror=alert(1)>"
 TOKENS = list("36+28=")
 
 
@@ -78,13 +77,3 @@ def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patter
     page.wait_for_selector("canvas")
     text = page.locator(".browser").inner_text()
     assert all(name in text for name in names)
-
-
-def test_hostile_tokens_and_names_stay_text(page, tmp_path, patterns):
-    tokens = [ATTACK, *TOKENS[1:]]
-    figure = attention_maps(patterns, tokens, [ATTACK, "b", "c"], title=ATTACK)
-    page.goto(figure.save(tmp_path / "view.html").as_uri())
-    page.locator("summary").click()
-    page.wait_for_selector("canvas")
-    assert page.locator("img").count() == 0
-    assert ATTACK in page.locator(".static").text_content()

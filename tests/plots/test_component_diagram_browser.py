@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,29 @@ def test_neurons_at_positions_and_in_supernodes(page, tmp_path):
     show(page, tmp_path, figure)
     node(page, "m0").click()
     assert page.locator(".card details").count() == 0
+
+
+def test_whole_paths_through_what_is_under_the_pointer_are_lit(page, tmp_path, make_circuit):
+    """A trunk to an MLP and to heads has the colour of what is lit in it."""
+    paths = (("m0",), ("a2.h0<k>",), ("a1.h0<q>", "m2"))
+    steps = [pair for path in paths for pair in pairwise(("input", *path, "logits"))]
+    edges = {f"{source.split('<')[0]}->{reader}": 1.0 for source, reader in steps}
+    show(page, tmp_path, draw({"m": make_circuit(edges)}))
+    lines = page.locator("[data-role=links] path")
+    read = """all => all.map(line => [line.dataset.link ?? "trunk", line.getAttribute("stroke"),
+        line.getAttribute("opacity")])"""
+    before = lines.evaluate_all(read)
+    assert all(opacity is None for *_, opacity in before)
+    node(page, "m2").hover()
+    lit = {link: stroke for link, stroke, opacity in lines.evaluate_all(read) if not opacity}
+    assert lit.keys() == {"trunk", "input->a1.h0", "a1.h0->m2", "m2->logits"}
+    assert lit["trunk"] == lit["input->a1.h0"]
+    assert lit["trunk"] != next(stroke for link, stroke, _ in before if link == "trunk")
+    hover(page, "m0->logits")
+    lit = {link for link, _, opacity in lines.evaluate_all(read) if not opacity}
+    assert lit >= {"input->m0", "m0->logits"} and "m2->logits" not in lit
+    page.mouse.move(5, 5)
+    assert lines.evaluate_all(read) == before
 
 
 def test_the_difference_tells_the_scores_of_each_circuit(page, tmp_path, make_circuit):

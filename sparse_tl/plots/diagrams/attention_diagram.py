@@ -23,6 +23,7 @@ from torch import Tensor
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagrams.attention_svg import (
+    MOST_UNFOLDED,
     Layout,
     PanelLayout,
     draw_svg,
@@ -83,9 +84,10 @@ def attention_diagram(
     square below a node is an open MLP that writes to it. In models of more than 12 layers,
     neighbouring layers without a line or an open MLP are folded into a band; a click unfolds them.
 
-    Captions say how many edges are open, and how many of them reach the threshold, which is the
-    same in all panels. The first number compares models: the fewer edges a model has, the more each
-    carries, so that a sparse model can have more edges above a threshold on what edges carry.
+    Captions say how many edges are open, how many of them reach the threshold, which is the same in
+    all panels, and, of what edges carry, the share of these. The first number and the share compare
+    models: the fewer edges a model has, the more each carries, so that a sparse model can have more
+    edges above a threshold on what edges carry.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
     6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
@@ -320,7 +322,7 @@ def _panel_data(
         "levels": panel_layout.levels,
         "row": panel_layout.row,
         "radii": panel_layout.radii,
-        "folds": panel_layout.folds,
+        "folds": panel_layout.folds if graph.n_layers > MOST_UNFOLDED else None,
         "reach": panel_layout.reach,
         "bend": panel_layout.bend,
         "swing": panel_layout.swing,
@@ -337,6 +339,7 @@ def _panel_data(
         "nPossible": graph.n_possible.tolist(),
         "nOpen": graph.gates.sum(dim=(-2, -1)).tolist(),
         "mlps": mlps,
+        "totalCarried": 0 if graph.carried is None else float(graph.carried.sum()),
         "weights": {
             kind: {
                 "rows": [

@@ -46,11 +46,13 @@ Folds = tuple[tuple[int, int], ...]
 NARROWEST = 726
 """Width at which text of 11 px is 6 pt high in a column of 5.5 in."""
 
+MOST_UNFOLDED = 12
+"""Maximum number of layers of models whose layers are never folded."""
+
 _MIN_COLUMN_WIDTH, _ROOMY_COLUMN_WIDTH, _MAX_COLUMN_WIDTH = 16, 48, 80
 _CLEARANCE = 4  # lines that rise less per column would touch the next node
 _MAX_ROTATED_LABEL = 104.0
 _LOWEST_ROW, _ROOMY_ROW, _HIGHEST_ROW = 8, 25, 45
-_MOST_UNFOLDED = 12  # deeper models are folded
 _WEB = 2  # lines per node
 _PANEL_GAP = 18
 
@@ -94,7 +96,7 @@ class PanelLayout:
     @property
     def radii(self) -> tuple[float, float]:
         """Radius of nodes at which no line ends, which are small in deep models, and of others."""
-        small = self.node_radius / (2 if len(self.levels) > _MOST_UNFOLDED + 1 else 1)
+        small = self.node_radius / (2 if len(self.levels) > MOST_UNFOLDED + 1 else 1)
         return small, self.node_radius
 
     @property
@@ -148,7 +150,8 @@ def lay_out(
     left, top = surround.left, surround.top
     most_layers = max(graph.n_layers for graph in graphs)
     folds = [_folded(graph, lines) for graph, lines in zip(graphs, drawn, strict=True)]
-    name = f"Layers {most_layers}–{most_layers}" if any(folds) else f"Layer {most_layers - 1}"
+    is_deep = most_layers > MOST_UNFOLDED
+    name = f"Layers {most_layers}–{most_layers}" if is_deep else f"Layer {most_layers - 1}"
     label_width = math.ceil(text_width(name, LABEL_SIZE))
     first_column = left + 14 + label_width + 28
 
@@ -222,7 +225,7 @@ def _folded(graph: AttentionGraph, lines: Bool[Tensor, "_layer query key"]) -> F
     if graph.mlps is not None:
         used = [has_line or bool(row.any()) for has_line, row in zip(used, graph.mlps, strict=True)]
     runs = [[*run] for is_used, run in groupby(range(len(used)), used.__getitem__) if not is_used]
-    is_deep = graph.n_layers > _MOST_UNFOLDED
+    is_deep = graph.n_layers > MOST_UNFOLDED
     return tuple((run[0], run[-1]) for run in runs if is_deep and len(run) > 1)
 
 

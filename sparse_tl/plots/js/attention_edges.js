@@ -80,13 +80,14 @@ function selectEdges(panel, data, state) {
   const residual = residualSteps(panel);
   const kept = [...residual];
   const merged = new Map();
-  let count = 0;
+  let [count, sum] = [0, 0];
   for (const edge of edgesOf(panel, weights)) {
     const { layer, head, query, key, value, index, estimated } = edge;
     if (Math.abs(value) < state.limit) continue;
     kept.push(edge);
     if (state.head >= 0 && head !== state.head) continue;
     count++;
+    sum += value;
     const lineIndex = (layer * n + query) * n + key;
     const line = merged.get(lineIndex);
     const share = shareOf(panel, kind, edge, data);
@@ -114,9 +115,9 @@ function selectEdges(panel, data, state) {
   if (!isSigned(kind)) followRoutes(lines, residual, start);
   markMainEdges(lines);
   const shown = (_, head) => state.head < 0 || head === state.head;
-  const sum = (layers) => layers.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
-  const [open, total] = [sum(panel.nOpen), sum(panel.nPossible)];
-  return { lines, reached, count, open, total, column, focus };
+  const all = (layers) => layers.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
+  const [open, total] = [all(panel.nOpen), all(panel.nPossible)];
+  return { lines, reached, count, sum, open, total, column, focus };
 }
 
 // Turns the share of each line at its end into its share at the start node, by the best route.

@@ -13,8 +13,11 @@ function captionText(panel, view, data, state) {
   const { nEstimated } = panel;
   const estimates = kind === "effect" && nEstimated ? `; ${number(nEstimated)} are estimated` : "";
   const share = name ? ` of the largest ${name}` : "";
+  // Edges of a sparse model carry more each, so that more of them can reach the threshold.
+  const carried = (view.sum / data.steps) * panel.weights.carried?.scales[0] / panel.totalCarried;
+  const together = kind === "carried" ? `, ${Math.round(100 * carried)}\u202f% of all carried` : "";
   return `${number(view.open)} of ${number(view.total)} attention edges open; drawn: ` +
-    `${number(view.count)} ${kind === "attention" ? "with attention " : ""}\u2265 ` + thresholdText(data, state) + share + estimates + panel.mlps;
+    `${number(view.count)} ${kind === "attention" ? "with attention " : ""}\u2265 ` + thresholdText(data, state) + share + together + estimates + panel.mlps;
 }
 
 function thresholdText(data, state) {

@@ -6,19 +6,23 @@
 //   onState(state)   called after every change of the state
 //   removed          for each panel, the removed edges as {layer, query, key, heads}
 //   onEdges(panel, edges)  called with [layer, head, query, key] of each edge of a clicked line
+//   positions        further columns that can be predicted
+//   onPosition(column)     called when the reader chooses one of them
 
 function start(root, data, live) {
   "use strict";
   live ??= {};
   const REMOVED = "#c2410c";
+  const MARGIN = 8;
   const svg = root.querySelector("svg");
-  const state = { ...data.state, focus: null, ...live.state };
   const panels = findPanels(svg, data, REMOVED);
+  // Two panels of deep models do not fit on a screen.
+  const alone = live.onEdges && panels.length > 1 && panels.some(({ folds }) => folds);
+  const state = { ...data.state, focus: null, panel: alone ? 0 : -1, ...live.state };
   // The figure is drawn for the width of a printed page, but larger on screens; a figure of many columns
   // scrolls rather than becoming illegible.
   const { width } = svg.viewBox.baseVal;
   root.style.maxWidth = `${Math.max(900, width)}px`;
-  svg.style.minWidth = `${Math.ceil(0.92 * width)}px`;
   for (const panel of panels) {
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
   }
@@ -32,7 +36,7 @@ function start(root, data, live) {
 
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
-    unfoldLayersOf(svg, panels, panel, [...view.lines, ...panel.removed]);
+    foldLayers(svg, data.columns, panels, panel, [...view.lines, ...panel.removed], drawAll);
     drawEdges(panel, view);
     drawRemoved(panel);
     drawNodes(panel, view);
@@ -116,6 +120,7 @@ function start(root, data, live) {
     if (target && target !== String(state.target)) reveal();
     hideTip(root, panels);
     panels.forEach(draw);
+    frame();
     svg.querySelector("[data-legend=negative]")
       ?.setAttribute("visibility", isSigned(state.weight) ? "visible" : "hidden");
     const estimated = panels.some((panel) => panel.view.lines.some((line) => line.estimated));
@@ -128,13 +133,39 @@ function start(root, data, live) {
     live.onState?.(state);
   }
 
+  // Shows all panels, or one alone with the legend below it.
+  function frame() {
+    const one = panels[state.panel];
+    const legend = svg.querySelector("[data-role=legend]");
+    const [width, height] = ["width", "height"].map((name) => Number(svg.getAttribute(name)));
+    const box = ({ group }) => {
+      const [x, y, , tall] = ["x", "y", "width", "height"]
+        .map((name) => Number(group.querySelector("rect").getAttribute(name)));
+      const top = y + Number(group.dataset.moved ?? 0);
+      return { left: x - MARGIN, top: top - MARGIN, bottom: top + tall };
+    };
+    const { bottom: lowest } = box(panels.at(-1));
+    const { left, top, bottom } = one ? box(one) : { left: 0, top: 0, bottom: lowest };
+    for (const { group } of panels) {
+      setAttributes(group, { display: !one || group === one.group ? null : "none" });
+    }
+    for (const arrow of svg.querySelectorAll("[data-role^=transition]")) {
+      setAttributes(arrow, { display: one ? "none" : null });
+    }
+    legend.style.translate = `0 ${bottom - lowest}px`;
+    setAttributes(svg, {
+      viewBox: `${left} ${top} ${width - left} ${height - top - lowest + bottom}`,
+      preserveAspectRatio: "xMidYMin",
+    });
+    svg.style.minWidth = `${Math.ceil(0.92 * (width - left))}px`;
+    root.toggleAttribute("data-alone", Boolean(one) || panels.length === 1);
+  }
+
   // ---- controls ------------------------------------------------------------------------------
 
-  function addChoice(text, name, options, convert) {
-    return addSelect(root, text, name, options, state[name], (value) => {
-      state[name] = convert(value);
-      drawAll();
-    });
+  function choose(name, value) {
+    state[name] = value;
+    drawAll();
   }
 
   function addControls() {
@@ -162,10 +193,21 @@ function start(root, data, live) {
       const outputs = [...new Set(panels.map((panel) => quoted(panel.output[column])))];
       return [target, `${outputs.join(" / ")}  position ${column}`];
     });
-    const targetSelect = addChoice("Predicted token", "target", tokens, Number);
+    const others = (live.positions ?? []).map((column) =>
+      [`+${column}`, `position ${column} (${quoted(panels[0].input[column])} in the prompt)`]);
+    const targetSelect = addSelect(root, "Predicted token", "target", [...tokens, ...others],
+      state.target, (value) => {
+        if (value.startsWith("+")) live.onPosition(Number(value));
+        else choose("target", Number(value));
+      });
+    if (live.onEdges && panels.length > 1) {
+      addSelect(root, "Model", "panel", [[-1, "all"], ...panels.map(({ name, index }) => [index, name])],
+        state.panel, (value) => choose("panel", Number(value)));
+    }
     const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
     const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
-    addChoice("Heads", "head", [[-1, "all (largest)"], ...heads], Number);
+    addSelect(root, "Heads", "head", [[-1, "all (largest)"], ...heads], state.head,
+      (value) => choose("head", Number(value)));
     const some = (kind) => panels.some((panel) => panel.weights[kind]);
     const all = panels.every((panel) => panel.weights["first-order"]);
     const weights = [
@@ -197,9 +239,8 @@ function start(root, data, live) {
         const text = panel.part("output").children[column];
         text.setAttribute("data-target", target);
         text.addEventListener("click", () => {
-          state.target = target;
           targetSelect.value = String(target);
-          drawAll();
+          choose("target", target);
         });
       }
     });
@@ -262,7 +303,6 @@ function start(root, data, live) {
 
   addTargetClicks(addControls());
   panels.forEach(addNodes);
-  for (const panel of panels) addFoldButtons(svg, panels, panel, drawAll);
   if (live.onEdges) svg.addEventListener("click", onClick);
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", (event) => {

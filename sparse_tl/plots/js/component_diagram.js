@@ -30,6 +30,7 @@ function start(root, data) {
     setAttributes(svg, { width: drawn.width, height, style: `min-width: ${drawn.width}px` });
     setAttributes(root, { "data-edges": view.edges, "data-focus": chosen.focusName ?? "" });
     zoomTo(box);
+    lit = String([chosen.focus, chosen.focus]);
     tip.hidden = true;
     listenToNodes();
     // Keeps text that the reader is typing on the card.
@@ -150,6 +151,21 @@ function start(root, data) {
 
   // ---- the pointer -------------------------------------------------------------------------
 
+  // Lights whole paths through what is under the pointer, or else in focus; the rest is faint.
+  let lit = "";
+  function light(source, ...readers) {
+    if (lit === String([source, ...readers])) return;
+    lit = String([source, ...readers]);
+    for (const panel of drawn.panels) {
+      const near = nearOf(panel, source, ...readers), lines = panel.part("links").children;
+      panel.shapes.forEach((shape, i) => setAttributes(lines[i], panel.paint(shape, near)));
+      for (const index of drawn.layout.boxes.keys()) {
+        const { name } = drawn.nodes[index];
+        setAttributes(panel.groups.get(name), { opacity: nodeOpacity(index, chosen.found.has(name), near) });
+      }
+    }
+  }
+
   let drag = null;
   svg.addEventListener("pointerdown", (event) => {
     if (event.target.closest("g[data-node]") || event.button) return;
@@ -164,8 +180,13 @@ function start(root, data) {
       svg.classList.toggle("moving", Boolean(drag.moved && box));
       return;
     }
-    unmark();
+    hideMarks();
     const panel = panelAt(drawn.panels, event), node = event.target.closest("g[data-node]")?.dataset.node;
+    const shape = panel && node === undefined
+      ? nearestLine(panel.shapes, pointIn(panel.part("links"), event)) : null;
+    const ends = (shape?.links ?? []).map((k) => panel.links[k]);
+    const { index } = drawn.nodes.find(({ name }) => name === node) ?? { index: chosen.focus };
+    light(ends[0]?.source ?? index, ...(shape ? ends.map(({ reader }) => reader) : [index]));
     if (!panel) return;
     if (node !== undefined) {
       for (const { groups } of drawn.panels) groups.get(node).toggleAttribute("data-same", true);
@@ -173,7 +194,6 @@ function start(root, data) {
       if (note || view.labels[node]) showTip(root, [node.slice(0, 200), ...(note ? [note] : [])], event);
       return;
     }
-    const shape = nearestLine(panel.shapes, pointIn(panel.part("links"), event));
     if (!shape) return;
     for (const other of drawn.panels) {
       const same = other === panel ? [shape] : counterparts(panel, shape, other);
@@ -184,7 +204,7 @@ function start(root, data) {
     showTip(root, linkText(panel, shape), event);
   });
   // Removes the marks of the item under the pointer from all panels.
-  function unmark() {
+  function hideMarks() {
     hideTip(root, drawn.panels);
     for (const node of svg.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
   }
@@ -195,7 +215,8 @@ function start(root, data) {
   svg.addEventListener("pointerup", drop);
   svg.addEventListener("pointerleave", () => {
     drop();
-    unmark();
+    hideMarks();
+    light(chosen.focus, chosen.focus);
   });
   // The plain wheel scrolls the page; with Ctrl or Command, or a pinch, it zooms.
   svg.addEventListener("wheel", (event) => {

@@ -1,6 +1,6 @@
 // Draws a view of a component diagram as markup: in the browser, and in Python for static files.
 
-const [THIN, THICK, WEAKEST] = [0.9, 4.6, 0.8];
+const [THIN, THICK, WEAKEST, FAR_LINE] = [0.9, 4.6, 0.8, 0.1];
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 // Characters that are invisible, change the direction of a text, or are not allowed in XML.
 const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufffe\uffff]/gu;
@@ -114,17 +114,25 @@ function drawPanel(data, view, drawn, panel, chosen) {
     ? blended(fullColour(link, view, colours), WEAKEST + (1 - WEAKEST) * Math.sqrt(link.strength))
     : colours.open);
   panel.shapes = shapesOf(layout, panel.links, stroke, colours.shared);
-  const near = nearOf(panel, chosen);
+  // A trunk has the colour of the links in it that are near, if they have one colour.
+  panel.paint = (shape, near) => {
+    const links = shape.links.map((k) => panel.links[k]).filter((link) => !near || near.links.has(link));
+    const strokes = new Set(near ? links.map(stroke) : []);
+    return {
+      stroke: strokes.size === 1 ? [...strokes][0] : shape.stroke, opacity: links.length ? null : FAR_LINE,
+    };
+  };
+  const near = nearOf(panel, chosen.focus, chosen.focus);
   const lines = panel.shapes.map((shape) => {
     const links = shape.links.map((k) => panel.links[k]), [{ source, reader }] = links;
-    const far = near && !links.some((link) => near.links.has(link));
-    shape.onPath = links.some((link) => link.onPath) && !far;
+    const { stroke, opacity } = panel.paint(shape, near);
+    shape.onPath = links.some((link) => link.onPath) && opacity === null;
     return svgElement("path", {
       "data-link": links.length > 1 ? null : `${nodes[source].name}->${nodes[reader].name}`,
       d: shape.d,
-      stroke: shape.stroke, "stroke-width": lineWidth(shape.strength),
+      stroke, "stroke-width": lineWidth(shape.strength),
       "stroke-dasharray": links.every(({ slot }) => slot === CROSSING) ? "5 3" : null,
-      opacity: far ? 0.1 : null,
+      opacity,
     });
   });
   panel.linksAt = new Map();
@@ -142,13 +150,18 @@ function drawPanel(data, view, drawn, panel, chosen) {
     transform: panel.shift ? `translate(${panel.shift} 0)` : null }, ...frame, content);
 }
 
-// The nodes and links before and after the node in focus.
-function nearOf(panel, { focus }) {
-  if (focus === null) return null;
-  const [after, before] = [true, false].map((upwards) => reach(panel.links, focus, upwards));
-  const links = panel.links.filter((link) => after.has(link.source) || before.has(link.reader));
+// The nodes and links on whole paths through a node, which is source and reader, or through the links
+// from a source to readers.
+function nearOf(panel, source, ...readers) {
+  if (source === null) return null;
+  const before = reach(panel.links, source, false);
+  const after = new Set(readers.flatMap((reader) => [...reach(panel.links, reader, true)]));
+  const links = panel.links.filter((link) => after.has(link.source) || before.has(link.reader)
+    || (link.source === source && readers.includes(link.reader)));
   return { links: new Set(links), nodes: new Set([...after, ...before]) };
 }
+
+const nodeOpacity = (index, isFound, near) => (near && !near.nodes.has(index) && !isFound ? 0.3 : null);
 
 function paintOf(data, view, panel, node) {
   const links = panel.linksAt.get(node.index) ?? [];
@@ -168,7 +181,7 @@ function drawNode(data, view, panel, node, box, chosen, near) {
     cy: box.y - HALF, r: 4, fill: paint, stroke: "#ffffff" });
   return svgElement("g", { "data-node": node.name, "data-state": state,
     "data-selected": isChosen ? "" : null, "data-found": chosen.found.has(node.name) ? "" : null,
-    opacity: near && !near.nodes.has(node.index) && !chosen.found.has(node.name) ? 0.3 : null },
+    opacity: nodeOpacity(node.index, chosen.found.has(node.name), near) },
   svgElement("rect", { x: box.x - box.width / 2, y: box.y - HALF, width: box.width,
     height: NODE_HEIGHT, rx: node.kind === "mlp" ? 3 : 9, fill: isFocus ? stroke : fill, stroke,
     "stroke-width": 1.3 }),

@@ -5,17 +5,19 @@
 function followScrolling(svg, names, between) {
   const MARGIN = 8;
   const canvas = svg.parentElement;
-  const scale = () => svg.getBoundingClientRect().width / svg.viewBox.baseVal.width || 1;
+  // The left edge of what is in view, in pixels of the figure.
+  const edge = () => pointIn(svg, { clientX: canvas.getBoundingClientRect().left, clientY: 0 }).x;
   let known = 0;
 
   function reveal() {
-    const [left, right] = between().map((x) => x * scale());
+    const scale = svg.getScreenCTM()?.a || 1, start = edge();
+    const [left, right] = between().map((x) => canvas.scrollLeft + (x - start) * scale);
     canvas.scrollLeft = Math.min(left, Math.max(canvas.scrollLeft, right - canvas.clientWidth));
     moveNames();
   }
 
   function moveNames() {
-    const start = canvas.scrollLeft / scale() + MARGIN;
+    const start = edge() + MARGIN;
     for (const name of names) {
       const x = canvas.scrollLeft && Math.max(0, start - name.getBBox().x);
       setAttributes(name, { transform: x ? `translate(${x} 0)` : null });

@@ -144,7 +144,11 @@ def _axis(curves: Curves, parts: Parts) -> tuple[float, dict[str, Any]]:
         labels = {least: "0"} | labels if measured[0] == 0 else labels
         ticks = {"type": "log", "tickvals": [*labels], "ticktext": [*labels.values()]}
     margin = 0.02 * (stop - start)  # so that no line is clipped
-    return least, {"range": (start - margin, stop + margin), **ticks}
+    # A curve that rises at the first head would look like an axis.
+    return least, {
+        "range": (start - (3 if parts == "heads" else 1) * margin, stop + margin),
+        **ticks,
+    }
 
 
 def _has_room(
