@@ -11,7 +11,7 @@ from sparse_tl.jobs.circuits import behaviour
 from sparse_tl.jobs.folder import RunFolder, save_figures, saved
 from sparse_tl.jobs.head_roles import titled
 from sparse_tl.jobs.own_pairs import OwnPairs
-from sparse_tl.jobs.settings import GraphJob, HeadBehaviourJob, Running, takes
+from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, Running, takes
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.storage.files import write_csv
 from sparse_tl.tasks import TASKS_BY_NAME
@@ -28,14 +28,15 @@ def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBe
     Raises:
         ValueError: a setting is invalid, or as in `head_behaviour`.
     """
-    task = TASKS_BY_NAME[job.task] if job.task is not None else None
+    task, n = None if job.task is None else TASKS_BY_NAME[job.task], OWN_PAIRS
     if job.pairs_file is not None:
-        task = OwnPairs.read(job.pairs_file)
+        task = own = OwnPairs.read(job.pairs_file)
+        n = len(own.rows)
     folder = RunFolder(out, job.settings(), restart=how.restart)
 
     def measured() -> HeadBehaviour:
         model = load_named_model(job.model, load_dense_or_sparse, device=how.device)
-        pairs = None if task is None else task.pairs(model, job.pairs, seed=job.seed)
+        pairs = None if task is None else task.pairs(model, job.pairs or n, seed=job.seed)
         return behaviour(model, pairs, how.progress)
 
     with folder.stage("head behaviour"):
@@ -66,7 +67,7 @@ def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGr
         place = folder / title
         with folder.stage(title):
             graph = graphs[title] = saved(place / "graph", AttributionGraph, measured)
-        write_csv(place / "nodes.csv", graph.to_pandas())
+        write_csv(place / "nodes.csv", graph.nodes)
         write_csv(place / "links.csv", graph.links)
     save_figures({"graph": attribution_diagram(graphs)}, folder.path)
     return graphs

@@ -390,9 +390,9 @@ class CircuitsJob(Job):
 class HeadBehaviourJob(Job):
     """Say what each head of a model does: where it attends, what it copies and what it moves.
 
-    Every model is run on random tokens that repeat; with --task or --pairs-file also on prompt
-    pairs, which shows the heads that move the answer. Writes heads.csv, a map of the heads
-    (heads.html; with Chrome or Chromium also .svg and .png) and the scores (head_behaviour/).
+    The model is run on random tokens that repeat; with --task or --pairs-file also on prompt pairs,
+    which show the heads that move the answer. Writes heads.csv, a map of the heads (heads.html;
+    with Chrome or Chromium also .svg and .png) and the scores (head_behaviour/).
     """
 
     command = "head-behaviour"
@@ -403,7 +403,9 @@ class HeadBehaviourJob(Job):
     pairs_file: PairsFile | None = setting(
         None, "Your own prompt pairs instead of a task; see sparse-tl circuits.", "FILE", INPUT
     )
-    pairs: AtLeastOne = setting(32, "Prompt pairs.")
+    pairs: AtLeastOne | None = setting(
+        None, f"Prompt pairs. Default: {OWN_PAIRS}, or all of the file."
+    )
     seed: Seed = setting(0, "Random seed for prompts.", panel=RUN)
 
     @model_validator(mode="after")
