@@ -126,11 +126,12 @@ def head_behaviour(job: HeadBehaviourJob, out: Path, how: dict[str, Any]) -> Non
 )
 def graph(job: GraphJob, out: Path, how: dict[str, Any]) -> None:
     for title, found in jobs.run_graph(out, job, **how).items():
+        nodes = found.to_pandas()
+        nodes = nodes[nodes["kind"] != "target"]
+        told = nodes.assign(promotes=nodes["promotes"].map(", ".join))
         logits = f"{title}: {found.target}, {found.value:.2f} logits"
-        show(
-            f"{logits}; strongest of {len(found.nodes)} nodes",
-            found.to_pandas()[["name", "flow", "promotes"]].head(10),
-        )
+        listed = told[["name", "flow", "promotes"]].head(10)
+        show(f"{logits}; the 10 strongest of {len(nodes)} nodes", listed)
     console.print(f"Open {out / 'graph.html'}", **PLAIN)
 
 

@@ -12,7 +12,7 @@ from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
-from sparse_tl.jobs.settings import AdditionJob, takes
+from sparse_tl.jobs.settings import AdditionJob, Running, takes
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import digest, write_json
@@ -26,25 +26,17 @@ PAIRS = 128
 """Sums per digit: half to score its circuit edges, half to evaluate them."""
 EXAMPLES = 1000
 """Sums per digit for measuring accuracy."""
+SECONDS = 5.0
+"""Time limit of the search for the circuit of a digit in one model."""
 
 
 @takes(AdditionJob)
-def run_addition(
-    out: Path,
-    job: AdditionJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> SparseRun:
+def run_addition(out: Path, job: AdditionJob, how: Running) -> SparseRun:
     """Run all unfinished steps and return all results.
 
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
-        job: the settings; or give its fields as keywords. By default as in `addition_recipe`.
-        device: device to run on; by default a GPU if there is one.
-        restart: set an earlier run aside.
-        progress: whether to show a progress bar.
+        job: settings; by default as in `addition_recipe`.
 
     Raises:
         ValueError: a setting is invalid, or the output folder cannot be used.
@@ -60,10 +52,10 @@ def run_addition(
         steps=recipe.sparse["steps"],
         target_loss=str(Target.parse(recipe.sparse["target_loss"])),
     )
-    folder = RunFolder(out, recorded, restart=restart)
+    folder = RunFolder(out, recorded, restart=how.restart)
     with folder.stage("models"):
-        build_pair(recipe, folder.path, seed, device=device, progress=progress)
-        dense, sparse, verdict, _ = read_pair(folder.path, device=device)
+        build_pair(recipe, folder.path, seed, device=how.device, progress=how.progress)
+        dense, sparse, verdict, _ = read_pair(folder.path, device=how.device)
     with folder.stage("figure"):
         # Any answer character can be selected, and the last one is shown.
         diagram = circuit_diagram(
@@ -77,8 +69,9 @@ def run_addition(
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
     metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}
     metrics |= {side: asdict(evaluate_held_out(model, test)) for side, model in models.items()}
-    metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
-    metrics["seconds"] = round(folder.seconds, 1)
+    found, failed = _circuits(folder, task, seed, models, how.progress)
+    seconds = round(folder.seconds, 1)
+    metrics |= {"circuits": found, "no_circuits": failed, "seconds": seconds}
     write_json(folder / "metrics.json", metrics)
     return SparseRun(metrics, sparse)
 
@@ -104,7 +97,8 @@ def _circuits(
             try:
                 with folder.stage(name):
                     saved, skill = folder / name, {"accuracy": accuracy(model, examples)}
-                    measure(model, pairs, skill, logit_difference, saved, progress=progress)
+                    how: dict[str, Any] = {"seconds": SECONDS, "progress": progress}
+                    measure(model, pairs, skill, logit_difference, saved, **how)
             except NoEffectError as error:  # the model has not learned to add
                 failed.append(f"{title}, {side} model: {error}")
                 break

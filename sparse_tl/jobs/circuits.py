@@ -45,7 +45,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
 from sparse_tl.jobs.own_pairs import OwnPairs
-from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, takes
+from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, Running, takes
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.diagrams.component_diagram import shown_first
@@ -327,14 +327,7 @@ def _draw_circuits(
 
 
 @takes(CircuitsJob)
-def run_circuits(
-    out: Path,
-    job: CircuitsJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> Comparison:
+def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
     The accuracy of both models is measured first, on 500 prompts of each task. A task that either
@@ -343,8 +336,6 @@ def run_circuits(
     the edges and heads and search for a circuit (`find_circuit`), and the other half evaluates the
     circuits. Each seed's sparse model is compared with the dense model of the same seed. Seeds can
     be added later: results of other seeds are kept.
-
-    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
@@ -359,7 +350,7 @@ def run_circuits(
     own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
     recorded = job.settings(format=7, tasks=[task.name for task in chosen])
-    folder = RunFolder(out, recorded, restart=restart)
+    folder = RunFolder(out, recorded, restart=how.restart)
     if own is not None:
         folder.pin(f"file {own.name}", hashlib.sha256(repr(own.rows).encode()).hexdigest()[:12])
         n_pairs = job.pairs or len(own.rows)
@@ -376,7 +367,7 @@ def run_circuits(
             continue
         # Keep one pair in memory at a time.
         with folder.stage(f"models of seed {seed}"):
-            models = _models(job, seed, device, progress)
+            models = _models(job, seed, how)
             for side, loaded in models.items():
                 suffix = f", seed {seed}" if job.model is None else ""
                 folder.pin(f"{side} model{suffix}", digest(read_parameters(loaded)))
@@ -388,16 +379,16 @@ def run_circuits(
                 draw = partial(task.pairs, models["dense"], seed=seed)
             title = f"{task.title}, seed {seed}"
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                skills = _skills(models, task, draw, job.batch_size, progress)
+                skills = _skills(models, task, draw, job.batch_size, how.progress)
             if isinstance(skills, str):
                 declined.setdefault(task.name, []).append(title + skills)
                 continue
             for side in missing[task.name]:
                 name = measured_folder(task.name, seed, side)
                 measured = models[side], draw(n_pairs), skills[side], task.metric
-                how = job.only("method", "patch", "batch_size", "seconds")
+                options = job.only("method", "patch", "batch_size", "seconds")
                 with folder.stage(name, f"{title}, {side} model"):
-                    measure(*measured, folder / name, progress=progress, **how)
+                    measure(*measured, folder / name, progress=how.progress, **options)
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}
     if not titles:
@@ -435,11 +426,10 @@ def _skills(
     return skills
 
 
-def _models(
-    job: CircuitsJob, seed: int, device: str | None, progress: bool
-) -> dict[str, HookedModel]:
+def _models(job: CircuitsJob, seed: int, how: Running) -> dict[str, HookedModel]:
+    device = how.device
     if job.model is None:
-        pair = load_task_models(seed, device=device, progress=progress)
+        pair = load_task_models(seed, device=device, progress=how.progress)
         return dict(zip(SIDES, pair, strict=True))
     if str(job.sparse) == job.model == SMOLLM2:
         return dict(zip(SIDES, load_language_models(device=device), strict=True))

@@ -31,7 +31,7 @@ from sparse_tl.head_roles import (
     fit_head_gates,
 )
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
-from sparse_tl.jobs.settings import HeadRolesJob, takes
+from sparse_tl.jobs.settings import HeadRolesJob, Running, takes
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.progress import say
 from sparse_tl.results import table_html
@@ -79,17 +79,8 @@ class HeadRolesRun:
 
 
 @takes(HeadRolesJob)
-def run_head_roles(
-    out: Path,
-    job: HeadRolesJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> HeadRolesRun:
+def run_head_roles(out: Path, job: HeadRolesJob, how: Running) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
-
-    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
@@ -98,8 +89,8 @@ def run_head_roles(
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    cells = cells_of(job, device, progress)
-    folder = RunFolder(out, job.settings(format=2), restart=restart)
+    cells = cells_of(job, how)
+    folder = RunFolder(out, job.settings(format=2), restart=how.restart)
     for number, cell in enumerate(cells, start=1):
         name, title = f"{cell.task}/{cell.model}", f"{cell.row}, {cell.column}"
         if folder.finished(f"{name}/{PROMPTS}"):
@@ -118,9 +109,9 @@ def run_head_roles(
                     "the model",
                     stacklevel=2,
                 )
-            if progress:
+            if how.progress:
                 say(f"{title} ({number} of {len(cells)})")
-            _measure(loaded, dataset, folder, name, job, progress)
+            _measure(loaded, dataset, folder, name, job, how.progress)
             del loaded  # free its memory for the next model
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return _report(folder, cells)
@@ -216,13 +207,13 @@ class Cell:
     prompts: Callable[[HookedModel], TargetDataset]
 
 
-def cells_of(job: HeadRolesJob, device: str | None, progress: bool = True) -> list[Cell]:
+def cells_of(job: HeadRolesJob, how: Running) -> list[Cell]:
     """The cells of a job's models, or of the built-in pairs, on its tasks, or on all of them.
 
     One model that the job names is in memory at a time.
     """
     if not job.model:
-        return _built_in_cells(job, device, progress)
+        return _built_in_cells(job, how)
     rows = [_row(name, job.prompts) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
     columns = titled(job.model)
     for model in job.model:
@@ -233,7 +224,7 @@ def cells_of(job: HeadRolesJob, device: str | None, progress: bool = True) -> li
     def load(model: str) -> HookedModel:
         if model not in cache:
             cache.clear()  # the previous model may fill the device
-            cache[model] = load_named_model(model, load_dense_or_sparse, device=device)
+            cache[model] = load_named_model(model, load_dense_or_sparse, device=how.device)
         return cache[model]
 
     return [
@@ -243,14 +234,14 @@ def cells_of(job: HeadRolesJob, device: str | None, progress: bool = True) -> li
     ]
 
 
-def _built_in_cells(job: HeadRolesJob, device: str | None, progress: bool) -> list[Cell]:
+def _built_in_cells(job: HeadRolesJob, how: Running) -> list[Cell]:
     built_in = {task.name: task for task in TASKS}
     titles = {"addition": "Addition", **{name: task.title for name, task in built_in.items()}}
 
     @cache
     def pair(addition: bool) -> dict[str, HookedModel]:
         load_pair = load_addition_models if addition else load_task_models
-        models = load_pair(job.seed, device=device, progress=progress)
+        models = load_pair(job.seed, device=how.device, progress=how.progress)
         return dict(zip(SIDES, models, strict=True))
 
     def read(name: str, model: HookedModel) -> TargetDataset:

@@ -11,7 +11,7 @@ from sparse_tl.jobs.circuits import behaviour
 from sparse_tl.jobs.folder import RunFolder, save_figures, saved
 from sparse_tl.jobs.head_roles import titled
 from sparse_tl.jobs.own_pairs import OwnPairs
-from sparse_tl.jobs.settings import GraphJob, HeadBehaviourJob, takes
+from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, Running, takes
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.storage.files import write_csv
 from sparse_tl.tasks import TASKS_BY_NAME
@@ -19,17 +19,8 @@ from sparse_tl.zoo import load_named_model
 
 
 @takes(HeadBehaviourJob)
-def run_head_behaviour(
-    out: Path,
-    job: HeadBehaviourJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> HeadBehaviour:
+def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBehaviour:
     """Score what every head of a model does, by `head_behaviour`, and draw the heads.
-
-    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for ``heads.csv``, the figure and the scores.
@@ -37,15 +28,16 @@ def run_head_behaviour(
     Raises:
         ValueError: a setting is invalid, or as in `head_behaviour`.
     """
-    task = TASKS_BY_NAME[job.task] if job.task is not None else None
+    task, n = None if job.task is None else TASKS_BY_NAME[job.task], OWN_PAIRS
     if job.pairs_file is not None:
-        task = OwnPairs.read(job.pairs_file)
-    folder = RunFolder(out, job.settings(), restart=restart)
+        task = own = OwnPairs.read(job.pairs_file)
+        n = len(own.rows)
+    folder = RunFolder(out, job.settings(), restart=how.restart)
 
     def measured() -> HeadBehaviour:
-        model = load_named_model(job.model, load_dense_or_sparse, device=device)
-        pairs = None if task is None else task.pairs(model, job.pairs, seed=job.seed)
-        return behaviour(model, pairs, progress)
+        model = load_named_model(job.model, load_dense_or_sparse, device=how.device)
+        pairs = None if task is None else task.pairs(model, job.pairs or n, seed=job.seed)
+        return behaviour(model, pairs, how.progress)
 
     with folder.stage("head behaviour"):
         found = saved(folder / "head_behaviour", HeadBehaviour, measured)
@@ -55,17 +47,8 @@ def run_head_behaviour(
 
 
 @takes(GraphJob)
-def run_graph(
-    out: Path,
-    job: GraphJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> dict[str, AttributionGraph]:
+def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGraph]:
     """The attribution graph of one prompt in every model, by title of the model, and its figure.
-
-    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for the figure, the graphs, and their nodes and links as tables.
@@ -73,18 +56,18 @@ def run_graph(
     Raises:
         ValueError: a setting is invalid, or as in `attribution_graph`.
     """
-    folder, graphs = RunFolder(out, job.settings(), restart=restart), {}
+    folder, graphs = RunFolder(out, job.settings(), restart=how.restart), {}
     target: Any = job.target if job.minus is None else (job.target, job.minus)
     for title, name in titled(job.model).items():
 
         def measured(name: str = name) -> AttributionGraph:
-            model = load_named_model(name, load_dense_or_sparse, device=device)
+            model = load_named_model(name, load_dense_or_sparse, device=how.device)
             return attribution_graph(model, job.prompt, target=target, max_nodes=job.nodes)
 
         place = folder / title
         with folder.stage(title):
             graph = graphs[title] = saved(place / "graph", AttributionGraph, measured)
-        write_csv(place / "nodes.csv", graph.to_pandas())
+        write_csv(place / "nodes.csv", graph.nodes)
         write_csv(place / "links.csv", graph.links)
     save_figures({"graph": attribution_diagram(graphs)}, folder.path)
     return graphs

@@ -33,7 +33,7 @@ from sparse_tl.data.streams import TokenStream, cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
-from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
+from sparse_tl.jobs.settings import OWN, PostTrainingJob, Running, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
 from sparse_tl.training import post_train, sampled_windows, short_rows
@@ -167,22 +167,13 @@ def warn_of_repeats(name: str, used: int, n_rows: int) -> None:
 
 
 @takes(PostTrainingJob)
-def run_post_training(
-    out: Path,
-    job: PostTrainingJob,
-    *,
-    device: str | None = None,
-    restart: bool = False,
-    progress: bool = True,
-) -> SparseRun:
+def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRun:
     """Run all unfinished steps and return all results.
 
     Every text and task is a group with its own loss constraint, and groups share the batch evenly.
     Text that the model generates makes further groups of `short_rows`, which share one such part.
     Some held-out rows of each group select the weights; results are reported on the others. Several
     processes, as of `accelerate launch`, share the rows of every step; the first one writes.
-
-    Other arguments are those of `run_addition`.
 
     Args:
         out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
@@ -192,16 +183,17 @@ def run_post_training(
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
     target = parse_target(job.target_loss, job.target_edges, TARGET_LOSS)
+    device = how.device
     if job.shard:
         if device is not None:
             raise ValueError(f"--device: a sharded model is placed by --shard, not on {device}")
         device = "cpu"  # to load the model before sharding, and to reload it
     load = partial(load_named_model, job.model, load_model, device=device, dtype=job.dtype)
     ranks = processes()
-    progress = progress and ranks.is_main_process
+    progress = how.progress and ranks.is_main_process
     identity = job.settings(text=[*job.texts], target=str(target))
     with ranks.main_process_first():
-        folder = RunFolder(out, identity, restart=restart, reads_only=not ranks.is_main_process)
+        folder = RunFolder(out, identity, restart=how.restart, reads_only=not ranks.is_main_process)
     if not folder.finished("metrics.json"):
         texts = {source: read_documents(source) for source in job.texts if source != OWN}
         held_out = {name: read_documents(name, split="validation") for name in job.held_out_text}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -127,21 +128,36 @@ class Job(BaseModel):
         return {name: getattr(self, name) for name in names}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How a job runs; this does not change its results.
+
+    Args:
+        device: device to run on; by default a GPU if there is one.
+        restart: whether to set an earlier run in the folder aside.
+        progress: whether to show progress bars.
+    """
+
+    device: str | None = None
+    restart: bool = False
+    progress: bool = True
+
+
 def takes(kind: type[Job]) -> Callable[[Any], Any]:
-    """Let a function of a folder and a job take the job's settings as keywords too."""
+    """Let a function of a folder, a job and `Running` take the fields of both as keywords."""
 
     def register(function: Any) -> Any:
         @wraps(function)
         def run(out: str | Path, job: Job | None = None, **settings: Any) -> Any:
-            how = {name: settings.pop(name) for name in shared if name in settings}
+            how = Running(**{name: settings.pop(name) for name in shared if name in settings})
             if job is not None and settings:
                 raise TypeError(f"the job has its own {', '.join(settings)}")
-            return function(Path(out), job or kind(**settings), **how)
+            return function(Path(out), job or kind(**settings), how)
 
-        folder, _, *others = inspect.signature(function).parameters.values()
-        shared = [parameter.name for parameter in others]
-        settings = inspect.signature(kind).parameters.values()
-        run.__signature__ = inspect.Signature([folder, *others, *settings])  # type: ignore[attr-defined]
+        folder = inspect.signature(function).parameters["out"]
+        shared, named = (inspect.signature(some).parameters for some in (Running, kind))
+        parameters = [folder, *shared.values(), *named.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
     return register
@@ -374,9 +390,9 @@ class CircuitsJob(Job):
 class HeadBehaviourJob(Job):
     """Say what each head of a model does: where it attends, what it copies and what it moves.
 
-    Every model is run on random tokens that repeat; with --task or --pairs-file also on prompt
-    pairs, which shows the heads that move the answer. Writes heads.csv, a map of the heads
-    (heads.html; with Chrome or Chromium also .svg and .png) and the scores (head_behaviour/).
+    The model is run on random tokens that repeat; with --task or --pairs-file also on prompt pairs,
+    which show the heads that move the answer. Writes heads.csv, a map of the heads (heads.html;
+    with Chrome or Chromium also .svg and .png) and the scores (head_behaviour/).
     """
 
     command = "head-behaviour"
@@ -387,7 +403,9 @@ class HeadBehaviourJob(Job):
     pairs_file: PairsFile | None = setting(
         None, "Your own prompt pairs instead of a task; see sparse-tl circuits.", "FILE", INPUT
     )
-    pairs: AtLeastOne = setting(32, "Prompt pairs.")
+    pairs: AtLeastOne | None = setting(
+        None, f"Prompt pairs. Default: {OWN_PAIRS}, or all of the file."
+    )
     seed: Seed = setting(0, "Random seed for prompts.", panel=RUN)
 
     @model_validator(mode="after")
