@@ -81,9 +81,9 @@ class GraphExplorer(anywidget.AnyWidget):
             if factors:
                 model = self._models[name]
                 before, after = scale_nodes(model, graph, factors, basis=self._basis)
-                scaled = ", ".join(f"{factor:g} x {node}" for node, factor in factors.items())
+                scaled = ", ".join(f"{factor:g} \u00d7 {node}" for node, factor in factors.items())
                 effects[row] = (
-                    f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} -> "
+                    f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} \u2192 "
                     f"{after:+.3f} logits, with {scaled}"
                 )
         self._effects = effects
