@@ -182,9 +182,6 @@ class AttributionGraph(Result):
         lost = (1 - share).where(nodes["inputs"] > 0, 0.0)
         return nodes["influence"].where(real, 0.0), lost.clip(lower=0.0)
 
-    def _summary(self) -> pd.DataFrame:
-        return self.to_pandas().head(20)
-
     def __repr__(self) -> str:
         kinds = self.nodes["kind"].value_counts()
         counted = ", ".join(
