@@ -59,10 +59,12 @@ from .gates import (
     GatedRun as GatedRun,
     Heads as Heads,
     HookPoints as HookPoints,
+    Intervention as Intervention,
     SparseTransformer as SparseTransformer,
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,
     gated as gated,
+    intervene as intervene,
     steer as steer,
 )
 from .graph import CircuitGraph as CircuitGraph

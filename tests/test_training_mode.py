@@ -132,6 +132,9 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "gated": gated,
     "ablate_heads": lambda m: inside(st.ablate_heads(m, [(1, 2)]), m),
     "ablate_attention_edges": lambda m: inside(st.ablate_attention_edges(m, [(1, 2, 3, 0)]), m),
+    "intervene": lambda m: inside(
+        st.intervene(m, st.Intervention("blocks.1.hook_resid_pre", PAIRS.corrupted)), m
+    ),
     "steer": lambda m: inside(st.steer(m, "blocks.1.hook_resid_pre", torch.ones(32)), m),
     "fit_head_gates": lambda m: st.fit_head_gates(m, TARGETS, **FITTED).g_plus,
     "fit_contrastive_head_gates": lambda m: (

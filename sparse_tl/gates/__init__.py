@@ -11,6 +11,11 @@ from sparse_tl.gates.distributions import (
     HardConcreteGate as HardConcreteGate,
     SigmoidGate as SigmoidGate,
 )
+from sparse_tl.gates.interventions import (
+    Intervention as Intervention,
+    intervene as intervene,
+    steer as steer,
+)
 from sparse_tl.gates.patches import (
     Patch as Patch,
     PatchName as PatchName,
@@ -21,7 +26,6 @@ from sparse_tl.gates.run import (
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,
     gated as gated,
-    steer as steer,
 )
 from sparse_tl.gates.sites import (
     AttentionEdges as AttentionEdges,

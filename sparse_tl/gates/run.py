@@ -46,7 +46,6 @@ from sparse_tl.gates.sites import (
     Heads,
     Site,
     SiteGates,
-    meant,
 )
 from sparse_tl.graph import AttentionGrid
 
@@ -94,12 +93,12 @@ def gated(
     with evaluation_mode(model):
         points = site.points(adapter, stack)
         values = PatchValues(adapter, points, patch, prompts, seed, order=site.order)
-        with _all_firing(adapter, site.hooks(adapter, stack, values, GatedPass(math.prod(shape)))):
+        with all_firing(adapter, site.hooks(adapter, stack, values, GatedPass(math.prod(shape)))):
             yield
 
 
 @contextmanager
-def _all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
+def all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
     """Attach hooks; raise a ValueError at the end if the model was run and never called one."""
     silent, ran = {name for name, *_ in hooks}, set[bool]()
 
@@ -403,77 +402,3 @@ def ablate_attention_edges(
                 + (" and whose keys are at or before their query" if adapter.causal else "")
             )
     return gated(model, AttentionEdges(), ClosedAttentionEdges(torch.tensor(places)))
-
-
-@checked
-@scope
-def steer(
-    model: HookedModel,
-    name: str,
-    vector: Float[Tensor, "*size"],
-    *,
-    scale: float = 1.0,
-    positions: Columns | None = None,
-) -> Iterator[None]:
-    """Inside the block, add ``scale * vector`` to the activations at a hook point.
-
-    Unlike a gate, which takes something away, this adds something that the model did not compute.
-    ``positions=slice(0, 15)`` steers the 15 tokens of a prompt, and none that `generate` adds, with
-    or without a key-value cache. The model is in evaluation mode in the block.
-
-    Args:
-        model: dense or sparse model.
-        name: hook point, such as "blocks.3.hook_resid_pre".
-        vector: vector of the size of one position's activation: ``[d_model]`` in the residual
-            stream, ``[head, d_head]`` at ``attn.hook_z``. Gradients reach it.
-        scale: factor; negative to steer the other way.
-        positions: columns to steer: one, a list, a slice, or a function that says whether to steer
-            a column. Negative columns count from the end of the tokens that are run. By default
-            all, including those of generated tokens.
-
-    Raises:
-        ValueError: the model lacks the hook point, or it has no position of its own to steer; when
-            the model is run, the vector has another size than the activation, a listed position
-            lies outside the prompts, or one counts from the end in a run with a key-value cache;
-            when the block ends, the model was run and never called the hook point.
-
-    Reference: Turner et al., arXiv 2308.10248 (activation addition).
-    """
-    adapter = adapt(model)
-    if name.endswith(("hook_attn_scores", "hook_pattern")):
-        raise ValueError(
-            f"{name} has a number for each query and key, not a vector for each position: hook it "
-            "by hand, or cut edges with ablate_attention_edges"
-        )
-    if not vector.isfinite().all():
-        raise ValueError("the vector holds NaN or infinity")
-    start = end = 0  # the columns of this pass
-
-    def add(value: Float[Tensor, "batch pos *size"]) -> Tensor:
-        if value.shape[2:] != vector.shape:
-            raise ValueError(
-                f"the vector has shape {tuple(vector.shape)}; a position at {name} has "
-                f"{tuple(value.shape[2:])}"
-            )
-        change = scale * vector.to(value)
-        if positions is None:
-            return value + change
-        n = value.shape[1]
-        last = end or start + n
-        chosen = meant(positions, last - n, start, last).to(value.device)
-        return value + chosen.view(n, *[1] * vector.ndim) * change
-
-    def begin(cached: Int[Tensor, ""]) -> None:
-        nonlocal start, end
-        start, end = int(cached), 0
-
-    def note(residual: Float[Tensor, "batch pos d_model"]) -> None:
-        # HookedTransformer's `hook_rot_k` has the keys of all columns, so a width is not enough.
-        nonlocal end
-        end = start + residual.shape[1]
-
-    hooks: list[Hook] = [(name, Order.FIRST, add)]
-    if positions is not None:
-        hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
-    with evaluation_mode(model), _all_firing(adapter, hooks):
-        yield
