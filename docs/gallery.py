@@ -29,7 +29,6 @@ from sparse_tl import (
     attention_view,
     attribute_circuit_edges,
     attribute_logits,
-    attribution_diagram,
     attribution_graph,
     check_scores,
     circuit_diagram,
@@ -143,13 +142,9 @@ def language_model_circuit(runs: Path) -> Figure:
 
 
 def attribution(runs: Path) -> Figure:
-    """How SmolLM2 comes to the answer: heads, neurons and tokens at their positions."""
-    dense, sparse = load_language_models()
-    graphs = {
-        name: attribution_graph(model, PROMPT, max_nodes=60)
-        for name, model in (("SmolLM2", dense), ("Sparse SmolLM2", sparse))
-    }
-    return attribution_diagram(graphs)
+    """How sparse SmolLM2 comes to the answer: heads, neurons and tokens at their positions."""
+    _, sparse = load_language_models()
+    return attribution_graph(sparse, PROMPT, max_nodes=40).figure()
 
 
 def explorer(runs: Path) -> Figure:
