@@ -66,7 +66,7 @@ def adapt(model: HookedModel) -> Adapter:
     if isinstance(inner, HookedTransformer):
         return HookedAdapter(inner)
     raise TypeError(
-        f"a {type(model).__name__} is no TransformerBridge or HookedTransformer, nor a "
+        f"a {type(model).__name__} is not a TransformerBridge or HookedTransformer, nor a "
         "SparseTransformer around one"
     )
 

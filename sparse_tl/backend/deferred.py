@@ -156,7 +156,7 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defe
 
 
 class _Deferring(TorchFunctionMode):
-    """Records products of queries and keys, of so many heads."""
+    """Records products of the queries and keys of `n_heads` heads."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()

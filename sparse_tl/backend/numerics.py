@@ -30,7 +30,7 @@ def precise(value: Tensor) -> Float[Tensor, "*shape"]:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far two runs of a model may differ, as a share of the largest value."""
+    """How far two runs of a model may differ, as a fraction of the largest value."""
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 

@@ -1,35 +1,27 @@
-"""What each head does: where it attends, and what it copies.
+"""What each head does: where it attends, what it copies, and what it moves.
 
-1. Run prompts of random tokens that are repeated once, ``x_1 ... x_n x_1 ... x_n``, after the text
-   that the model's prompts start with.
-2. Average the attention from the second copy, without its first token, to four places: the token
-   before, the same token in the first copy, the one after that, and the first token of the prompt.
-   The places are distinct, so the four scores of a head sum to at most 1.
-3. *Copying* measures whether attending to a token raises its own logit more than the logits of the
-   others. With ``l_j = W_U^T norm(W_O v_j)``, the logits (before the bias) that a head would add if
-   it attended to ``x_j`` alone, and j in the first copy,
+On random tokens that are repeated once, ``x_1 ... x_n x_1 ... x_n``, four scores are the attention
+from the second copy to four distinct places, and
 
-       copying = mean over j and t != j of sign(l_j[x_j] - l_j[x_t])
+    copying = mean over j and t != j of sign(l_j[x_j] - l_j[x_t]),    l_j = W_U^T norm(W_O v_j)
 
-   1: always; 0: as often as not; -1: never. Positive factors, such as the scale of the norm, have
-   no influence.
-4. On prompt pairs, also measure which heads move the answer, and which steer these heads. With the
-   attention A from the last position, the values v, and the unembedding d of the answers minus that
-   of the wrong answers,
+says whether attending to a token raises its own logit above those of the others: ``l_j`` are the
+logits, before the bias, that the head would add if it attended to ``x_j`` alone, for j in the first
+copy. On prompt pairs, with the attention A from the last position, the values v, and the
+unembedding d of the answers minus that of the wrong answers,
 
-       mover       = sum over j, x_j an answer, of A_j norm_share(W_O v_j) . d / logit difference
-       suppression = the same over j, x_j a wrong answer
-       inhibition  = (z_clean - z_corrupted) . d a / d z,   z at the last position
+    mover       = sum over j, x_j an answer, of A_j norm_share(W_O v_j) . d / logit difference
+    suppression = the same over j, x_j a wrong answer
+    inhibition  = (z_clean - z_corrupted) . d a / d z,   z at the last position
 
-   where ``a`` is the movers' attention to answers minus that to wrong answers, averaged over heads
-   with weights proportional to positive mover scores. Scores are means over pairs; mover and
-   suppression scores are divided by the mean logit difference.
+where ``a`` is the movers' attention to answers minus that to wrong answers, averaged over heads
+with weights proportional to positive mover scores. Scores are means over pairs; mover and
+suppression scores are divided by the mean logit difference.
 
 Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021; Olsson et al.,
 arXiv 2209.11895 (prefix matching); Wang et al., arXiv 2211.00593 (name movers, S-inhibition);
 McDougall et al., arXiv 2310.04625 (copy suppression). The copying scores of the first two use
-weights alone, or logits over the vocabulary; this one uses the values in a run, and the logits of
-the prompt's tokens.
+weights alone, or logits over the vocabulary.
 """
 
 from __future__ import annotations
@@ -99,8 +91,9 @@ class HeadBehaviour(Result):
 
     Args:
         scores: scores by behaviour: "previous token", "duplicate token", "induction" and "sink",
-            shares of attention; "copying", -1..1; and with prompt pairs, "mover" and "suppression",
-            shares of the logit difference, and "inhibition", a share of the movers' attention.
+            fractions of attention; "copying", -1..1; and with prompt pairs, "mover" and
+            "suppression", fractions of the logit difference, and "inhibition", a fraction of the
+            movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
         note: why there are no scores on prompt pairs, although there were pairs; or empty.
     """

@@ -179,8 +179,8 @@ def doctor(
 ) -> None:
     """Check whether this machine and a model you name support the other commands.
 
-    Shows versions, devices and the cache of built-in models, and tests numerically what a small
-    model and yours support: gates, circuits, left-padded prompts, training and saving. The exit
+    Shows versions, devices and the cache folder, and tests numerically what a small model and
+    yours support: gates, circuits, left-padded prompts, training and saving. The exit
     code is 1 if a check fails.
     """
     if window is not None and model is None:

@@ -184,11 +184,11 @@ class TargetDataset(Rows):
         """Shuffle the rows and split them into two parts.
 
         Args:
-            held_out: share of the rows in the second part; each part gets at least one row.
+            held_out: fraction of the rows in the second part; each part gets at least one row.
             seed: random seed for the shuffling.
 
         Raises:
-            ValueError: the share is not between 0 and 1, or there are fewer than two rows.
+            ValueError: the fraction is not between 0 and 1, or there are fewer than two rows.
         """
         if not 0 < held_out < 1 or len(self) < 2:
             raise ValueError(

@@ -103,7 +103,7 @@ def fit_head_gates(
         dataset: prompts and their targets.
         seeds: random seeds of the initial gates, or their number, counted from 0. The result of a
             seed does not depend on the other seeds.
-        held_out: share of the dataset to report on, or separate prompts.
+        held_out: fraction of the dataset to report on, or separate prompts.
         checkpoint: folder for checkpoints; an interrupted fit is resumed from it.
         progress: whether to show a progress bar.
         **settings: fields of `GateFitting`; a negative ``lambda_`` swaps G+ and G-.
@@ -368,7 +368,7 @@ def fit_contrastive_head_gates(
             of heads that neither sub-task needs stay near their initial values. Above 0, a fit can
             converge to gates under which both sub-tasks are likely.
         seeds: as in `fit_head_gates`, like `checkpoint` and `progress`.
-        held_out: share of each dataset to report on.
+        held_out: fraction of each dataset to report on.
         checkpoint: folder for checkpoints.
         progress: whether to show a progress bar.
         **settings: further fields of `GateFitting`; ``accumulate`` has to be 1, since the

@@ -48,7 +48,7 @@ def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBe
 
 @takes(GraphJob)
 def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGraph]:
-    """The attribution graph of one prompt in every model, by title of the model, and its figure.
+    """Compute and draw the attribution graph of one prompt in every model; graphs by model title.
 
     Args:
         out: folder for the figure, the graphs, and their nodes and links as tables.

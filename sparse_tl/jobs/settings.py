@@ -328,7 +328,7 @@ class CircuitsJob(Job):
     pairs, says what its heads do, and ranks all heads and edges by their scores. With --model but
     without --sparse, only the dense model is analysed. --pairs-file takes your own prompts instead
     of a task. A task that a model cannot do gets no circuit, and the command says why. Writes a
-    diagram of the circuits of each task (circuit.html), metrics.json, curves.csv, scores,
+    diagram of the circuits of each task and seed (circuit.html), metrics.json, curves.csv, scores,
     evaluations, circuits, and the figures heads_kept and circuit_edges_kept (.html; with Chrome or
     Chromium also .svg and .png), which show every seed and the median. Without --model, it uses the
     built-in task models; seeds that do not ship with the package are trained first and cached. Run
@@ -381,7 +381,7 @@ class CircuitsJob(Job):
         if self.sparse is not None and self.model is None:
             raise ValueError("--sparse needs --model: the dense model that it was made from")
         if self.pairs_file is not None and (self.tasks or self.model is None):
-            raise ValueError("--pairs-file needs --model, and stands instead of --tasks")
+            raise ValueError("--pairs-file needs --model, and replaces --tasks")
         if self.model is None:
             check_tasks(self.tasks, get_args(BuiltInTask))
         return self
@@ -411,7 +411,7 @@ class HeadBehaviourJob(Job):
     @model_validator(mode="after")
     def _consistent(self) -> HeadBehaviourJob:
         if self.task is not None and self.pairs_file is not None:
-            raise ValueError("--pairs-file stands instead of --task")
+            raise ValueError("--pairs-file replaces --task; give one of them")
         return self
 
 

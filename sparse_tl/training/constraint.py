@@ -10,19 +10,16 @@ At every step ``t``, a PI controller moves each lambda by the relative excess of
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 with n steps between two evaluations. The *gap* is the increase in loss over the dense model or the
-divergence from it, on validation rows under deterministic gates; the *change* is that between the
-last two evaluations. The *lead* is 0 for a loss, whose noise it would multiply. The *loss budget*
-is the largest gap that the target allows, and the *limit* starts `MARGIN` above it and falls to it
-with the gates' noise.
+divergence from it, on validation rows under deterministic gates, and the *change* that between the
+last two evaluations; the *lead* is 0 for a loss. The *limit* falls, with the gates' noise, from
+`MARGIN` above the *loss budget*, the largest gap that the target allows, to that budget.
 
 Under a target of attention edges, one lambda for all groups steers the edges per token along a
 line, geometric from their first value to the target at `ARRIVAL` of the run:
 
     e_t  =  clip((1 + STEEPNESS |log(first / target)|) log(line / edges), -1, 1),
 
-both at `LEAD` evaluations from now, edges by extrapolation from the last two evaluations. The
-farther the line falls, the faster lambda has to follow it; where it is flat, such a gain makes it
-oscillate. ``docs/post-training.md`` has the reasons for all choices.
+both at `LEAD` evaluations from now. ``docs/post-training.md`` has the reasons for all choices.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, without its moving average; the logarithm is
 that of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -55,7 +52,7 @@ BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda: at 5, a nat of a group's loss is worth 150 times fewer edges."""
 
 NO_NOISE = 0.7
-"""Share of the run after which the gates have no noise, and the limits no margin."""
+"""Fraction of the run after which the gates have no noise, and the limits no margin."""
 MARGIN = 0.05
 """Nats by which the initial loss limit exceeds the final one, whatever the target."""
 LEAST_BUDGET = 1e-4
@@ -65,11 +62,11 @@ GAP_LEAD = 8
 OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
 """Settings of the controller under a target of edges."""
 ARRIVAL = 0.6
-"""Share of the run after which the target number of edges is reached."""
+"""Fraction of the run after which the target number of edges is reached."""
 BELOW = 0.98
-"""Where the line ends, as a share of the target, so that evaluations scatter below the target."""
+"""Where the line ends, as a multiple of the target: evaluations then scatter below the target."""
 LEAD, AHEAD = 4, 0.1
-"""Evaluations over which edges are extrapolated, and as a share of the run."""
+"""Evaluations over which edges are extrapolated, and as a fraction of the run."""
 STEEPNESS = 3.0
 """Gain on the logarithm of the ratio of line to edges, per unit of the line's fall; 1 is added."""
 TINY = 1e-6
@@ -110,7 +107,7 @@ class Target:
         except ValueError:
             amount = math.nan
         if not 0 < amount < math.inf:
-            raise ValueError(f"{target!r} is no target; give {asked}")
+            raise ValueError(f"{target!r} is not a target; give {asked}")
         return Target(amount, of)
 
     @property
@@ -200,7 +197,7 @@ class LossConstraint:
         return self._log_lambda.exp()
 
     def limit(self, done: float) -> Float[Tensor, " group"]:
-        """The limit on every group's gap at a share of the run, in nats."""
+        """The limit on every group's gap when a fraction `done` of the run is over, in nats."""
         return self.budget + MARGIN * remaining(done)
 
     def line(self, done: float) -> float:
@@ -253,7 +250,7 @@ _BY_GROUP = ("log_lambda", "last_error", "gap", "change")
 
 
 def remaining(done: float) -> float:
-    """The share of the initial noise and margin that is left at a share of the run."""
+    """The fraction of noise and margin that is left when a fraction `done` of the run is over."""
     return 0.5 * (1 + math.cos(math.pi * min(done / NO_NOISE, 1.0)))
 
 

@@ -242,7 +242,7 @@ def losses_and_divergences(
 
 
 def _chunks(labels: Tensor, vocabulary: int, most: SizeByDevice) -> Iterator[slice]:
-    """Slices of labels with at most so many logits."""
+    """Slices of labels with at most `most` logits each."""
     size = max(1, most.on(labels.device) // vocabulary)
     return (slice(start, start + size) for start in range(0, max(1, len(labels)), size))
 

@@ -35,7 +35,7 @@ class HeldOut(Result):
 
     Args:
         loss: mean cross-entropy in nats over all loss positions.
-        accuracy: share of examples that are right at every loss position.
+        accuracy: fraction of examples that are right at every loss position.
         active_attention_edges: open edges per example; for a dense model, all possible edges.
         active_attention_edges_per_token: open edges per token.
         possible_attention_edges: causal attention edges per example.

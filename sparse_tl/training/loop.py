@@ -80,9 +80,9 @@ class TrainingConfig:
         steps: number of optimizer steps.
         learning_rate: peak learning rate.
         warmup: number of linear warm-up steps.
-        decay: final share of the steps, over which the rate decays.
+        decay: final fraction of the steps, over which the rate decays.
         schedule: shape of the decay: cosine or linear.
-        final_rate: final learning rate, as a share of the peak.
+        final_rate: final learning rate, as a fraction of the peak.
         betas: betas of AdamW.
         weight_decay: weight decay of AdamW.
         clip: maximum gradient norm; None for no clipping.

@@ -55,7 +55,7 @@ def check_alike(facts: Mapping[str, Any]) -> None:
 def total(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """The sum over ranks, from which every rank computes the joint objective.
 
-    Its gradient is that of the rank's own share, times the number of ranks: averaged over ranks,
+    Its gradient is that of the rank's own values, times the number of ranks: averaged over ranks,
     that of the joint objective.
     """
     n = processes().num_processes

@@ -50,7 +50,7 @@ from sparse_tl.training.ranks import from_first, gathered
 AT_ONCE = SizeByDevice(cpu=64, elsewhere=2048)
 """Largest number of windows that are sampled together by default."""
 GIVEN = 1 / 4
-"""Largest share of a window that a beginning may fill."""
+"""Largest fraction of a window that a beginning may fill."""
 N_CHECKED = 4
 """Number of windows whose last predictions are compared with those of passes without a cache."""
 CACHE_ERROR = 0.1

@@ -4,27 +4,17 @@ For a circuit edge from source u to destination v,
 
     score(u -> v) = sum_pos (patch_u - clean_u) . d m / d input_v
 
-A negative score means that patching lowers the metric m: the edge helps. In phases, batch by batch:
+A negative score means that patching lowers the metric m: the edge helps. `AttributionPasses`
+records what every source writes, and differentiates the metric. `ReadGradients` pulls the gradient
+g at a head's q, k or v back through its projection W and the normalisation with weight w, scale s
+and standardised input x (an RMS norm does not centre, and under "relp" the term with x is absent):
 
-1. `AttributionPasses` runs corrupted, clean and for "eap-ig" interpolated prompts, records what
-   every source writes, and differentiates the metric. For small batches a pass runs several
-   interpolation steps at once, as copies of the prompts: larger products are faster per row.
-2. `ReadGradients` sums over passes what determines the gradient of every destination. The gradient
-   g at a head's q, k or v is pulled back through its projection W and the normalisation with weight
-   w, scale s and standardised input x (an RMS norm does not centre):
+    back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
 
-       back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
-
-   Where the scale counts as a constant (``relp``), the term with x is absent. V depends only on
-   weights, so only ``g / s`` and the coefficients of x are summed over passes; the large product
-   with V is computed once, in `ReadGradients.layer`. ``x . V g`` needs no extra product: ``x V`` is
-   q, k or v without its biases.
-3. `contract` multiplies the changes of all sources with the gradients of all destinations, over
-   positions and d_model. One matrix product takes the destinations of a few layers: going layer by
-   layer would spend most of the time reading the sources' writes from memory.
-
-This costs at least two forward passes and one backward pass of the plain model. For heads and
-attention edges, change and gradient are multiplied at their own hook points (`_effects`).
+V depends only on weights, so ``g / s`` and the coefficients of x are summed over passes, and the
+product with V is computed once; ``x V`` is q, k or v without its biases. `contract` multiplies the
+changes of all sources with the gradients of the destinations of a few layers at a time, since
+reading the sources' writes from memory for every layer would take most of the time.
 
 Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
 RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04577.
@@ -178,7 +168,7 @@ def attribute_heads(
 ) -> Scores:
     """First-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
-    Arguments and errors are those of `attribute_circuit_edges`.
+    Arguments and errors are those that `attribute_circuit_edges` has too.
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
@@ -210,8 +200,8 @@ def attribute_attention_edges(
         score[layer, head, q, k] = (patch - A[q, k]) . d m / d A[q, k]
 
     with A the attention pattern that multiplies the values (gated, in a sparse model). Edges at
-    padding score 0. Arguments and errors are those of `attribute_circuit_edges`; the patch is 0, as
-    at a closed gate, or the corrupted prompt's pattern.
+    padding score 0. The patch is 0, as at a closed gate, or the corrupted prompt's pattern. Other
+    arguments and errors are those that `attribute_circuit_edges` has too.
     """
     adapter, length = adapt(model), pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)

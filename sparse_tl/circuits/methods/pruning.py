@@ -1,36 +1,21 @@
 """Two published searches for circuits, ACDC and learned edge pruning.
 
-*ACDC*: from the output backwards, permanently patch every edge that hardly changes the metric.
-
-1. Test parts in a fixed order, from late to early: edges into the logits, then layer by layer, and
-   at each destination the latest source first.
-2. Patch the part. If the metric changes by less than the threshold, keep it patched.
-3. Drop edges into nodes without a kept outgoing edge, untested.
-
-A test runs only the layers from the tested part on, since earlier layers do not change. Further
-parts of the same destination are tested in the same pass, on the assumption that each test has the
-outcome of the one before. Tests whose assumption turns out wrong are repeated, so the result equals
-that of sequential testing.
-
-With a target size, the threshold doubles after each pass until at most that many parts are left.
-Edges that lose their effect on the way are dropped as well, so the result can be smaller.
+*ACDC* goes through the parts from late to early, at each destination the latest source first, and
+permanently patches those that change the metric by less than the threshold. Edges into nodes
+without a kept outgoing edge are dropped untested. A forward pass tests several parts of one
+destination, on the assumption that each test has the outcome of the one before, and tests whose
+assumption was wrong are repeated: the result is that of testing one by one. With a target size, the
+threshold doubles after each pass until at most that many parts are left.
 
 Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 
-*Learned edge pruning*: train a gate on every circuit edge, at a given expected number of edges.
-
-1. Each step samples hard-concrete gates and lowers ``KL(clean || circuit)``. A number added to all
-   logits makes the expected number of open gates equal to the target of the step; the gradient is
-   taken at this constant expected number.
-2. The target moves from the initial to the requested number of edges, linearly in the log odds of
-   the share of open gates.
-3. Then noise and learning rate fall linearly towards 0, so that every gate becomes 0 or 1 and the
-   last steps run almost exactly the circuit that is returned.
-4. The edges that are most likely open are kept, edges without effect are dropped, and the circuit
-   is run.
-
-The search can start from scores. The initial logits then fall with the logarithm of an edge's rank,
-from ``initial_logit`` at the requested number of edges to its negative at the last edge.
+*Learned edge pruning* trains a hard-concrete gate on every circuit edge, to lower
+``KL(clean || circuit)`` at a given expected number of open gates. A number added to all logits sets
+this expectation, and the gradient is taken with it held constant. It moves to the requested number
+linearly in the log odds of the fraction of open gates; then noise and learning rate fall linearly
+to 0, and gates become 0 or 1. If the search starts from scores, the initial logits fall with the
+logarithm of an edge's rank, from ``initial_logit`` at the requested number of edges to its negative
+at the last edge.
 
 Reference: Bhaskar et al., arXiv 2406.16778; from attribution scores: Mondorf et al.,
 arXiv 2510.06811. Both reach the target with a Lagrange multiplier instead.
@@ -67,7 +52,7 @@ from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 
 REACHED_AT = 0.6
-"""Share of the run after which the target is the requested size and the noise begins to fall."""
+"""Fraction of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
 
 
@@ -380,7 +365,7 @@ def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
 
 
 def _expected_share(first: float, last: float, progress: float) -> float:
-    """The target share of open gates at a point of the run; `progress` is from 0 to 1."""
+    """The target fraction of open gates at a point of the run; `progress` is from 0 to 1."""
     shares = torch.tensor([first, last], dtype=torch.float64)
     start, end = shares.logit(eps=1e-9).tolist()
     return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))

@@ -1,46 +1,28 @@
-"""Find small circuits: of a task, by the methods that are worth their time, and of each prompt.
+"""Find small circuits, of a task and of each prompt.
 
-1. Divide the pairs: one half is searched on; the other, *held out*, is never seen by a search.
-2. Rank circuit edges by the mean over pairs of the absolute EAP-IG score, heads by that of the
-   mean and by their exact effects, and all by backward elimination, which starts from the last of
-   these rankings.
-3. Every ranking is cut at falling sizes, and these circuits are evaluated on the held-out pairs
-   until one is below the level; so are closer sizes between this circuit and the next larger one.
-4. The smallest circuit that reaches the level there, like all larger ones of its ranking, is
-   returned.
+`find_circuit` ranks all parts on one half of the pairs: circuit edges by the mean over pairs of the
+absolute EAP-IG score, heads by EAP-IG and by their exact effects, and both by backward elimination.
+It cuts every ranking at falling sizes and returns the smallest circuit that, like all larger ones
+of its ranking, reaches the level on the other half. `circuit_sizes_per_prompt` does this for the
+ranking of each single pair, on that pair.
 
-Such a circuit contains the edges that each of many prompts needs. `circuit_sizes_per_prompt` finds
-how many edges a single pair needs: those that score best on that pair, evaluated on that pair. The
-edges are scored in the same passes as for a mean over pairs, and the circuits of all sizes run as
-one stack of gates.
+*Backward elimination* (`Elimination`) starts from the best parts by score, goes through groups of
+parts, from coarse to fine and late ones first, and runs every circuit that it considers. Of a
+group, or its weaker half, it drops whichever gains more, if that gains anything and loses at most
+`STEP` of the explained effect:
 
-*Backward elimination* drops a circuit's parts in groups, and runs every circuit that is considered:
+    gain = price * (number of parts dropped) - (increase of the mean deviation)
 
-1. Start from the n best of all N parts by score, with n from a grid of sizes, such that
-   ``left * log(N / n) - (loss of explained effect)`` is largest; ``left`` is what may be lost.
-   Parts that score exactly 0, such as those behind closed gates, are left out of the grid.
-2. Go through groups of parts, from coarse to fine, late ones first. Of circuit edges: those out of
-   the heads or the MLP of a layer, those into them, those out of each head, and those into each of
-   its inputs. Of heads: every head.
-3. Drop a group, or its weaker half, whichever gains more,
+The mean deviation, ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|`` with means over pairs,
+also counts what would cancel between pairs in the explained effect. Of N parts, the start keeps the
+n with the largest ``left * log(N / n) - (loss of explained effect)``, where ``left`` is what may
+still be lost: down to the level minus `MARGIN`, since other pairs may need more parts. The price
+rises from pass to pass, each of which loses at most half of ``left``. ``docs/circuits.md`` says
+why.
 
-       gain = price * (number of parts dropped) - (increase of the mean deviation)
-
-   if it gains anything and loses at most `STEP` of the explained effect. The mean deviation is
-   ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|``, with means over pairs: what parts do to
-   single pairs may cancel in the explained effect, but hardly on other pairs as well. Parts that
-   are left without effect count as dropped. An effect above 1 counts as one equally far below 1.
-4. Go through all groups again at a higher price: at least twice the last one, and that at which the
-   groups that this pass kept would lose together what may still be lost. The first price is what
-   may be lost, divided among the parts of the start. A pass loses at most half of what may still be
-   lost, or `STEP` if that is more; `STEP` doubles if every group loses more.
-
-What may be lost is ``1 - level`` plus `MARGIN`, since other pairs may need more parts.
-
-Under a time limit, finer groups that would take more than a share `FINE` of the time left are left
-out of a pass, unless none of the coarser groups can be dropped at any price. The evaluation of the
-rankings may take half of the time, and the elimination leaves a third of what is then left, or as
-much as `EVALUATED` of its circuits take.
+Under a time limit, a pass leaves out finer groups that would take more than a fraction `FINE` of
+the time left, unless no coarser group can be dropped at any price; a third of the time that the
+rankings leave, or what `EVALUATED` circuits take, is kept for evaluation.
 """
 
 from __future__ import annotations
@@ -78,7 +60,7 @@ from sparse_tl.results import Result
 SHRINKS = 0.93
 """Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
 CLOSE = 0.01
-"""Where a ranking reaches the level, it is cut at sizes that differ by at most this share."""
+"""Where a ranking reaches the level, it is cut at sizes that differ by at most this fraction."""
 RATIOS = 4
 """Number of equal ratios into which the gap between two sizes is divided."""
 EVALUATED = 32
@@ -90,9 +72,9 @@ STEP = 0.02
 RATIO = 1.3
 """Ratio between adjacent sizes of the grid that the start is chosen from."""
 FINE = 1 / 4
-"""Maximum share of the time left that finer groups may take: the price has yet to rise."""
+"""Maximum fraction of the time left that finer groups may take: the price has yet to rise."""
 SHARES = (0, 1 / 2)
-"""Shares of a group that are kept."""
+"""Fractions of a group that are kept."""
 
 
 @dataclass(frozen=True, eq=False)

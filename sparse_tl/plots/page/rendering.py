@@ -83,7 +83,7 @@ class Figure:
         raise NotImplementedError
 
     def png(self, scale: float) -> bytes:
-        """The figure as a PNG image, with so many pixels per pixel of the figure."""
+        """The figure as a PNG image, with `scale` pixels per pixel of the figure."""
         return svg_to_png(self.svg, scale)
 
     def dark(self: Kind) -> Kind:
