@@ -145,6 +145,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     ),
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
     "task_report": lambda m: st.task_report(m, ["induction"], n=4).skills["induction"].clean,
+    "measure_skill": lambda m: st.measure_skill(m, PAIRS, st.logit_difference, **Q).clean,
     "measure_skills": skills,
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }

@@ -448,6 +448,11 @@ class HookedAdapter(Adapter):
             return partial(read_call, [block.attn], partial(self._mask, block.attn))
         return None
 
+    @property
+    def _given_cache(self) -> list[nn.Module]:
+        # `generate` calls `forward` itself, which skips hooks on the model itself.
+        return [self.core, self.model.blocks[0]]
+
     def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
         cache = kwargs.get("past_kv_cache")
         entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]

@@ -132,8 +132,7 @@ class Adapter(ABC):
         read-only. ``attn.hook_q`` to ``hook_z`` are ``[batch, pos, head, d_head]`` in every model.
         """
         if name == "cached_columns":
-            # `generate` may call `forward` itself, which skips hooks on a HookedTransformer.
-            return partial(read_call, [self.core, self.model.blocks[0]], self._cached_columns)
+            return partial(read_call, self._given_cache, self._cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
             return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
@@ -149,6 +148,11 @@ class Adapter(ABC):
     @abstractmethod
     def _own_place(self, layer: int, what: str) -> HookPoint | Viewed | Place | None:
         """The place of this name in a layer; None if it is simply a hook point, or none at all."""
+
+    @property
+    def _given_cache(self) -> list[nn.Module]:
+        """The modules that are called with the key-value cache when a pass starts."""
+        return [self.core]
 
     @abstractmethod
     def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:

@@ -139,13 +139,13 @@ def settings_at_once(n_prompts: int) -> int:
 
 
 def closing_each(
-    run: GatedRun, gates: Sequence[tuple[int, ...]]
+    run: GatedRun, gates: Sequence[tuple[int, ...]], shape: Sequence[int]
 ) -> Iterator[Float[Tensor, "pair vocab"]]:
-    """Logits of a batch with one gate closed at a time, of those given by index."""
+    """Logits of a batch with one gate closed at a time, of those given by index, of `shape`."""
     n = settings_at_once(len(run.tokens))
     for start in range(0, len(gates), n):
         some = gates[start : start + n]
-        settings = torch.ones(len(some), *run.site.shape(run.adapter))
+        settings = torch.ones(len(some), *shape)
         for setting, closed in zip(settings, some, strict=True):
             setting[closed] = 0
         yield from run.logits(settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.storage.files import read_json
-from sparse_tl.zoo import Recipe, built_in, load_addition_models, load_task_models, recipes
+from sparse_tl.zoo import Recipe, building, built_in, load_addition_models, load_task_models
 from sparse_tl.zoo.building import SHIPPED, read_pair
 from sparse_tl.zoo.language import SMOLLM2
 from sparse_tl.zoo.shipping import RECIPES
@@ -78,7 +78,7 @@ def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_pa
         asked.append((recipe.name, seed))
         return tmp_path
 
-    monkeypatch.setattr(recipes, "build_cached", built)
+    monkeypatch.setattr(building, "build_cached", built)
     with pytest.raises(ValueError, match="Remove the folder"):
         load_task_models(1)
     with pytest.raises(ValueError, match="Remove the folder"):

@@ -106,7 +106,8 @@ def patch_exactly(
                 changed = changed or runs.has_effect(metric, batch, run)
                 for _, group in groupby(numbers, key=layers.__getitem__):
                     patched = [*group]
-                    closed = closing_each(run, [indices[i] for i in patched])
+                    shape = run.site.shape(run.adapter)
+                    closed = closing_each(run, [indices[i] for i in patched], shape)
                     for i, logits in zip(patched, closed, strict=True):
                         values = measure(metric, logits, batch)
                         changes[i] += (values - clean).sum().cpu().double()
@@ -344,7 +345,7 @@ def patch_activations(
             unpatched = measure(metric, run.start_from(None), batch)
             values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
             for layer in range(n_layers):
-                closed = closing_each(run, [(layer, column) for column in places])
+                closed = closing_each(run, [(layer, c) for c in places], (n_layers, n_columns))
                 for column, logits in zip(places, closed, strict=True):
                     values[:, layer, column] = measure(metric, logits, batch).double()
                     step()
