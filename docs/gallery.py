@@ -22,13 +22,13 @@ import typer
 from PIL import Image
 
 from sparse_tl import (
+    DocstringTask,
     IOITask,
     Scores,
     ablation_grid,
     attention_view,
     attribute_circuit_edges,
     attribute_logits,
-    attribution_diagram,
     attribution_graph,
     check_scores,
     circuit_diagram,
@@ -40,6 +40,7 @@ from sparse_tl import (
     layer_map,
     load_addition_models,
     load_language_models,
+    load_task_models,
     logit_lens,
     neuron_effects,
     patch_activations,
@@ -60,6 +61,7 @@ SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
 WITHOUT_RUN = {
     "addition": "the built-in addition models of seed 0, dense and sparse, on one sum",
     "language model": "the models of `load_language_models`, on one prompt",
+    "task models": "the built-in task models of seed 0, on 16 prompt pairs",
     "pairs": "the models of `load_language_models`, on 16 prompt pairs",
 }
 # Smaller than the defaults of `sparse-tl head-roles`: 100 updates, 128 prompts, 5 tasks.
@@ -140,13 +142,9 @@ def language_model_circuit(runs: Path) -> Figure:
 
 
 def attribution(runs: Path) -> Figure:
-    """How SmolLM2 comes to the answer: heads, neurons and tokens at their positions."""
-    dense, sparse = load_language_models()
-    graphs = {
-        name: attribution_graph(model, PROMPT, max_nodes=60)
-        for name, model in (("SmolLM2", dense), ("Sparse SmolLM2", sparse))
-    }
-    return attribution_diagram(graphs)
+    """How sparse SmolLM2 comes to the answer: heads, neurons and tokens at their positions."""
+    _, sparse = load_language_models()
+    return attribution_graph(sparse, PROMPT, max_nodes=40).figure()
 
 
 def explorer(runs: Path) -> Figure:
@@ -158,15 +156,12 @@ def explorer(runs: Path) -> Figure:
 
 
 def activation_patching(runs: Path) -> Figure:
-    """The residual stream of each layer and position, patched from the corrupted prompts."""
+    """What each head brings back of the answer when it is patched into corrupted prompts."""
     task, (dense, sparse) = IOITask(), load_language_models()
     pairs = task.pairs(dense, 16)
     models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
     return layer_map(
-        {
-            name: patch_activations(m, pairs, task.metric, positions="spans")
-            for name, m in models.items()
-        }
+        {name: patch_activations(m, pairs, task.metric, "z") for name, m in models.items()}
     )
 
 
@@ -192,7 +187,7 @@ def kinds_of_heads(runs: Path) -> Figure:
 
 def score_check(runs: Path) -> Figure:
     """First-order scores of two methods beside the exact effects of the same edges."""
-    task, (_, sparse) = IOITask(), load_language_models()
+    task, (_, sparse) = DocstringTask(), load_task_models()
     pairs = task.pairs(sparse, 16)
     checks = {}
     for method in ("eap", "eap-ig"):
@@ -286,7 +281,7 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     lens: ("Logit lens", "language model"),
     direct_attribution: ("Direct logit attribution", "pairs"),
     kinds_of_heads: ("Behaviour of heads", "pairs"),
-    score_check: ("Checked scores", "pairs"),
+    score_check: ("Checked scores", "task models"),
     neurons: ("Neurons", "pairs"),
     head_ablation: ("Head ablation", "head-roles"),
     ablation_curve: ("One ablation curve", "head-roles"),

@@ -34,7 +34,7 @@ function render({ model, el }) {
       make("button", { type: "button", name: "restore", onclick: () => scale(1) }, "Restore"),
       make("output", { "data-panel": panel }, model.get("_effects")[panel]));
   };
-  el.replaceChildren(effects, root);
+  el.replaceChildren(make("div", { class: "sparse-tl-auto" }, effects, root));  // dark where the notebook is
   start(root, data);
   show();
   model.on("change:_effects", show);

@@ -14,7 +14,7 @@ from sparse_tl.circuits import AttributionGraph, scale_nodes
 from sparse_tl.circuits.prompt.transcoders import Basis
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
-from sparse_tl.plots.page.rendering import read_assets
+from sparse_tl.plots.page.rendering import notebook_style, read_assets
 from sparse_tl.plots.page.token_text import visible_text
 
 
@@ -58,7 +58,10 @@ class GraphExplorer(anywidget.AnyWidget):
         self.graphs, self._models, self._basis = dict(graphs), dict(models), basis
         figure, empty = attribution_diagram(graphs, **style), [{} for _ in graphs]
         super().__init__(
-            _figure=figure.json, _content=figure.content, _factors=empty, _effects=[""] * len(empty)
+            _figure=figure.json,
+            _content=notebook_style() + figure.content,
+            _factors=empty,
+            _effects=[""] * len(empty),
         )
         self.observe(self._run, "_factors")
 
@@ -81,9 +84,9 @@ class GraphExplorer(anywidget.AnyWidget):
             if factors:
                 model = self._models[name]
                 before, after = scale_nodes(model, graph, factors, basis=self._basis)
-                scaled = ", ".join(f"{factor:g} x {node}" for node, factor in factors.items())
+                scaled = ", ".join(f"{factor:g} \u00d7 {node}" for node, factor in factors.items())
                 effects[row] = (
-                    f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} -> "
+                    f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} \u2192 "
                     f"{after:+.3f} logits, with {scaled}"
                 )
         self._effects = effects

@@ -107,10 +107,14 @@ def all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
         return function(value)
 
     noting: list[Hook] = [(name, order, partial(run, name, act)) for name, order, act in hooks]
-    last = f"blocks.{adapter.n_layers - 1}.hook_resid_post"
-    end: Hook = last, Order.LAST, lambda _: ran.add(True)
-    with attached(adapter, [*noting, end]):
-        yield
+    end = adapter.core.register_forward_hook(lambda *_: ran.add(True))
+    OWN.add(end.id)
+    try:
+        with attached(adapter, noting):
+            yield
+    finally:
+        end.remove()
+        OWN.discard(end.id)
     if ran and silent:
         raise ValueError(
             f"{sorted(silent)[0]} of {adapter.name!r} never fired, so nothing changed there: "

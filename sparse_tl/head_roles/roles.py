@@ -111,7 +111,7 @@ class HeadRoles(Result):
         return self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
-        """One row per role and head: fraction of seeds with the head in the role; whether all; any."""
+        """By role and head: the fraction of seeds with the head in the role; whether all; any."""
         share = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
         columns = {"share": share, "always": share == 1.0, "any": share > 0.0}
         return head_table("role", ROLES, columns)

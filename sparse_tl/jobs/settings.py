@@ -41,7 +41,7 @@ INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
 OWN = "own"
 """Name of the text that the model generates."""
-PAIRS, OWN_PAIRS = 128, 32
+PAIRS, OWN_PAIRS = 128, 16
 """Default numbers of prompt pairs: for the built-in models, and for models that the user names."""
 BuiltInTask = Literal["greater_than", "ioi", "docstring", "ioi_long"]
 """Tasks of the built-in models, in the order of their panels."""
@@ -361,8 +361,8 @@ class CircuitsJob(Job):
         f"Prompt pairs per task: half score and search, half evaluate. Default: {PAIRS}; with "
         f"--model {OWN_PAIRS}; of a file all.",
     )
-    seconds: Positive = setting(90.0, "Time limit of each search for a circuit.", "SECONDS")
-    method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "eap, eap-ig, relp.", "NAME")
+    seconds: Positive = setting(120.0, "Time limit of each search for a circuit.", "SECONDS")
+    method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "How edges and heads are scored: eap, eap-ig, relp.", "NAME")
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
         "corrupted", "corrupted, mean, resample or zero.", "NAME"
     )

@@ -17,6 +17,7 @@ from sparse_tl import TargetDataset, fit_head_gates
 from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
     Circuit,
+    Evaluation,
     Scores,
     attribute_circuit_edges,
     evaluate,
@@ -257,8 +258,6 @@ def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: s
 
 def test_intervals_leave_out_draws_without_an_effect() -> None:
     """One pair of three has no effect: draws of it alone have no ratio."""
-    from sparse_tl.circuits import Evaluation
-
     clean = torch.tensor([2.0, 4.0, 0.0]).double()
     found = Evaluation((0, 1, 2), 2, torch.stack([0 * clean, clean / 2, clean]), clean, 0 * clean)
     low, high = found.interval()
@@ -269,8 +268,6 @@ def test_intervals_leave_out_draws_without_an_effect() -> None:
 
 def test_an_interval_holds_the_ratios_of_all_draws_of_two_pairs() -> None:
     """Of two pairs there are three draws: one twice, the other twice, or both."""
-    from sparse_tl.circuits import Evaluation
-
     clean = torch.tensor([3.0, 1.0]).double()
     values = torch.tensor([1.5, 0.9], dtype=torch.float64)  # 0.5 and 0.9 of the effect
     low, high = Evaluation((1,), 2, values[None], clean, 0 * clean).interval()
@@ -282,8 +279,6 @@ def test_an_interval_holds_the_ratios_of_all_draws_of_two_pairs() -> None:
 
 def test_the_interval_of_a_size_is_that_of_the_pairs_alone() -> None:
     """One pair reaches 0.9 at a size of 10, the other at 100, and both together between them."""
-    from sparse_tl.circuits import Evaluation
-
     clean = torch.ones(2, dtype=torch.float64)
     values = torch.tensor([[0, 0], [0.9, 0], [1, 0.9]], dtype=torch.float64)
     found = Evaluation((1, 10, 100), 100, values, clean, 0 * clean)

@@ -39,7 +39,7 @@ def test_a_card_scales_its_node(page: Any, tmp_path: Path) -> None:
     explorer._factors = [{node: 2.5}]
     before, after = scale_nodes(model, graph, {node: 2.5})
     (said,) = explorer._effects
-    assert f"{before:+.3f} -> {after:+.3f} logits, with 2.5 x {node}" in said
+    assert f"{before:+.3f} \u2192 {after:+.3f} logits, with 2.5 \u00d7 {node}" in said
     page.evaluate("(effects) => window.change('_effects', effects)", explorer._effects)
     assert page.locator(".card output").inner_text() == said
     page.locator("button[name=restore]").click()

@@ -1,15 +1,14 @@
-"""Interventions while generating: with a key-value cache as by full passes, and as by hand."""
+"""Gates while generating: with a key-value cache as by full passes, and as by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tiny import HAS_HOOKED, in_pieces
+from by_hand import PROMPT, WIDTH, check, generated, pieces
 from torch import Tensor
 
 from sparse_tl import (
@@ -18,58 +17,15 @@ from sparse_tl import (
     SparseTransformer,
     ablate_attention_edges,
     gated,
-    steer,
 )
 from sparse_tl.backend import Model, adapt
 
 Build = Callable[..., Model]
-WIDTH = 8
-PROMPT = 5
-"""Columns of the prompt; the others are generated."""
 
 
 @pytest.fixture
 def column() -> Tensor:
     return torch.randint(13, (3, WIDTH), generator=torch.Generator().manual_seed(0))
-
-
-def _pieces(model: Any, tokens: Tensor) -> Tensor:
-    """The logits of a prompt, of two tokens more, and of one more, with a cache between them."""
-    parts = tokens[:, :PROMPT], tokens[:, PROMPT : PROMPT + 2], tokens[:, PROMPT + 2 :]
-    return torch.cat(list(in_pieces(model, parts)), dim=1)
-
-
-def _generated(model: Any, prompts: Tensor) -> Tensor:
-    options = {"do_sample": False, "verbose": False, "stop_at_eos": False}
-    return model.generate(prompts, max_new_tokens=WIDTH - PROMPT, **options)
-
-
-def _continued(run: Callable[[Tensor], Tensor], prompts: Tensor) -> Tensor:
-    """The most likely tokens by full passes."""
-    for _ in range(WIDTH - PROMPT):
-        prompts = torch.cat([prompts, run(prompts)[:, -1:].argmax(-1)], dim=1)
-    return prompts
-
-
-def _check(
-    model: Any,
-    tokens: Tensor,
-    inside: Callable[[], AbstractContextManager[None]],
-    by_hand: Callable[[Tensor], Tensor],
-) -> None:
-    """An intervention changes full passes, passes with a cache and generation as one by hand."""
-    # Without a tokenizer, HookedTransformer's `generate` misplaces learned positions.
-    generates = not HAS_HOOKED or model.cfg.positional_embedding_type == "rotary"
-    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
-    before, expected = model(tokens), by_hand(tokens)
-    with inside():
-        close(model(tokens), expected)
-        close(_pieces(model, tokens), expected)
-        found = _generated(model, tokens[:, :PROMPT]) if generates else None
-    if found is not None:
-        assert torch.equal(found, _continued(by_hand, tokens[:, :PROMPT]))
-    assert not torch.allclose(expected, before, atol=1e-3)
-    assert torch.equal(model(tokens), before)
 
 
 # ---- attention that is cut -----------------------------------------------------------------------
@@ -117,7 +73,7 @@ def test_attention_is_cut_by_a_rule(
         return pattern
 
     points = [(f"blocks.{i}.attn.hook_pattern", partial(close, layer=i)) for i in (0, 1)]
-    _check(
+    check(
         model,
         column,
         lambda: ablate_attention_edges(model, heads=heads, query=query, key=key),
@@ -141,7 +97,7 @@ def test_a_rule_that_means_nothing_or_two_things_is_refused(
 ) -> None:
     model = build_tiny()
     with pytest.raises(ValueError, match=said), ablate_attention_edges(model, **wrong):
-        _generated(model, column[:, :PROMPT])
+        generated(model, column[:, :PROMPT])
     assert not model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks
 
 
@@ -151,79 +107,6 @@ def test_columns_from_the_end_are_those_of_the_prompts(build_tiny: Build, column
         found = model(column)
     with ablate_attention_edges(model, query=WIDTH - 1, key=[WIDTH - 3, WIDTH - 2]):
         assert torch.equal(model(column), found)
-
-
-# ---- steering ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["plain", "grouped"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hook_embed",
-        "blocks.0.hook_resid_pre",
-        "blocks.0.attn.hook_v",
-        "blocks.0.attn.hook_rot_k",
-        "blocks.1.attn.hook_z",
-        "blocks.0.hook_mlp_out",
-    ],
-)
-@pytest.mark.parametrize(
-    ("positions", "columns"),
-    [
-        (None, range(WIDTH)),
-        (slice(0, PROMPT), range(PROMPT)),
-        ([0, 3], [0, 3]),
-        (PROMPT - 1, [PROMPT - 1]),
-        (slice(PROMPT, None), LATE),
-        (lambda column: column % 2 == 1, range(1, WIDTH, 2)),
-    ],
-)
-def test_positions_are_steered_by_a_rule(
-    build_tiny: Build, column: Tensor, kind: str, name: str, positions: Any, columns: Any
-) -> None:
-    model = build_tiny(kind)
-    if HAS_HOOKED and name == "hook_embed" and kind == "grouped":
-        pytest.skip("HookedTransformer's `generate` does not call it")
-    if "rot" in name and (kind == "plain" or positions is None):
-        pytest.skip("no rotary positions; or softmax ignores what is added to every key")
-    size = model.run_with_cache(column)[1][name].shape[2:]
-    vector = 3 * torch.randn(size, generator=torch.Generator().manual_seed(1))
-
-    def add(value: Tensor, hook: Any) -> Tensor:
-        value = value.clone()
-        for one in columns:
-            if one < value.shape[1]:
-                value[:, one] += vector
-        return value
-
-    _check(
-        model,
-        column,
-        lambda: steer(model, name, vector, positions=positions),
-        lambda tokens: model.run_with_hooks(tokens, fwd_hooks=[(name, add)]),
-    )
-
-
-@pytest.mark.parametrize("positions", [[-1], slice(-2, None), slice(0, -1)])
-def test_positions_from_an_end_that_moves_are_refused(
-    build_tiny: Build, column: Tensor, positions: Any
-) -> None:
-    model = build_tiny()
-    vector = torch.ones(model.cfg.d_model)
-    with (
-        steer(model, "blocks.0.hook_resid_pre", vector, positions=positions),
-        pytest.raises(ValueError, match="the end moves with every token"),
-    ):
-        _generated(model, column[:, :PROMPT])
-
-
-def test_pairs_of_positions_are_not_steered(build_tiny: Build) -> None:
-    with (
-        pytest.raises(ValueError, match="for each query and key"),
-        steer(build_tiny(), "blocks.0.attn.hook_pattern", torch.ones(6, 6), positions=[0]),
-    ):
-        pass
 
 
 # ---- gates ---------------------------------------------------------------------------------------
@@ -240,7 +123,7 @@ def _gates_run_behind_a_cache(
         whole = model(tokens)
         assert torch.equal(model(tokens), whole)
     with gated(model, site, gates, patch, **options):
-        found = _pieces(model, tokens)
+        found = pieces(model, tokens)
     torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(whole, model(tokens), atol=1e-3)
 

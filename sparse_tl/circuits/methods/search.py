@@ -119,7 +119,8 @@ class FoundCircuit(Result):
         return table[["method", "size", "explained_effect", "low", "high", "seconds"]]
 
     def _repr_html_(self) -> str:
-        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+        drawn = self.figure() if isinstance(self.circuit.grid, CircuitGraph) else self.circuit
+        return f"<p>{escape(repr(self))}</p>" + drawn._repr_html_()
 
     def __repr__(self) -> str:
         first, *others = self.to_pandas().itertuples()

@@ -46,7 +46,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import Adapter, HookedModel, adapt, in_evaluation_mode
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.prompt.linearised import Linearised, Nodes
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
@@ -182,9 +182,6 @@ class AttributionGraph(Result):
         lost = (1 - share).where(nodes["inputs"] > 0, 0.0)
         return nodes["influence"].where(real, 0.0), lost.clip(lower=0.0)
 
-    def _summary(self) -> pd.DataFrame:
-        return self.to_pandas().head(20)
-
     def __repr__(self) -> str:
         kinds = self.nodes["kind"].value_counts()
         counted = ", ".join(
@@ -231,7 +228,17 @@ def attribution_graph(
         raise ValueError(f"position is a column of the prompt, {-n} to {n - 1}; got {position}")
     tokens, adapter = tokens[: position % n + 1], adapt(model)
     run = Linearised(adapter, tokens, transcoders_of(basis, adapter))
-    answers, weights = _target(model, adapter, run, target, top)
+    if target is None:
+        logits = adapter.logits(run.final.detach()[None, None])[0, 0].detach()
+        likely = logits.float().softmax(dim=-1).topk(top)
+        answers = likely.indices.tolist()
+        weights = (likely.values / likely.values.sum()).tolist()
+    else:
+        given = target if isinstance(target, tuple) else (target,)
+        answers, weights = (
+            [output_number(model, token) for token in given],
+            [1.0, -1.0][: len(given)],
+        )
     value = run.explain(answers, weights)
     names = [f'"{output_text(model, number, tokens)}"' for number in answers]
     return AttributionGraph(
@@ -243,22 +250,6 @@ def attribution_graph(
         value,
         *_tables(model, run, run.nodes(max_nodes)),
     )
-
-
-def _target(
-    model: HookedModel,
-    adapter: Adapter,
-    run: Linearised,
-    target: Token | tuple[Token, Token] | None,
-    top: int,
-) -> tuple[list[int], list[float]]:
-    """The numbers of the target's tokens, and the weights of their logits."""
-    if isinstance(target, tuple):
-        return [output_number(model, token) for token in target], [1.0, -1.0]
-    if target is not None:
-        return [output_number(model, target)], [1.0]
-    likely = adapter.logits(run.final.detach()[None, None])[0, 0].float().softmax(dim=-1).topk(top)
-    return likely.indices.tolist(), (likely.values / likely.values.sum()).tolist()
 
 
 def _tables(model: HookedModel, run: Linearised, nodes: Nodes) -> tuple[pd.DataFrame, pd.DataFrame]:

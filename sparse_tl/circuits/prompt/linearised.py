@@ -207,21 +207,23 @@ class Linearised:
                 position=torch.arange(n),
                 activation=embedded.norm(dim=1),
                 flow=(embedded * self._slope[EMBEDDED][0]).sum(dim=1),
-                constant=embedded.new_zeros(n),
             )
         ]
         biases = torch.zeros_like(embedded)  # what earlier layers add that is no node
+        streams = [biases]  # what nodes have added, by depth
         for layer in layers:
-            groups.append(self._edges(layer, edges[layer], least, biases))
-            attended = biases + adapter.b_O(layer).detach()
+            groups.append(self._edges(layer, edges[layer], least))
+            streams.append(self._at(layer, "hook_resid_pre") - biases)
+            biases = biases + adapter.b_O(layer).detach()
+            streams.append(streams[-1])  # of a depth that nothing reads without MLPs
             if adapter.has_mlps:
-                read = biases if adapter.parallel else attended
-                found, rest = self._units(layer, units[layer], least, read)
+                streams[-1] = self._at(layer, "mlp_input") - biases
+                found, rest = self._units(layer, units[layer], least)
                 groups.append(found)
-                attended = attended + rest
+                biases = biases + rest
             if self.errors:
                 groups.append(self._errors(layer, errors[layer], least))
-            biases = attended
+        streams.append((self.final.detach() - biases).expand_as(biases))
         gradient, value = self._slope["final"][None], self.value[None]
         groups.append(
             _group(
@@ -229,7 +231,6 @@ class Linearised:
                 position=torch.tensor([n - 1]),
                 activation=value,
                 flow=value,
-                constant=self.constant + gradient @ biases[-1],
             )
         )
         tables, gradients, writes = zip(*(g for g in groups if len(g[0])), strict=True)
@@ -237,7 +238,11 @@ class Linearised:
         rows = torch.arange(len(table)).split([len(each) for each in tables])
         for row, of_group in zip(rows, writes, strict=True):
             entries += [(row, torch.full_like(row, depth), added) for depth, added in of_group]
-        return Nodes(table, torch.cat(gradients), *map(torch.cat, zip(*entries, strict=True)))
+        nodes = Nodes(table, torch.cat(gradients), *map(torch.cat, zip(*entries, strict=True)))
+        reads, source, flow = map(nodes.column, ("reads", "source", "flow"))
+        from_nodes = (nodes.gradient * torch.stack(streams).cpu()[reads, source]).sum(dim=1)
+        table["constant"] = (flow - from_nodes).where(reads >= 0, 0.0).tolist()
+        return nodes
 
     def _at(self, layer: int, name: str) -> Tensor:
         """A value of the prompt at a hook point of a layer, as a constant."""
@@ -286,13 +291,7 @@ class Linearised:
         coefficients = neuron_coefficients(self.adapter, layer, values, out[None])[0].to(out.dtype)
         return coefficients, neuron_directions(self.adapter, layer).detach().to(out.dtype)
 
-    def _edges(
-        self,
-        layer: int,
-        flows: Float[Tensor, "head query key"],
-        least: Tensor,
-        biases: Float[Tensor, "pos d_model"],
-    ) -> _Group:
+    def _edges(self, layer: int, flows: Float[Tensor, "head query key"], least: Tensor) -> _Group:
         head, query, key = (flows.abs() >= least).nonzero(as_tuple=True)
         weight, flow = (x[head, query, key] for x in (self._at(layer, "attn.hook_pattern"), flows))
         z, scale = self._at(layer, "attn.hook_z"), self._attention_scale(layer)
@@ -304,7 +303,6 @@ class Linearised:
         slope = weight[:, None] * self._slope[f"blocks.{layer}.attn.hook_z"][0][query, head]
         stream = self._kept[f"blocks.{layer}.hook_resid_pre"]
         gradient = _pulled_back(v, stream, key, head // shared, slope)
-        unread = (stream[0].detach() - biases)[key]
         return _group(
             *("attention edge", layer, 2 * layer + 1, gradient, [(2 * layer + 1, out)]),
             index=head,
@@ -312,15 +310,10 @@ class Linearised:
             source=key,
             activation=weight,
             flow=flow,
-            constant=flow - (gradient * unread).sum(dim=1),
         )
 
     def _units(
-        self,
-        layer: int,
-        flows: Float[Tensor, "pos unit"],
-        least: Tensor,
-        biases: Float[Tensor, "pos d_model"],
+        self, layer: int, flows: Float[Tensor, "pos unit"], least: Tensor
     ) -> tuple[_Group, Float[Tensor, "pos d_model"]]:
         """The neurons or features with a large flow, and what the MLP adds besides units."""
         values, slope = self._unit_values(layer)
@@ -328,7 +321,6 @@ class Linearised:
         flow, activation = flows[position, unit], values[0].detach()[position, unit]
         stream = self._kept[f"blocks.{layer}.mlp_input"]
         gradient = _pulled_back(values, stream, position, unit, slope[position, unit])
-        unread = (stream[0].detach() - biases)[position]
         out, depth = self._at(layer, "hook_mlp_out"), 2 * layer + 2
         if self.transcoders is None:
             coefficients, directions = self._neurons(layer, values.detach())
@@ -347,7 +339,6 @@ class Linearised:
             position=position,
             activation=activation,
             flow=flow,
-            constant=flow - (gradient * unread).sum(dim=1),
         )
         return found, rest
 
@@ -359,7 +350,6 @@ class Linearised:
             position=position,
             activation=error.norm(dim=1),
             flow=flows[position],
-            constant=error.new_zeros(len(error)),
         )
 
     def inputs(self, nodes: Nodes) -> Float[Tensor, " node"]:

@@ -207,8 +207,8 @@ class SparseTransformer(nn.Module):
         Arguments are those of `count_attention_edges`, for prompts of one length.
 
         Returns:
-            One row per edge: layer, head, query and key (columns of the prompt), and the fraction of
-            prompts in which its gate is open, above 0 and up to 1.
+            One row per edge: layer, head, query and key (columns of the prompt), and the fraction
+            of prompts in which its gate is open, above 0 and up to 1.
         """
         n_prompts, opened = 0, []
         for part in self._counted(tokens, batch_size, {**kwargs, "keep_gates": True}):

@@ -94,8 +94,9 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const buttons = node.kind === "group"
     ? [make("button", { type: "button", name: "ungroup", onclick: () => act.ungroup(name) }, "Ungroup")]
     : [make("button", { type: "button", name: "pin", onclick: () => act.pin(name) }, pinned ? "Unpin" : "Pin")];
-  const scaled = data.live && panel.circuits.length === 1 && node.kind !== "input" && node.kind !== "logits"
-    ? [data.live(panel.index, (node.members ?? [node.index]).map((i) => data.nodes[i][0]))] : [];
+  const live = data.live && panel.circuits.length === 1 ? (node.members ?? [node.index]).map((i) => data.nodes[i])
+    .filter(([one, kind]) => kind !== "input" && kind !== "logits" && one in panel.circuits[0].facts) : [];
+  const scaled = live.length ? [data.live(panel.index, live.map(([one]) => one))] : [];
   const members = node.members
     ? [make("p", {}, node.members.map((i) => data.nodes[i][0]).join(", ").slice(0, 2000))] : [];
   card.replaceChildren(

@@ -263,7 +263,8 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     One row of panels per task, with its own axes, and one column per model. Lines are means over
     seeds, with a shaded range. A line has full colour while heads of its role are ablated; after
     these, or if the role has no heads, it is thin and pale. A line ends when its
-    model has no heads left. The first control of a panel is drawn as its random order.
+    model has no heads left. The first control of a panel is drawn as its random order. A panel that
+    was not measured is left out.
 
     Args:
         rows: curves of each panel, by task title and then model title.
@@ -302,12 +303,6 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         for column, name in enumerate(columns, start=1):
             for curve in row.get(name, []):
                 _add_ablation(figure, (number, column), curve)
-            if name not in row:
-                # Plotly draws no axes without a trace.
-                figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
-                at = {"xref": "x domain", "yref": "y domain", "row": number, "col": column}
-                font = {"size": palette.LABEL_SIZE, "color": palette.MUTED}
-                figure.add_annotation(text="not measured", x=0.5, y=0.5, font=font, **at)
     upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response"
     grid.add_outer_titles(figure, "Number of Ablated Heads", upwards)
     (grid.add_side_legend if is_beside else grid.add_legend)(figure)
