@@ -362,7 +362,9 @@ class CircuitsJob(Job):
         f"--model {OWN_PAIRS}; of a file all.",
     )
     seconds: Positive = setting(120.0, "Time limit of each search for a circuit.", "SECONDS")
-    method: Literal["eap", "eap-ig", "relp"] = setting("eap-ig", "How edges and heads are scored: eap, eap-ig, relp.", "NAME")
+    method: Literal["eap", "eap-ig", "relp"] = setting(
+        "eap-ig", "How edges and heads are scored: eap, eap-ig, relp.", "NAME"
+    )
     patch: Literal["zero", "mean", "corrupted", "resample"] = setting(
         "corrupted", "corrupted, mean, resample or zero.", "NAME"
     )
