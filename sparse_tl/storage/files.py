@@ -200,9 +200,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # `contiguous` leaves the strides of axes of one element as they are.
-        same = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        flat = same.flatten().view(torch.uint8)
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         sha256.update(flat.numpy().data)
     return sha256.hexdigest()[:12]
 

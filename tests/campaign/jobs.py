@@ -33,7 +33,7 @@ def facts(value: Any) -> str:
 
 def _feed(found: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().flatten()
+        flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
         found.update(f"{value.dtype}{tuple(value.shape)}".encode())
         found.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else b"")
     elif isinstance(value, torch.nn.Module):
