@@ -21,6 +21,7 @@ FEW = {
     **dict.fromkeys(("NUMBER_HEADS", "COUNTRY_HEADS"), ["a0.h0"]),
     **{"NAME_HEADS": [["a0.h0"]], "CORRUPTED": _PROMPT.replace("John gave", "Jessica gave")},
     **{"TEXTS": [_PROMPT], "N_NODES": 20, "N_CHECKED": 4},
+    **dict.fromkeys(("KEYS_TO_VERB", "PLURAL_NOUN"), {}),
 }
 START = """
 import sys
