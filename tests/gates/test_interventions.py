@@ -288,9 +288,9 @@ def test_a_real_language_model_under_hooks_by_hand(smollm2: Path) -> None:
     last = tokens.shape[1] - 1
     for way, (factors, change) in WAYS.items():
         run = by_hand(model, name, {last - 1: last - 1, last: last}, source, change)
-        some = Intervention(name, texts[1], positions=[last - 1, last], **factors)
+        some, expected = Intervention(name, texts[1], positions=[-2, -1], **factors), run(tokens)
         with intervene(model, some):
-            assert torch.equal(model(tokens), run(tokens)), way
+            assert torch.equal(model(tokens), expected), way
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_real_language_model_under_hooks_by_hand(smollm2: Path) -> None:
     [
         ({"positions": slice(0, 8)}, "position 6 lies outside the source of 6 tokens"),
         ({"source": torch.zeros(2, 8).long()}, "the source has 2 prompts for 3"),
-        ({"subspace": torch.ones(1, 3)}, "vectors of the subspace have shape"),
+        ({"subspace": torch.ones(1, 3), "positions": [2]}, "vectors of the subspace have shape"),
         ({"subspace": torch.ones(2, 16)}, "linearly dependent"),
         (
             {"positions": slice(0, 2), "source_positions": [0, 1]},
