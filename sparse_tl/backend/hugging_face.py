@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import normalizers, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -139,6 +140,15 @@ def _loaded(
     if any(found.values()):
         said = ", ".join(f"{kind} {some[:5]!s:.200}" for kind, some in found.items())
         raise ValueError(f"the weights do not fit their config.json; {said}")
+    weights, prefix = dict(model.named_parameters()), model.base_model_prefix
+    alone = folder / "model.safetensors"
+    for file in [alone] if alone.is_file() else folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:  # transformers would convert them
+            for name in opened.keys():  # noqa: SIM118 - not a dictionary
+                kind = opened.get_slice(name).get_dtype()
+                known = name in weights or f"{prefix}.{name}" in weights
+                if known and not kind.startswith(("F", "BF")):
+                    raise ValueError(f"{name} is of type {kind}, not a floating-point number")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
     return model

@@ -327,6 +327,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _change_weights(f, lambda w: (w.pop(NORM), w.update(x=torch.ones(16)))),
         rf"missing \['{NORM}'\]",
     ),
+    "whole numbers": (
+        lambda f: _change_weights(f, lambda w: w.update({NORM: w[NORM].to(torch.int8)})),
+        f"{NORM} is of type I8",
+    ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
     "another layer": (
         lambda f: _change_config(f, num_hidden_layers=3),

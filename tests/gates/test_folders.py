@@ -16,6 +16,7 @@ from sparse_tl.backend import add_lora, boot, load_model, save_model
 from sparse_tl.backend.lora import lora_off, lora_parameters
 from sparse_tl.gates import HardConcreteGate, SparseTransformer
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
+from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
 CONFIGS = {
@@ -165,6 +166,15 @@ def test_another_base_is_refused_before_it_changes(tmp_path: Path) -> None:
     adapted = add_lora(boot(plain_transformer("llama")), 4)
     with pytest.raises(ValueError, match="a base model without adapters"):
         SparseTransformer.from_pretrained(folder, base=adapted)
+
+
+def test_adapters_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = _adapted("llama").save_pretrained(tmp_path / "small", adapters_only=True)
+    stored = read_tensors(folder / "adapters.safetensors")
+    name = next(iter(stored))
+    write_tensors(folder / "adapters.safetensors", stored | {name: stored[name][:1].contiguous()})
+    with pytest.raises(ValueError, match="other projections or sizes"):
+        SparseTransformer.from_pretrained(folder, base=boot(plain_transformer("llama")))
 
 
 def test_a_base_is_needed_by_adapters_and_by_nothing_else(tmp_path: Path) -> None:

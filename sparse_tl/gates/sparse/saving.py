@@ -151,9 +151,15 @@ def load_sparse(
     tensors = {name: tensor.to(adapter.device) for name, tensor in _finite(file).items()}
     of_mlps = {name for name in tensors if said.mlps and name.startswith(_MLPS)}
     named = {name.removeprefix(_MLPS): tensors.pop(name) for name in of_mlps}
-    gates.load_state_dict(tensors, assign=True)
-    if mlp_gates is not None:
-        mlp_gates.load_state_dict(named, assign=True)
+    try:
+        gates.load_state_dict(tensors, assign=True)
+        if mlp_gates is not None:
+            mlp_gates.load_state_dict(named, assign=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the gates in {file} do not fit the model, or are not those that {GATES_FILE} says: "
+            f"{error}"
+        ) from error
     return model, gates, mlp_gates
 
 
@@ -192,6 +198,9 @@ def _put_adapters(model: Model, file: Path, said: _Adapters) -> None:
         )
     stored = _finite(file)
     own, _ = _adapters_and_base(add_lora(model, said.rank))
+    shapes, expected = ({name: x.shape for name, x in of.items()} for of in (stored, own))
+    if shapes != expected:  # `copy_` would broadcast
+        raise ValueError(f"{file} holds adapters of other projections or sizes than the model's")
     for name, parameter in own.items():
         parameter.copy_(stored[name])
 
