@@ -13,13 +13,6 @@ from typing import Any
 from sparse_tl.arguments import checked
 
 
-class Documents:
-    """Texts in a fixed order: an iterable of strings that can be restarted."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError
-
-
 @checked
 def read_documents(
     source: str | Path | Iterable[Any],
@@ -42,15 +35,15 @@ def read_documents(
     """
     if isinstance(source, (str, Path)):
         if not Path(source).is_file():
-            return DocumentRows(dataset_rows(source, split), column, f"dataset {source}")
+            return Documents(dataset_rows(source, split), column, f"dataset {source}")
         source = [source]
     if not isinstance(source, (list, tuple)) or not all(isinstance(x, (str, Path)) for x in source):
-        return DocumentRows(source, column, f"the {type(source).__name__}")
+        return Documents(source, column, f"the {type(source).__name__}")
     paths = [Path(path) for path in source]
     for path in paths:
         if not path.is_file():  # say so now, not when its turn comes
             raise ValueError(f"{path} is not a file")
-    return _Files(paths, separator, column)
+    return Documents(_Files(paths, separator, column))
 
 
 def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
@@ -70,10 +63,10 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
         ) from error
 
 
-class DocumentRows(Documents):
-    """Documents that are rows of a dataset, or strings.
+class Documents:
+    """Texts in a fixed order, which can be read again from the start: an iterable of strings.
 
-    The rows are dictionaries with a text in `column`, or strings; messages call them `name`.
+    The rows are strings, or dictionaries with a text in `column`; messages call them `name`.
     """
 
     def __init__(self, rows: Iterable[Any], column: str = "text", name: str = "the list") -> None:
@@ -114,7 +107,7 @@ def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
         yield row
 
 
-class _Files(Documents):
+class _Files:
     """Documents of text files: the texts between separators, or the rows of .jsonl files."""
 
     def __init__(self, paths: list[Path], separator: str, column: str) -> None:

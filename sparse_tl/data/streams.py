@@ -8,15 +8,14 @@ windows and losses do where one document follows another.
 from __future__ import annotations
 
 import copy
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from tempfile import TemporaryFile
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import IO, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.documents import DocumentRows, Documents, pieces_of_tokens, separator
+from sparse_tl.data.documents import Documents, pieces_of_tokens, separator
 from sparse_tl.data.prompts import check_tokenizer
 
 Boundaries = Literal["predict", "skip", "split"]
@@ -302,7 +301,7 @@ class TextStream:
         accumulate: AtLeastOne = 1,
     ) -> None:
         check_window(tokenizer, window)
-        self.documents = documents if isinstance(documents, Documents) else DocumentRows(documents)
+        self.documents = Documents(documents)
         # A copy, since other calls may set padding and truncation on the object.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.window = window
@@ -316,7 +315,7 @@ class TextStream:
         """Number of windows that are not left out; None until the end of the text is reached."""
         self._order = lru_cache(maxsize=4)(_shuffled)  # a batch may span blocks
         self._unread = self._windows()
-        self._file, self._n_read = TemporaryFile(), 0  # noqa: SIM115
+        self._n_read = 0
         # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._ahead: Future[Windows] | None = None
@@ -325,11 +324,16 @@ class TextStream:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 
         Raises:
-            ValueError: the text cannot be read or tokenised, or fills no window.
+            ValueError: the text cannot be read, or fills no window.
         """
         first = step * self.batch_size
         rows = [self._row(index) for index in range(first, first + self.batch_size)]
         return window_rows(torch.stack(rows), self.tokenizer, self.boundaries)
+
+    @cached_property
+    def _file(self) -> IO[bytes]:
+        """The tokens read so far; forked processes open one each, to have a place of their own."""
+        return TemporaryFile()
 
     def _row(self, index: int) -> Int[Tensor, " pos"]:
         """The tokens of a row of the infinite sequence."""
@@ -351,7 +355,7 @@ class TextStream:
         ahead = self._ahead or self._thread.submit(self._next_block)
         self._ahead = ahead  # one that failed fails again
         windows = ahead.result()
-        self._file.seek(0, os.SEEK_END)
+        self._file.seek(4 * self.window * self._n_read)  # not its end: a write may have failed
         self._file.write(windows.int().numpy().tobytes())
         self._n_read += len(windows)
         if len(windows) < self.shuffle:
