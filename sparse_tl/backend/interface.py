@@ -142,12 +142,13 @@ class Adapter(ABC):
                 return partial(before if first else after, norm)
             # Without a norm, both names mean the MLP's input; functions at mlp_input run first.
             return partial(before, self.model.blocks[int(layer)].mlp, first=first)
-        found = self._own_place(int(layer), what) if layer.isdigit() else None
+        known = layer.isdigit() and int(layer) < self.n_layers
+        found = self._own_place(int(layer), what) if known else None
         return hook_point(self.model, name) if found is None else found
 
     @abstractmethod
     def _own_place(self, layer: int, what: str) -> HookPoint | Viewed | Place | None:
-        """The place of this name in a layer; None if it is simply a hook point, or none at all."""
+        """The place of this name in a layer; None if it is a hook point of the model, or unknown."""
 
     @property
     def _given_cache(self) -> list[nn.Module]:

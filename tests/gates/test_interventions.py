@@ -306,6 +306,7 @@ def test_a_real_language_model_under_hooks_by_hand(smollm2: Path) -> None:
         ),
         ({"source": torch.ones(3)}, r"the vector has shape \(3,\)"),
         ({"name": "blocks.0.attn.hook_pattern"}, "for each query and key"),
+        ({"name": "blocks.2.hook_resid_pre"}, "no hook point .* 'blocks.1.hook_resid_pre'"),
     ],
 )
 def test_what_does_not_fit_is_refused(
