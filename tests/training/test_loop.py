@@ -379,6 +379,20 @@ def test_a_loss_that_is_no_number_stops_training(
 # Checkpoints that do not belong to the run.
 
 
+def test_a_checkpoint_of_an_earlier_version(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    """In version 9, a state had the place of a stream too."""
+    data = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    _pretrain(build_tiny(), *data, steps=2, checkpoint=tmp_path / "c")
+    file = tmp_path / "c" / "state.json"
+    content = json.loads(file.read_text())
+    content["format"], content["state"]["stream"] = 9, {}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="from another version"):
+        _pretrain(build_tiny(), *data, steps=2, checkpoint=tmp_path / "c")
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
