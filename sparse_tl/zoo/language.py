@@ -320,9 +320,6 @@ def load_language_models(
 
 def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any) -> Model | Kind:
     """A model by a name of `load_language_model`, or from anything that `load` takes."""
-    if not Path(name).exists():
-        if str(name) in PUBLISHED:
-            return load_language_model(str(name), **options)
-        if "/" not in str(name) and (hint := did_you_mean(str(name), PUBLISHED)):
-            raise ValueError(f"there is no model {str(name)!r}.{hint}")
+    if str(name) in PUBLISHED and not Path(name).exists():
+        return load_language_model(str(name), **options)
     return load(name, **options)

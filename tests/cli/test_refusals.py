@@ -19,7 +19,8 @@ REFUSED = {
     "task": (["circuits", "--tasks", "IOI"], "Did you mean 'ioi'"),
     "task of a model": (["head-roles", "--model", "MODEL", "--tasks", "IOI"], "Did you mean 'ioi'"),
     "method": (["circuits", "--method", "eapig"], "Did you mean 'eap-ig'"),
-    "model": (["circuits", "--model", "smolm2"], "Did you mean 'smollm2'"),
+    "model": (["circuits", "--model", "smolm2"], "short names, such as 'smollm2'"),
+    "model of the hub": (["graph", "--model", "gemma-2b", "--prompt", "a"], "google/gemma-2b"),
     "model to download": (["get", "smollm"], "Did you mean 'smollm2'"),
     "no sparse model": (
         ["circuits", "--model", "MODEL", "--sparse", "missing"],
