@@ -13,7 +13,7 @@ from tiny import save_taught_task_models
 from sparse_tl.backend import load_model
 from sparse_tl.circuits import AttributionGraph, HeadBehaviour, head_behaviour
 from sparse_tl.jobs import one_model, run_graph, run_head_behaviour
-from sparse_tl.tasks import IOITask
+from sparse_tl.tasks import GreaterThanTask, IOITask
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 
@@ -42,6 +42,17 @@ def test_heads_by_what_they_do(
     assert (tmp_path / "heads.html").stat().st_size > 1000
     monkeypatch.setattr(one_model, "load_named_model", _refuse)
     run_head_behaviour(tmp_path, model=models[0], **QUIET)
+
+
+def test_a_file_of_pairs_that_has_changed(models: list[str], tmp_path: Path) -> None:
+    model, file = load_model(models[0], device="cpu"), tmp_path / "pairs.jsonl"
+    rows = pd.DataFrame(GreaterThanTask().pairs(model, 4).to_records(model.tokenizer))
+    asked: dict[str, Any] = {"model": models[0], "pairs_file": str(file), **QUIET}
+    rows.to_json(file, orient="records", lines=True)
+    run_head_behaviour(tmp_path / "out", **asked)
+    rows[:3].to_json(file, orient="records", lines=True)
+    with pytest.raises(ValueError, match=r"other settings .*pairs\.jsonl"):
+        run_head_behaviour(tmp_path / "out", **asked)
 
 
 def test_the_graph_of_a_prompt_in_two_models(

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -352,7 +351,6 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     recorded = job.settings(format=7, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)
     if own is not None:
-        folder.pin(f"file {own.name}", hashlib.sha256(repr(own.rows).encode()).hexdigest()[:12])
         n_pairs = job.pairs or len(own.rows)
     else:
         n_pairs = job.pairs or (PAIRS if job.model is None else OWN_PAIRS)

@@ -6,6 +6,7 @@ so that commands show their help and refuse wrong settings at once.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     Strict,
     ValidationError,
     model_validator,
@@ -171,7 +173,11 @@ def _pairs_file(path: str) -> str:
     return path
 
 
-PairsFile = Annotated[Model, AfterValidator(_pairs_file)]
+def _with_digest(path: str) -> str:
+    return f"{path} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+
+
+PairsFile = Annotated[Model, AfterValidator(_pairs_file), PlainSerializer(_with_digest)]
 
 
 def check_tasks(names: Iterable[str], known: Sequence[str]) -> None:
