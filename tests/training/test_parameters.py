@@ -70,12 +70,12 @@ def test_a_stream_says_in_how_many_pieces_a_batch_is_run(
 
 @pytest.mark.long
 def test_a_looser_target_leaves_fewer_edges(echo: Echo) -> None:
-    """And a tighter one has larger lambdas."""
+    """And a tighter one raises lambda higher, although both end at the lower bound."""
     tight, loose = (
         echo(target_loss=target, steps=30, learning_rate=2e-2)[0] for target in ("+0.02", "+1")
     )
     assert loose.sparse.active_attention_edges < tight.sparse.active_attention_edges
-    assert loose.history["lambda"].iloc[-1] < tight.history["lambda"].iloc[-1]
+    assert loose.history["lambda"].max() < tight.history["lambda"].max()
 
 
 @pytest.mark.parametrize(
