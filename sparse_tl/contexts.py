@@ -1,4 +1,4 @@
-"""Blocks of `with`: with gradients, and such as say so if they are never entered."""
+"""Context managers: autograd on or off, and blocks that warn if they are never entered."""
 
 from __future__ import annotations
 

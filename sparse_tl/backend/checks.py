@@ -81,7 +81,7 @@ _held: WeakKeyDictionary[Model, frozenset[int]] = WeakKeyDictionary()
 
 
 def _once(check: Callable[[Adapter, Tensor], None]) -> Callable[[Adapter], None]:
-    """Make a check on a prompt one that is made once per model, without the user's hooks."""
+    """Make a check of a model on a prompt run once per model, without the user's hooks."""
     passed = WeakSet[Model]()
 
     @wraps(check)

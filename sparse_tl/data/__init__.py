@@ -8,7 +8,6 @@ from sparse_tl.data.pairs import (
     Spans as Spans,
 )
 from sparse_tl.data.streams import (
-    Boundaries as Boundaries,
     MixedStream as MixedStream,
     ShuffledStream as ShuffledStream,
     TextStream as TextStream,

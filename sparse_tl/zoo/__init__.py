@@ -1,7 +1,6 @@
 """Ready-made models: small ones that the package trains itself, and language models by name."""
 
 from sparse_tl.zoo.building import (
-    Pair as Pair,
     Recipe as Recipe,
     build_pair as build_pair,
     read_pair as read_pair,

@@ -65,9 +65,9 @@ class SparseTransformer(nn.Module):
 
     Raises:
         TypeError: `model` is not a TransformerLens model.
-        ValueError: the model is wrapped already, its attention or MLPs cannot be gated, or its
-            weights cannot be saved; existing gates do not fit it; or an argument belongs to the
-            other kind of gate, or to new gates where existing ones are given.
+        ValueError: the model is wrapped already, or its attention or MLPs cannot be gated; existing
+            gates do not fit it; or an argument belongs to the other kind of gate, or to new gates
+            where existing ones are given.
 
     Reference: arXiv 2512.05865; MLP gates are an addition of this package.
     """
