@@ -99,15 +99,22 @@ def gated(
 
 @contextmanager
 def all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
-    """Attach hooks; raise a ValueError at the end if the model was run and never called one."""
+    """Attach hooks; raise a ValueError at the end if the model was run and never called one.
+
+    A pass that starts or stops at a layer need not call all of them.
+    """
     silent, ran = {name for name, *_ in hooks}, set[bool]()
 
     def run(name: str, function: Callable[[Any], Any], value: Any) -> Any:
         silent.discard(name)
         return function(value)
 
+    def note(_core: Any, _args: Any, options: dict[str, Any], _output: Any) -> None:
+        ends = options.get("start_at_layer"), options.get("stop_at_layer")
+        ran.add(ends == (None, None))
+
     noting: list[Hook] = [(name, order, partial(run, name, act)) for name, order, act in hooks]
-    end = adapter.core.register_forward_hook(lambda *_: ran.add(True))
+    end = adapter.core.register_forward_hook(note, with_kwargs=True)
     OWN.add(end.id)
     try:
         with attached(adapter, noting):
@@ -115,7 +122,7 @@ def all_firing(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[None]:
     finally:
         end.remove()
         OWN.discard(end.id)
-    if ran and silent:
+    if True in ran and silent:
         raise ValueError(
             f"{sorted(silent)[0]} of {adapter.name!r} never fired, so nothing changed there: "
             f"choose a hook point that the model calls, such as {EMBEDDED} in the residual stream"

@@ -11,7 +11,7 @@ import torch
 from tiny import hooked_alone
 from torch.utils.checkpoint import checkpoint
 
-from sparse_tl import SparseTransformer, evaluate_held_out
+from sparse_tl import HookPoints, SparseTransformer, evaluate_held_out, gated
 from sparse_tl.backend import Model, adapt, checkpointed_activations, deferred
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates.sparse import blockwise
@@ -229,3 +229,11 @@ def test_a_model_that_ignores_its_hooks_is_not_wrapped(build_tiny: Build) -> Non
     attention.__dict__["forward"] = deaf  # a bridge would hand it on to what it wraps
     with pytest.raises(ValueError, match="layer 1 .* does not come from its heads"):
         SparseTransformer(model)
+
+
+def test_a_pass_over_some_layers_need_not_reach_gates_on_others(build_tiny: Build) -> None:
+    """Such a pass is how analyses run a HookedTransformer, also inside the block."""
+    model, tokens = build_tiny(), _tokens()
+    with gated(model, HookPoints(["blocks.0.hook_resid_post"], ()), torch.zeros(1)):
+        model(tokens, stop_at_layer=0)
+        adapt(model).final(model.embed(tokens), from_layer=1)
