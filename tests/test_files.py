@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -155,6 +156,10 @@ def test_json_without_numbers_that_json_lacks(tmp_path: Path, number: float) -> 
         write_json(path, {"loss": number})
     assert read_json(path) == {"loss": 1.5}
     assert _names(tmp_path) == ["metrics.json"]
+    for written in (json.dumps(number), "-1e999"):
+        path.write_text(written)
+        with pytest.raises(ValueError, match=r"metrics\.json is not valid JSON"):
+            read_json(path)
 
 
 def test_tensors_round_trip(tmp_path: Path) -> None:

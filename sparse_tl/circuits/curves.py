@@ -42,6 +42,9 @@ class EffectCurve(Result):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if sorted({*self.sizes}) != [*self.sizes]:
             raise ValueError(f"the sizes of a curve must increase; they are {list(self.sizes)}")
+        effects = self.mean, self.low, self.high
+        if {*map(len, effects)} != {len(self.sizes)} or not np.isfinite(effects).all():
+            raise ValueError(f"the curve {self.name!r} needs a finite effect and ends at each size")
 
     @checked
     def size_at(self, level: Share = 0.9) -> float | None:
@@ -107,6 +110,12 @@ class SeedCurves(Result):
     def __post_init__(self) -> None:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         object.__setattr__(self, "curves", tuple(self.curves))
+        names = [curve.name for curve in self.curves]
+        if not len({*self.seeds}) == len(self.seeds) == len(names) or len({*names}) != 1:
+            raise ValueError(
+                "give one curve for each seed, each seed once, of a model of one name; the seeds "
+                f"are {list(self.seeds)}, and the curves of {names}"
+            )
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock, Timeout
-from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -143,9 +143,16 @@ def read_json(path: str | Path) -> Any:
     """
     text = Path(path).read_bytes()
     try:
-        return from_json(text, allow_inf_nan=False)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return value
 
 
 def write_tensors(

@@ -77,3 +77,13 @@ class TestEffectAt:
     def test_is_unknown_where_nothing_was_measured(self) -> None:
         for size in (2, 1001):
             assert math.isnan(curve("m", {3: 0.4, 1000: 0.8}).effect_at(size))
+
+
+@pytest.mark.parametrize(
+    ("mean", "said"),
+    [([0.0, math.nan], "finite effect"), ([0.0], "at each size"), ([0.0, 0.5, 1.0], "at each")],
+)
+def test_a_curve_without_an_effect_at_each_size_is_refused(mean: list[float], said: str) -> None:
+    """NaN is below no level, so that `size_at` would count it as one that is reached."""
+    with pytest.raises(ValueError, match=said):
+        EffectCurve("m", [1, 10], mean, [0.0, 0.5], [0.0, 0.5])

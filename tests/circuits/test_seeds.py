@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -102,3 +103,12 @@ def test_refuses_models_of_other_seeds() -> None:
     other = SeedCurves((1, 0), reaching(10, 10).curves)
     with pytest.raises(ValueError, match=re.escape("same order; they are of [0, 1] and [1, 0]")):
         seed_multipliers(reaching(10, 10), other)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "names"), [((0, 0), "mm"), ((0, 1), "mn"), ((0, 1, 2), "mm"), ((), "")]
+)
+def test_curves_that_are_not_one_models_by_seed_are_refused(seeds: Any, names: str) -> None:
+    """The median would be that of several models, or count a seed twice."""
+    with pytest.raises(ValueError, match="one curve for each seed, each seed once"):
+        SeedCurves(seeds, [curve({0: 0.0, 10: 1.0}, name) for name in names])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.backend import Model, adapt
-from sparse_tl.gates import GatedRun, Heads, SparseTransformer
+from sparse_tl.gates import GatedRun, Heads, PatchValues, SparseTransformer
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]
@@ -144,3 +144,12 @@ def test_a_sparse_model_keeps_its_attention_gates(build_tiny: Build) -> None:
 def test_the_unembedding_is_the_models(build_tiny: Build) -> None:
     model, tokens = build_tiny(dtype="float64"), _tokens()
     assert torch.allclose(adapt(model).logits(_final(model, tokens)), model(tokens), atol=1e-12)
+
+
+@pytest.mark.parametrize("more", [{"seed": 1}, {"reference": _tokens()}])
+def test_values_of_a_patch_take_no_second_reference(build_tiny: Build, more: Any) -> None:
+    """It would be ignored."""
+    model, tokens = build_tiny(), _tokens()
+    patch = PatchValues(adapt(model), Heads().points(adapt(model)), "mean", tokens.flip(1))
+    with pytest.raises(ValueError, match="a reference and a seed of their own"):
+        GatedRun(model, Heads(), tokens, tokens >= 0, patch, **more)
