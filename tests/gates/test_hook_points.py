@@ -4,7 +4,7 @@ import pytest
 import torch
 from finite_differences import derivative
 
-from sparse_tl import Heads, HookPoints, SparseTransformer, gated
+from sparse_tl import GatedRun, Heads, HookPoints, SparseTransformer, gated
 
 
 @pytest.fixture
@@ -63,6 +63,25 @@ def test_gates_work_on_a_sparse_model_and_leave_it(build_tiny, tokens):
         assert not torch.equal(sparse(tokens), before)
         raise RuntimeError("planted")
     assert torch.equal(sparse(tokens), before)
+
+
+@pytest.mark.parametrize("patch", ["zero", "corrupted"])
+def test_a_run_starts_from_the_model_where_only_gates_tell_their_sizes(build_tiny, tokens, patch):
+    """With a user's hook, every pass also runs the setting that it starts from."""
+    model = build_tiny("float64")
+    model.add_hook("blocks.0.hook_attn_out", lambda value, hook: 2 * value)
+    site = HookPoints(["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"], (1, 2))
+    gates = torch.rand(3, 2, 6, model.cfg.d_model, dtype=torch.float64)
+    gates[:, 0] = 1
+    reference = {} if patch == "zero" else {"reference": tokens.flip(1)}
+    run = GatedRun(model, site, tokens, tokens >= 0, patch, **reference)
+    with torch.no_grad():
+        torch.testing.assert_close(run.start_from(None), model(tokens).flatten(0, 1))
+        found = run.logits(gates)
+        for setting, logits in zip(gates, found, strict=True):
+            with gated(model, site, setting, patch, **reference):
+                torch.testing.assert_close(logits, model(tokens).flatten(0, 1))
+    assert (found - run.clean_logits).abs().max() > 0.1
 
 
 def test_gates_of_another_shape_are_refused(build_tiny):
