@@ -33,7 +33,6 @@ _NAME = re.compile(
     r"(?P<plain>input|logits)|m(?P<mlp>\d+)|a(?P<layer>\d+)\.(?P<sort>h|kv)(?P<head>\d+)"
 )
 _ATTENTION_EDGE = re.compile(r"a(\d+)\.h(\d+):(\d+)->(\d+)")
-_DESTINATION = re.compile(r"(?P<node>[^<]+)(?:<(?P<slot>[qkv])>)?")
 
 
 class _Named:
@@ -86,14 +85,6 @@ class Destination(_Named):
     def __str__(self) -> str:
         return str(self.node) if self.slot is None else f"{self.node}<{self.slot}>"
 
-    @staticmethod
-    def parse(name: str) -> Destination:
-        """Parse the name of a destination."""
-        match = _DESTINATION.fullmatch(name)
-        if match is None:
-            raise ValueError(f'{name!r} is no destination such as "a3.h2<q>" or "m3"')
-        return Destination(Node.parse(match["node"]), match["slot"])  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, repr=False)
 class CircuitEdge(_Named):
@@ -104,14 +95,6 @@ class CircuitEdge(_Named):
 
     def __str__(self) -> str:
         return f"{self.source}->{self.destination}"
-
-    @staticmethod
-    def parse(name: str) -> CircuitEdge:
-        """Parse the name of an edge."""
-        source, arrow, destination = name.partition("->")
-        if not arrow:
-            raise ValueError(f'{name!r} is no edge such as "a0.h1->a3.h2<q>"')
-        return CircuitEdge(Node.parse(source), Destination.parse(destination))
 
 
 class PartGrid(ABC):
@@ -392,10 +375,12 @@ class CircuitGraph(PartGrid):
         return self._columns[str(destination)]
 
     def _named(self, part: CircuitEdge | str) -> tuple[int, ...]:
-        edge = CircuitEdge.parse(part) if isinstance(part, str) else part
-        index = self.source_index(edge.source), self.destination_index(edge.destination)
+        source, arrow, destination = str(part).partition("->")
+        if not arrow:
+            raise ValueError(f'{part!r} is no edge such as "a0.h1->a3.h2<q>"')
+        index = self.source_index(source), self.destination_index(destination)
         if not self.exists[index]:
-            raise ValueError(f"{edge} is no edge of {self!r}: {edge.source} is too late for it")
+            raise ValueError(f"{part} is no edge of {self!r}: {source} is too late for it")
         return index
 
     def layer(self, index: Sequence[int]) -> int:

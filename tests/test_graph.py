@@ -12,7 +12,7 @@ import torch
 
 import sparse_tl.graph as graph_module
 from sparse_tl.circuits import Circuit, Scores, from_eap_ig, to_eap_ig
-from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, Destination, HeadGrid, Node
+from sparse_tl.graph import AttentionGrid, CircuitGraph, Destination, HeadGrid, Node
 
 GPT2_SMALL = CircuitGraph(12, 12, 12)
 TINY = CircuitGraph(2, 2, 2)
@@ -48,7 +48,6 @@ def test_edges_counted_by_hand(graph: CircuitGraph, count: int) -> None:
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_names_and_indices_round_trip(graph: CircuitGraph) -> None:
     for edge, (row, column) in zip(graph.edges, graph.exists.nonzero().tolist(), strict=True):
-        assert CircuitEdge.parse(str(edge)) == edge
         assert graph.index(str(edge)) == graph.index(edge) == (row, column)
 
 

@@ -71,15 +71,8 @@ class Evaluation(Result):
         return explained_effect(self.values, self.clean, self.none)
 
     def interval(self) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
-        """Lower and upper ends of a 95 % bootstrap interval of the explained effect over pairs.
-
-        Pairs are drawn with replacement; the ends are percentiles of the explained effect.
-        """
-        ends, effect = torch.tensor(ENDS, dtype=self.clean.dtype), self.effect
-        drawn = effect_draws(self.values, self.clean, self.none)
-        low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
-        # With few pairs, a percentile interval may exclude the effect: widen it to include it.
-        return torch.minimum(low, effect), torch.maximum(high, effect)
+        """Lower and upper ends of a 95 % bootstrap interval of the explained effect over pairs."""
+        return effect_interval(self.values, self.clean, self.none)
 
     @checked
     def size_interval(self, effect: Share = 0.9) -> tuple[float | None, float | None]:
@@ -110,6 +103,17 @@ class Evaluation(Result):
         effects = zip(self.sizes, self.effect.tolist(), strict=True)
         by_size = ", ".join(f"{size}: {effect:.2f}" for size, effect in effects)
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {by_size})"
+
+
+def effect_interval(
+    circuit: Float[Tensor, "*circuit pair"], clean: Float[Tensor, " pair"], none: Tensor
+) -> tuple[Float[Tensor, "*circuit"], Float[Tensor, "*circuit"]]:
+    """The ends of `Evaluation.interval`; of a mean over pairs, where clean is 1 and none 0."""
+    effect, drawn = explained_effect(circuit, clean, none), effect_draws(circuit, clean, none)
+    ends = torch.tensor(ENDS, dtype=clean.dtype)
+    low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
+    # With few pairs, a percentile interval may exclude the effect: widen it to include it.
+    return torch.minimum(low, effect), torch.maximum(high, effect)
 
 
 def effect_draws(

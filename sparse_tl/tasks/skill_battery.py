@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import HookedModel, Model, adapt, evaluation_mode
-from sparse_tl.circuits.evaluation import ENDS, effect_draws
+from sparse_tl.circuits.evaluation import ENDS, effect_interval
 from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.task_skill import Skill, measure_skill
 from sparse_tl.data import PromptPairs
@@ -308,7 +308,8 @@ def numbers(
     edges, and tokens.
     """
     n, row = len(divergence), dict[str, Any](chance=chance)
-    found = {"divergence": (divergence.mean().item(), *mean_interval(divergence))}
+    ends = effect_interval(divergence, torch.ones_like(divergence), torch.zeros_like(divergence))
+    found = {"divergence": (divergence.mean().item(), *(end.item() for end in ends))}
     for name, values in (("right", right), ("above", above)):
         for side, hits in zip(("dense", "sparse"), values.sum(dim=1).tolist(), strict=True):
             found[f"{name}_{side}"] = hits / n, *wilson_interval(hits, n)
@@ -323,14 +324,6 @@ def numbers(
     elif row["change"] < -FALL:
         row["outcome"] = _FELL if row["p"] < NOISE else f"{_FELL} (within noise)"
     return row
-
-
-def mean_interval(values: Float[Tensor, " pair"]) -> tuple[float, float]:
-    """Lower and upper ends of a 95 % bootstrap interval of a mean over pairs; includes the mean."""
-    drawn = effect_draws(values, torch.ones_like(values), torch.zeros_like(values))
-    low, high = drawn.quantile(torch.tensor(ENDS).to(values)).tolist()
-    mean = values.mean().item()
-    return min(low, mean), max(high, mean)
 
 
 def wilson_interval(n_true: int, n: int) -> tuple[float, float]:

@@ -10,14 +10,15 @@ import torch
 
 from sparse_tl import Circuit, CircuitGraph
 from sparse_tl.circuits.circuit import reaches_logits
-from sparse_tl.graph import CircuitEdge, PositionedGraph
+from sparse_tl.graph import PositionedGraph
 
 GRAPH = CircuitGraph(2, 2, 2)
 EMPTY = Circuit(GRAPH, torch.zeros_like(GRAPH.exists))
 
 
 def test_edges_come_and_go_by_name() -> None:
-    circuit = EMPTY.having("a0.h1->a1.h0<q>", CircuitEdge.parse("input->m0"))
+    (edge,) = EMPTY.having("input->m0").edges
+    circuit = EMPTY.having("a0.h1->a1.h0<q>", edge)
     assert {str(edge) for edge in circuit.edges} == {"a0.h1->a1.h0<q>", "input->m0"}
     assert [str(edge) for edge in circuit.without("input->m0").edges] == ["a0.h1->a1.h0<q>"]
     assert len(EMPTY) == 0 and len(circuit) == 2  # nothing is changed in place

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import SparseTransformer, load_language_model, measure_skills
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison
-from sparse_tl.tasks.skill_battery import mean_interval, numbers, sign_test, wilson_interval
+from sparse_tl.tasks.skill_battery import numbers, sign_test, wilson_interval
 
 ROWS = [["up", "down", "up|in"], ["in", "out", "in"], ["hot and wet", "cold|dry", "up"]]
 FAMILY = CompletionTask(name="made", title="Made", templates=["{} not", "so {} not"], rows=ROWS)
@@ -174,8 +174,11 @@ def test_intervals() -> None:
     assert wilson_interval(10, 10)[1] == pytest.approx(1.0)
     values = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mean, half = values.mean().item(), 1.96 * values.std().item() / math.sqrt(400)
-    assert mean_interval(values) == pytest.approx((mean - half, mean + half), abs=0.02)
-    assert mean_interval(torch.ones(3)) == (1.0, 1.0)
+    sides = torch.ones(4, 400, dtype=torch.bool).split(2)
+    row = numbers(0.5, *sides, values, torch.ones(3, 400))
+    assert row["divergence"] == pytest.approx(mean)
+    ends = row["divergence_low"], row["divergence_high"]
+    assert ends == pytest.approx((mean - half, mean + half), abs=0.02)
 
 
 @pytest.mark.long
