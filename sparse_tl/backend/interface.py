@@ -199,7 +199,6 @@ class Adapter(ABC):
         from_layer: int = 0,
         read: Bool[Tensor, "batch pos"] | None = None,
         copies: int = 1,
-        attend_once: bool = False,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> Float[Tensor, "rows pos d_model"]:
         """The residual stream after the last layer.
@@ -209,8 +208,6 @@ class Adapter(ABC):
             from_layer: first layer to run. Hooks of earlier layers do not run; others run once.
             read: positions that are needed; at others the last MLP is skipped, unless it is hooked.
             copies: number of copies of the prompts, one after the other.
-            attend_once: run the first layer's attention on one copy, since all copies are equal
-                there; a hook at its ``hook_z`` makes the copies.
             attention_mask: 0 at padding.
         """
         rows = repeated(inputs, copies)
@@ -221,9 +218,6 @@ class Adapter(ABC):
             if inputs.is_floating_point():  # in place of what enters the layer, before all hooks
                 border = hook_point(self.model, f"blocks.{from_layer}.hook_resid_pre")
                 until.enter_context(before(border, lambda _: rows)[0])
-            if attend_once and copies > 1:
-                attention = self.model.blocks[from_layer].attn
-                until.enter_context(_first_rows(attention, len(inputs)))
             return self._final(rows, from_layer, mask)
 
     @contextmanager
@@ -386,24 +380,3 @@ class Adapter(ABC):
 def repeated(rows: Tensor, copies: int) -> Tensor:
     """`copies` copies of the rows, one after the other."""
     return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))
-
-
-@contextmanager
-def _first_rows(attention: nn.Module, n_rows: int) -> Iterator[None]:
-    """Inside the block, an attention layer sees only the first rows of its inputs."""
-
-    def by_row(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.ndim > 1
-
-    def shorten(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        all_rows = len(next(value for value in (*args, *kwargs.values()) if by_row(value)))
-
-        def first(value: Any) -> Any:
-            if isinstance(value, tuple):  # rotary tables
-                return tuple(map(first, value))
-            return value[:n_rows] if by_row(value) and len(value) == all_rows else value
-
-        return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
-
-    with attention.register_forward_pre_hook(shorten, with_kwargs=True):
-        yield

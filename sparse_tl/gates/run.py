@@ -255,9 +255,6 @@ class GatedRun:
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
         adapter, first = self.adapter, self._first_layer(stack)
         now = GatedPass(n_stack, first, changes=self._changes if first else None)
-        once = self.site.shares_attention
-        if once and n_stack > 1 and first < adapter.n_layers:
-            now.n_prompts = len(self.tokens)
         hooks = self.site.hooks(adapter, stack, self.patch, now)
         acting = any(name != "cached_columns" for name, *_ in hooks)
         if n_stack == 1 and not first and not acting and not torch.is_grad_enabled():
@@ -274,7 +271,6 @@ class GatedRun:
                     from_layer=first,
                     read=self.read,
                     copies=n_stack,
-                    attend_once=once,
                     attention_mask=self.attention_mask,
                 )
         chosen = final[self.read.repeat(n_stack, 1)]
@@ -336,14 +332,12 @@ def ablate_heads(
     reference: ReferencePrompts | None = None,
     seed: Seed = 0,
 ) -> AbstractContextManager[None]:
-    """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
+    """Inside the block, patch the output of these heads at ``hook_z``.
+
+    Other arguments are those of `gated`.
 
     Args:
-        model: dense or sparse model.
         heads: heads to ablate, as (layer, head) pairs or by name: ``["a3.h2"]``.
-        patch: value that replaces the heads' output, as in `gated`.
-        reference: reference prompts for "mean", "corrupted" and "resample", as in `gated`.
-        seed: random seed for "resample".
 
     Raises:
         ValueError: no head is given, the model lacks a head, or as in `gated`.

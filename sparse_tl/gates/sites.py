@@ -23,7 +23,6 @@ from sparse_tl.backend import (
     Hook,
     Order,
     check_gates,
-    repeated,
 )
 from sparse_tl.data import Spans
 from sparse_tl.gates.patches import PatchValues, gate
@@ -36,8 +35,6 @@ class GatedPass:
     n_stack: int
     """Copies of the prompts in the batch."""
     from_layer: int = 0
-    n_prompts: int | None = None
-    """The number of prompts, if the first layer's attention runs on one copy only."""
     changes: Float[Tensor, "source batch pos d_model"] | None = None
     """For circuit edges, the patch of each source before `from_layer` minus its write."""
     start: int = 0
@@ -172,8 +169,6 @@ class Site(ABC):
 
     order: Order
     """When gates act, or read what a source writes, relative to other hooks."""
-    shares_attention = False
-    """Whether gates act after attention, so that all settings attend alike in the first layer."""
     keeps_changes = False
     """Whether a pass that starts in a later layer has to know what the gated points wrote."""
 
@@ -224,8 +219,7 @@ class _Activations(Site):
                 here, acts = partial(gates.on, layer), layer in gates.layers
             else:
                 here, acts = gates[:, index], _acts(gates[:, index])
-            makes_copies = layer == now.from_layer and now.n_prompts is not None
-            if layer >= now.from_layer and (makes_copies or acts):
+            if layer >= now.from_layer and acts:
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
         if hooks and (patch.values or isinstance(gates, ClosedEdges)):
             hooks.append(("cached_columns", Order.FIRST, now.note_start))
@@ -258,8 +252,6 @@ class _Activations(Site):
                     f"has {clean.shape[axis]}"
                 )
             shape[axis] = size
-        if now.n_prompts == len(clean):
-            clean = repeated(clean, now.n_stack)
         if len(clean) % len(gates):
             raise ValueError(
                 f"{len(clean)} rows are no copies of prompts for each of {len(gates)} settings of "
@@ -276,7 +268,6 @@ class Heads(_Activations):
     """One gate per head, ``[layer, head]``, on the head's output at ``attn.hook_z``."""
 
     axes = (2,)
-    shares_attention = True
 
     def check(self, adapter: Adapter, tokens: Tensor | None) -> None:
         check_gates(adapter)
@@ -297,7 +288,7 @@ class Heads(_Activations):
 
             def draw(pattern: Float[Tensor, "rows head query key"]) -> None:
                 if not now.start:  # a new pass has new reference prompts
-                    patch.draw(now.n_prompts or len(pattern) // now.n_stack)
+                    patch.draw(len(pattern) // now.n_stack)
 
             hooks.append((hooks[0][0].replace("hook_z", "hook_pattern"), Order.FIRST, draw))
         return hooks

@@ -168,10 +168,6 @@ def test_some_layers_some_positions_and_copies(name: str) -> None:
         assert rows == [prompts.shape]
     twice = final.repeat(2, 1, 1)
     assert off(adapter.final(prompts, copies=2), twice) < 1e-6
-    copied = [("blocks.1.attn.hook_z", Order.FIRST, lambda z: z.repeat(2, 1, 1, 1))]
-    with attached(adapter, copied):
-        once = adapter.final(kept[names[1]], from_layer=1, copies=2, attend_once=True)
-    assert off(once, twice) < 1e-6
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert torch.equal(adapter.final(prompts), final)
 

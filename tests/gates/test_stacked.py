@@ -60,17 +60,6 @@ def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
             assert torch.allclose(found, _final(model, tokens), atol=1e-12)
 
 
-def test_the_first_attention_layer_sees_the_prompts_once(build_tiny: Build) -> None:
-    model, seen = build_tiny(), []
-    gates = torch.rand(5, 2, 2)
-    hooks = [
-        (f"blocks.{layer}.attn.hook_q", lambda q, hook: seen.append(len(q))) for layer in (0, 1)
-    ]
-    with model.hooks(fwd_hooks=hooks):
-        _stacked(model, _tokens(3), gates)
-    assert seen == [3, 15]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_that_are_not_read_change_nothing(build_tiny: Build, kind: str) -> None:
     model, tokens = build_tiny(kind, dtype="float64"), _tokens()
