@@ -36,9 +36,7 @@ from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import OWN, PostTrainingJob, Running, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
-from sparse_tl.training import post_train, sampled_windows, short_rows
-from sparse_tl.training.constraint import parse_target
-from sparse_tl.training.post_train import TARGET_LOSS
+from sparse_tl.training import Target, post_train, sampled_windows, short_rows
 from sparse_tl.zoo import load_named_model
 
 VALIDATION_WINDOWS = 200
@@ -182,7 +180,7 @@ def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRu
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
-    target = parse_target(job.target_loss, job.target_edges, TARGET_LOSS)
+    target = Target.parse(job.target_loss, job.target_edges)
     device = how.device
     if job.shard:
         if device is not None:

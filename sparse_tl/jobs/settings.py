@@ -85,15 +85,15 @@ Seeds = Annotated[tuple[Annotated[Seed, Strict(False)], ...], COMMAS]
 Model = Annotated[str, BeforeValidator(lambda name: str(name) if isinstance(name, Path) else name)]
 
 
-def _parsed(target: float | str, *, edges: bool = False) -> float | str:
+def _readable(kind: str, target: float | str) -> float | str:
     from sparse_tl.training.constraint import Target  # slow import: not needed for help
 
-    Target.parse(target, edges=edges)
+    Target.parse(**{kind: target})
     return target
 
 
-Loss = Annotated[float | str, AfterValidator(_parsed)]
-Edges = Annotated[float | str, AfterValidator(partial(_parsed, edges=True))]
+Loss = Annotated[float | str, AfterValidator(partial(_readable, "loss"))]
+Edges = Annotated[float | str, AfterValidator(partial(_readable, "edges"))]
 
 
 class Job(BaseModel):
@@ -312,8 +312,6 @@ class PostTrainingJob(Job):
 
     @model_validator(mode="after")
     def _consistent(self) -> PostTrainingJob:
-        if self.target_loss is not None and self.target_edges is not None:
-            raise ValueError("--target-edges cannot be combined with --target-loss")
         if self.shard and OWN in self.texts:
             raise ValueError("--shard needs --text: a sharded model cannot generate text")
         names = [*map(group_name, self.texts), *self.task, *map(group_name, self.held_out_text)]

@@ -44,6 +44,8 @@ from sparse_tl.training.distillation import DensePredictions, Reference, as_dens
 from sparse_tl.training.evaluation import DenseAndSparse, HeldOut, evaluate_held_out
 from sparse_tl.training.loop import Metrics, Precision, in_precision
 
+DEFAULT_TARGET = "kl+0.05"
+"""For every group: nats of divergence per label."""
 START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
@@ -89,13 +91,17 @@ class Target:
     of: Literal["loss", "increase", "divergence", "edges", "times fewer"]
 
     @staticmethod
-    def parse(target: float | str, *, edges: bool = False) -> Target:
+    def parse(loss: float | str | None = None, edges: float | str | None = None) -> Target:
         """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence.
 
         Of edges, ``300`` is a number per token, and ``"100x"`` a hundred times fewer than dense.
+        Without either, the target is a loss: `DEFAULT_TARGET`.
         """
-        text = str(target).strip()
-        if edges:
+        if loss is not None and edges is not None:
+            raise ValueError("give a target loss or target edges: each determines the other")
+        given = loss if edges is None else edges
+        text = str(DEFAULT_TARGET if given is None else given).strip()
+        if edges is not None:
             of, number = ("times fewer" if text.endswith("x") else "edges"), text.removesuffix("x")
             asked = 'edges per token, such as 300, or how many times fewer than dense, "100x"'
         else:
@@ -107,7 +113,7 @@ class Target:
         except ValueError:
             amount = math.nan
         if not 0 < amount < math.inf:
-            raise ValueError(f"{target!r} is not a target; give {asked}")
+            raise ValueError(f"{given!r} is not a target; give {asked}")
         return Target(amount, of)
 
     @property
@@ -145,17 +151,6 @@ _SIGNS: dict[str, Literal["loss", "increase", "divergence"]] = {
     "+": "increase",
     "": "loss",
 }
-
-
-def parse_target(
-    target_loss: float | str | None, target_edges: float | str | None, default: str
-) -> Target:
-    """The target that is given."""
-    if target_edges is None:
-        return Target.parse(default if target_loss is None else target_loss)
-    if target_loss is not None:
-        raise ValueError("give a target loss or target edges: each determines the other")
-    return Target.parse(target_edges, edges=True)
 
 
 @dataclass

@@ -48,7 +48,6 @@ from sparse_tl.training.constraint import (
     Target,
     Validation,
     is_feasible,
-    parse_target,
     remaining,
 )
 from sparse_tl.training.distillation import (
@@ -74,8 +73,6 @@ EVALUATIONS = 40
 WARM_UP = 0.1
 """Share of the run over which the learning rate warms up: four evaluations, so that lambda follows
 the loss before edges close quickly. The rate then falls, as the gates' noise does."""
-TARGET_LOSS = "kl+0.05"
-"""Default target for every group: nats of divergence per label."""
 LEARNING_RATE = 7e-4
 """Peak learning rate of weights and low-rank adapters."""
 GATE_LEARNING_RATE = 3e-3
@@ -166,7 +163,7 @@ def post_train(
     controller moves lambda, and the violation is measured on validation rows under deterministic
     gates.
     """
-    target = parse_target(target_loss, target_edges, TARGET_LOSS)
+    target = Target.parse(target_loss, target_edges)
     if isinstance(stream, Mapping):
         if not isinstance(validation, Mapping) or list(stream) != list(validation):
             named = list(validation) if isinstance(validation, Mapping) else "no names"

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from sparse_tl.training import LossConstraint, Target
-from sparse_tl.training.constraint import BOUNDS, INTEGRAL, PROPORTIONAL, START
+from sparse_tl.training.constraint import (
+    BOUNDS,
+    DEFAULT_TARGET,
+    INTEGRAL,
+    PROPORTIONAL,
+    START,
+)
 
 FREE = (1e-3, 1e3)
 """Bounds wide enough for problems whose lambda is small."""
@@ -62,10 +68,16 @@ def test_targets(written: Any, nats: float, of: str, shown: str) -> None:
     ],
 )
 def test_target_edges(written: Any, amount: float, times_fewer: bool, shown: str) -> None:
-    target = Target.parse(written, edges=True)
+    target = Target.parse(edges=written)
     assert target == Target(amount, "times fewer" if times_fewer else "edges")
     assert str(target) == shown
     assert target.edges(450.0) == pytest.approx(450 / amount if times_fewer else amount)
+
+
+def test_there_is_one_target() -> None:
+    assert Target.parse() == Target.parse(DEFAULT_TARGET)
+    with pytest.raises(ValueError, match="each determines the other"):
+        Target.parse("+0.1", 300)
 
 
 # The controller, update by update.
