@@ -8,9 +8,8 @@ where each m is a mean over pairs, and *none* patches everything: with corrupted
 corrupted run. Under a circuit of edges, all other circuit edges are patched. Under a circuit of
 heads, the outputs of all other heads are patched (at ``hook_z``), and MLPs are recomputed.
 
-How much it depends on the choice of prompts is measured by bootstrap draws: each draws as many
-pairs as there are, with replacement. The explained effect of a draw is a ratio of two weighted
-means, so no model is run again; the ends of an interval are percentiles over draws.
+The ends of intervals are percentiles over bootstrap draws, of as many pairs as there are with
+replacement. The effect of a draw is a ratio of two weighted means, so no model is run again.
 """
 
 from __future__ import annotations

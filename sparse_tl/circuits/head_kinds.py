@@ -212,9 +212,8 @@ def head_behaviour(
     - *mover*: share of the logit difference that the head adds by attending to the answers, as the
       name movers of IOI do. Below 0, the head lowers the answer's logit.
     - *suppression*: the same by attending to the wrong answers.
-    - *inhibition*: how much of the movers' attention to the answers, minus that to the wrong
-      answers, would be lost, to first order, if the head's output at the last position came from
-      the corrupted prompt. High for the S-inhibition heads of IOI.
+    - *inhibition*: how much of the movers' preference for the answers would be lost, to first
+      order, if the head's last output were the corrupted one, as with IOI's S-inhibition heads.
 
     Args:
         pairs: prompt pairs that contain their answers and wrong answers, such as those of IOI. If

@@ -1,13 +1,11 @@
 """Effect of ablating the heads of a role on the likelihood of the targets.
 
-1. Order the heads of each seed by their score for the role.
-2. At step k, set the gates of the first k heads to 1 (*retained*) or to 0 (*ablated*); all other
-   gates keep the fitted G+.
-3. Average Delta log P(k) = log P(target | ablated) - log P(target | retained) over prompts.
+    Delta log P(k) = log P(target | ablated) - log P(target | retained),   mean over prompts,
 
-k is 0, 1, 2, 3, 4, 6, 8, ..., two values per doubling, and the number of heads in the role for each
-seed. Up to that number, the curve falls for facilitation, is flat for irrelevance and rises for
-interference. A random order of all heads is the control.
+where the gates of the k heads with the highest scores are 1 (*retained*) or 0 (*ablated*), and all
+others keep the fitted G+. k is 0, 1, 2, 3, 4, 6, 8, ..., two values per doubling, and the number of
+heads in the role for each seed. Up to that number, the curve falls for facilitation, is flat for
+irrelevance and rises for interference. A random order of all heads is the control.
 
 Reference: arXiv 2505.13737.
 """
@@ -99,7 +97,6 @@ def ablation_curve(
         max_heads: maximum number of heads to ablate.
         control: whether to measure a random order as well.
         seed: random seed for random orders.
-        progress: whether to show a progress bar.
 
     Raises:
         ValueError: the gates belong to another model, no seed fitted, or the prompts do not fit

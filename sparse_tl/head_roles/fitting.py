@@ -369,8 +369,6 @@ def fit_contrastive_head_gates(
             converge to gates under which both sub-tasks are likely.
         seeds: as in `fit_head_gates`, like `checkpoint` and `progress`.
         held_out: fraction of each dataset to report on.
-        checkpoint: folder for checkpoints.
-        progress: whether to show a progress bar.
         **settings: further fields of `GateFitting`; ``accumulate`` has to be 1, since the
             objective compares means of whole batches.
 

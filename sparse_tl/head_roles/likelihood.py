@@ -5,9 +5,8 @@ With gates ``G = sigmoid(theta)`` and frozen weights, for each matrix of the sta
     NLL(G) - lambda mean(clamp(theta, -4, 4))                                     (likelihood)
     NLL_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(...))  (contrastive)
 
-with mean NLLs and log-probabilities of target tokens in nats. A lambda above 0 pushes gates open, a
-lambda below 0 pushes them shut. Means over heads and tokens make lambda comparable across models
-and batches.
+with mean NLLs and log-probabilities of target tokens in nats. Means over heads and tokens make
+lambda comparable across models and batches.
 
 Memory does not grow with vocabulary times prompt length: only target positions are unembedded, and
 at most `LOGITS_AT_ONCE` logits exist at a time, with or without gradients.

@@ -3,14 +3,13 @@
     effect[n] = m(readers read the MLP with the output of neuron n patched) - m(clean)
 
 The output of a neuron is its activation times its output direction
-(`sparse_tl.backend.neurons`). Patches act on circuit edges, as in `patch_exactly`. Steps:
+(`sparse_tl.backend.neurons`). Patches act on circuit edges, as in `patch_exactly`. First-order
+scores take one backward pass per batch,
 
-1. Score all neurons to first order, with one backward pass per batch:
-   ``score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input``. The scores
-   add up to the "eap" scores of the edges, except for the bias of the MLP, which belongs to no
-   neuron and changes if the MLP has a gate or is followed by a norm.
-2. Patch the neurons with the largest ``|score|`` exactly, many in one forward pass.
-3. For these neurons, list the tokens at which they act and the logits that they change.
+    score[n] = sum_pos (corrupted_n - clean_n) W_out[n] . sum_readers d m / d input,
+
+and add up to the "eap" scores of the edges, except for the bias of the MLP, which belongs to no
+neuron and changes if the MLP has a gate or is followed by a norm.
 """
 
 from __future__ import annotations

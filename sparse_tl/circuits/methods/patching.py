@@ -5,16 +5,9 @@ method, model and task: EAP tends to fail at strong edges, EAP-IG at weak ones. 
 scores that is compared with exact effects has two halves, whose agreement is reported separately:
 the strongest parts by |score|, which a circuit consists of, and random others.
 
-*Activations.* Run a prompt with the activations of another at one place at a time:
-
-    effect[place] = (m(patched) - m(run)) / (m(other) - m(run))
-
-1. Record the activations of the other prompts, and run the prompts without a patch.
-2. For each layer, run copies of the prompts from that layer on, each with one place patched.
-3. Measure the metric of each copy.
-
-Running corrupted prompts with clean activations shows what suffices to restore the answer; running
-clean prompts with corrupted activations shows what is necessary for it.
+*Activations.* Each layer is run from there on with copies of the prompts, each with one place
+patched. Running corrupted prompts with clean activations shows what suffices to restore the answer;
+running clean prompts with corrupted activations shows what is necessary for it.
 
 Reference: Meng et al., arXiv 2202.05262; Zhang and Nanda, arXiv 2309.16042.
 """

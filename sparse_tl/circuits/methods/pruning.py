@@ -288,7 +288,7 @@ def prune_circuit_edges(
         initial_logit: initial logit of every gate, or, with scores, of the edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
         batch_size: prompt pairs per step.
-        held_out: further prompt pairs to run the circuit on; the search does not use them.
+        held_out: as in `acdc`.
         seed: random seed for gate noise and batch order.
 
     Raises:

@@ -5,9 +5,8 @@ On attention edges, with the pattern ``p = softmax(s)``,
     A_ij ~ Bernoulli(sigmoid(e_ij + r_i)),    z = (A * p) V        (no renormalisation)
 
 in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's
-terms ``e`` (edge) and ``r`` (query): see `ScoreGates` and `ShareGates`. Masked pairs (future
-tokens, padding) have an attention of 0 whatever their gate, and are not counted. Gates on MLP
-outputs are `MLPGates`.
+terms ``e`` (edge) and ``r`` (query). Masked pairs (future tokens, padding) have an attention of 0
+whatever their gate, and are not counted.
 
 `AttentionGates._gate` gates a part of a pattern. A pattern with values is one part; a deferred one,
 of a long prompt, is gated by blocks, which `blockwise` computes, uses and discards.
