@@ -77,7 +77,7 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
             found = FoundCircuit.load(place / "found_circuit")
             circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
             assert {row["edge"] for row in circuit} == set(map(str, found.circuit.edges))
-            effect = found.held_out.explained_effect
+            effect = found.held_out.effect.item()
             assert said[side]["circuit_effect"] == pytest.approx(effect) and effect >= 0.9
             assert said[side]["circuit"] == len(circuit) <= said[side]["circuit_edges_at_0.9"] + 1
             kinds = HeadBehaviour.load(place / "head_behaviour").main

@@ -15,7 +15,7 @@ from architectures import plain_transformer
 from filelock import FileLock
 
 from sparse_tl.backend import Model, boot, load_model, save_model
-from sparse_tl.circuits import Faithfulness
+from sparse_tl.circuits import Overlap
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.storage.files import (
     atomic_file,
@@ -121,11 +121,11 @@ def test_a_killed_replacement_is_found_by_the_next_reader(
     tmp_path: Path, module: Any, name: str, call: int, found: float
 ) -> None:
     path = tmp_path / "result"
-    Faithfulness(0.0, 0.0, 1).save(path)
+    Overlap(0.0, 0.0, 1.0).save(path)
     child = os.fork()
     if child == 0:
         with atomic_folder(path) as temporary:
-            Faithfulness(1.0, 1.0, 1).save(temporary)
+            Overlap(1.0, 1.0, 1.0).save(temporary)
             function, calls = getattr(module, name), iter(range(call))
             die = lambda *given, **more: (  # noqa: E731
                 os._exit(9) if next(calls, None) is None else function(*given, **more)
@@ -135,7 +135,7 @@ def test_a_killed_replacement_is_found_by_the_next_reader(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     if call:
         assert not path.exists(), "killed between the two renames"
-    assert Faithfulness.load(path).divergence == found
+    assert Overlap.load(path).iou == found
     shutil.rmtree(path)
     assert not recover_folder(path), "what was removed since stays removed"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from sparse_tl.circuits import (
     DrivingToken,
     EffectCurve,
     Evaluation,
-    Faithfulness,
     FoundCircuit,
     HeadBehaviour,
     LogitAttribution,
@@ -57,12 +56,12 @@ NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
 SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap", prompt_start="<s>")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
-RUN = Faithfulness(0.25, 0.75, 2)
 DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2, group_losses={0: 0.25, 1: 0.5})
 STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "validation_loss": [None, 0.25]})
 COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
 PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
+RUN = Evaluation((5,), 2, PAIR[None] / 2, PAIR, 0 * PAIR)
 MIB = Evaluation((0,) * 10, 2, torch.ones(10, 2).double(), PAIR, 0 * PAIR)
 SKILL = Skill(0.5, torch.tensor([True, False]), 0.5, PAIR, 0 * PAIR, "<s>")
 LLAMA = boot(plain_transformer("llama"))
@@ -259,10 +258,17 @@ def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
         SCORES.save(tmp_path / "thesis")
 
 
+@dataclass(frozen=True)
+class Unmeasured(Result):
+    finite = False
+    most: float
+    effect: float
+
+
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:
-    found = Faithfulness(float("inf"), float("nan"), 3)
-    again = Faithfulness.load(found.save(tmp_path / "result"))
-    assert again.divergence == float("inf") and again.explained_effect != again.explained_effect
+    found = Unmeasured(float("inf"), float("nan"))
+    again = Unmeasured.load(found.save(tmp_path / "result"))
+    assert again.most == float("inf") and again.effect != again.effect
 
 
 @pytest.mark.parametrize(

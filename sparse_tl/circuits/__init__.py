@@ -40,7 +40,6 @@ from sparse_tl.circuits.methods.attribution import (
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
 )
-from sparse_tl.circuits.methods.faithfulness import Faithfulness as Faithfulness
 from sparse_tl.circuits.methods.neurons import (
     DrivingToken as DrivingToken,
     NeuronEffects as NeuronEffects,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -28,11 +28,11 @@ from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores, check_grid
 from sparse_tl.circuits.curves import EffectCurve
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, value_of
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid, PositionedGraph
-from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.metrics import Metric, explained_effect
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -142,7 +142,7 @@ def effect_draws(
 def evaluate(
     model: HookedModel,
     pairs: PromptPairs,
-    metric: Metric,
+    metric: Metric | Literal["kl"],
     circuits: Circuit | Sequence[Circuit],
     *,
     patch: Patch = "corrupted",
@@ -154,6 +154,8 @@ def evaluate(
     Other arguments are those of `attribute_circuit_edges`.
 
     Args:
+        metric: metric function; or "kl", the divergence from the whole model's predictions,
+            ``KL(model || circuit)``, in nats.
         circuits: one circuit or several, of edges, of edges by position, or of heads. Their spans
             must be those of `pairs`.
 
@@ -172,18 +174,29 @@ def evaluate(
     positions = positions_of(grid, pairs)
     site = Heads() if grid == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
-    by_batch: list[tuple[Tensor, ...]] = []
-    with torch.no_grad(), tracked("evaluating", len(listed) * len(runs), progress) as step:
+    return evaluated(runs, metric, listed, progress)
+
+
+@torch.no_grad()
+def evaluated(
+    runs: PairRuns,
+    metric: Metric | Literal["kl"],
+    circuits: Sequence[Circuit],
+    progress: bool = False,
+) -> Evaluation:
+    """`evaluate`, on prompts whose patches are recorded already."""
+    by_batch = list[Tensor]()
+    with tracked("evaluating", len(circuits) * len(runs), progress) as step:
         for batch, run in runs:
-            clean = measure(metric, run.clean_logits, batch)
-            values = [clean, measure(metric, runs.everything_patched(run), batch)]
-            for circuit in listed:
-                values.append(measure(metric, run.logits(circuit.mask), batch))
+            ends = run.clean_logits, runs.everything_patched(run)
+            values = [value_of(metric, logits, batch, run) for logits in ends]
+            for circuit in circuits:
+                values.append(value_of(metric, run.logits(circuit.mask), batch, run))
                 step()
-            by_batch.append(tuple(value.cpu().double() for value in values))
-    clean, none, *values = map(torch.cat, zip(*by_batch, strict=True))
-    sizes = tuple(map(len, listed))
-    return Evaluation(sizes, grid.n_parts, torch.stack(values), clean, none, pairs.start)
+            by_batch.append(torch.stack(values).cpu().double())
+    clean, none, *values = torch.cat(by_batch, dim=1)
+    sizes, total = tuple(map(len, circuits)), circuits[0].grid.n_parts
+    return Evaluation(sizes, total, torch.stack(values), clean, none, runs.batches[0].start)
 
 
 def positions_of(grid: Grid, pairs: PromptPairs) -> Positions | None:
@@ -203,7 +216,7 @@ def positions_of(grid: Grid, pairs: PromptPairs) -> Positions | None:
 def evaluate_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
-    metric: Metric,
+    metric: Metric | Literal["kl"],
     scores: Scores,
     sizes: Sequence[int] | None = None,
     *,
@@ -234,7 +247,7 @@ def evaluate_circuit_edges(
 def evaluate_heads(
     model: HookedModel,
     pairs: PromptPairs,
-    metric: Metric,
+    metric: Metric | Literal["kl"],
     scores: Scores,
     sizes: Sequence[int] | None = None,
     **options: Any,

@@ -19,7 +19,6 @@ from sparse_tl.circuits import (
     AttributionGraph,
     EffectCurve,
     Evaluation,
-    Faithfulness,
     FoundCircuit,
     HeadBehaviour,
     ScoreCheck,
@@ -68,7 +67,7 @@ def _evaluation() -> Evaluation:
 
 def _found() -> FoundCircuit:
     scores = Scores(HeadGrid(12, 12), torch.rand(12, 12), "eap-ig")
-    run, evaluation = Faithfulness(0.1, 0.9, 3), _evaluation()
+    run = evaluation = _evaluation()
     slower = Evaluation((0, 20, 300, 4000, 32_491), *list(vars(evaluation).values())[1:])
     evaluations = {"eap-ig": slower, "elimination": evaluation}
     seconds = dict.fromkeys(evaluations, 1.0)

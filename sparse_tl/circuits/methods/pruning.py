@@ -36,13 +36,9 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
+from sparse_tl.circuits.evaluation import Evaluation, evaluated
 from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
-from sparse_tl.circuits.methods.faithfulness import (
-    Faithfulness,
-    SearchResult,
-    faithfulness,
-    runs_of_search,
-)
+from sparse_tl.circuits.methods.faithfulness import SearchResult, outcome, runs_of_search
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
@@ -133,8 +129,8 @@ def acdc(
     return Acdc(
         circuit=circuit,
         n_kept=int(search.mask.sum()),
-        searched=faithfulness(runs, metric, circuit.mask),
-        held_out=faithfulness(others, metric, circuit.mask) if others else None,
+        searched=evaluated(runs, metric, [circuit]),
+        held_out=evaluated(others, metric, [circuit]) if others else None,
         history=pd.DataFrame(search.history, columns=["part", "moved", "kept"]),
         threshold=search.threshold,
         value=search.value,
@@ -240,18 +236,18 @@ class Pruning(SearchResult):
     Args:
         history: one row per step: divergence in nats under sampled gates, expected number of open
             gates, noise.
-        ranked: faithfulness, on the pairs of the search, of the `n_kept` best edges by the initial
+        ranked: evaluation, on the pairs of the search, of the `n_kept` best edges by the initial
             scores, or by EAP-IG if none were given.
         scores: minus the probability that each edge's gate is open, at the initial noise.
     """
 
-    ranked: Faithfulness
+    ranked: Evaluation
     scores: Scores
 
     def __repr__(self) -> str:
         return (
             f"Pruning({self._description()}; {len(self.history):,} steps; the {self.n_kept:,} best "
-            f"edges by attribution: {self.ranked})"
+            f"edges by attribution: {outcome(self.ranked)})"
         )
 
 
@@ -275,8 +271,8 @@ def prune_circuit_edges(
 ) -> Pruning:
     """The circuit found by training a gate on every circuit edge, with fewer and fewer gates open.
 
-    The faithfulness in the result is that of the returned circuit, measured by running it; beside
-    it is that of as many edges with the best scores, which often preserve more of the predictions.
+    Beside the evaluation of the circuit, the result has that of as many edges with the best scores,
+    which often preserve more of the predictions.
     Other arguments are those of `attribute_circuit_edges`.
 
     Args:
@@ -301,7 +297,7 @@ def prune_circuit_edges(
     how = patch, batch_size, metric
     runs, others = runs_of_search(model, CircuitEdges(), pairs, held_out, *how)
     best = (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch)
-    ranked = faithfulness(runs, metric, best.mask)
+    ranked = evaluated(runs, metric, [best])
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full((graph.n_edges,), initial_logit, dtype=torch.float64)
     if start is not None:
@@ -342,8 +338,8 @@ def prune_circuit_edges(
     return Pruning(
         circuit=circuit,
         n_kept=len(kept),
-        searched=faithfulness(runs, metric, circuit.mask),
-        held_out=faithfulness(others, metric, circuit.mask) if others else None,
+        searched=evaluated(runs, metric, [circuit]),
+        held_out=evaluated(others, metric, [circuit]) if others else None,
         ranked=ranked,
         history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
         scores=Scores(graph, learned, "pruning", pairs.start),

@@ -45,9 +45,9 @@ from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores
 from sparse_tl.circuits.curves import EffectCurve
-from sparse_tl.circuits.evaluation import Evaluation, evaluate, log_sizes
+from sparse_tl.circuits.evaluation import Evaluation, evaluate, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods.faithfulness import Faithfulness, faithfulness, runs_of_search
+from sparse_tl.circuits.methods.faithfulness import runs_of_search
 from sparse_tl.circuits.methods.patching import patch_exactly
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.data import PromptPairs
@@ -87,8 +87,8 @@ class FoundCircuit(Result):
         circuit: the circuit.
         method: the method that found it.
         at: explained effect that was asked for.
-        searched: faithfulness of the circuit on the pairs of the search.
-        held_out: its faithfulness on the held-out pairs.
+        searched: evaluation of the circuit on the pairs of the search.
+        held_out: its evaluation on the held-out pairs.
         evaluations: every circuit that was run on the held-out pairs, of growing size, by method;
             down to the first below the level.
         seconds: time that each method took to rank the parts.
@@ -98,8 +98,8 @@ class FoundCircuit(Result):
     circuit: Circuit
     method: str
     at: float
-    searched: Faithfulness
-    held_out: Faithfulness
+    searched: Evaluation
+    held_out: Evaluation
     evaluations: dict[str, Evaluation]
     seconds: dict[str, float]
     scores: Scores
@@ -128,7 +128,7 @@ class FoundCircuit(Result):
         return (
             f"FoundCircuit({len(self.circuit):,} of {self.circuit.grid.n_parts:,} "
             f"{self.circuit.grid.noun}, by {self.method}, explain {first.explained_effect:.3f} "
-            f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
+            f"({first.low:.3f} to {first.high:.3f}) of the effect on {len(self.held_out.clean):,} "
             f"held-out pairs, {self.at:g} asked for{next_best})"
         )
 
@@ -265,8 +265,8 @@ def find_circuit(
         circuit=circuit,
         method=method,
         at=at,
-        searched=faithfulness(runs, metric, circuit.mask),
-        held_out=faithfulness(others, metric, circuit.mask),
+        searched=evaluated(runs, metric, [circuit]),
+        held_out=evaluated(others, metric, [circuit]),
         evaluations=evaluations,
         seconds={name: ranking.seconds for name, ranking in found.items()},
         scores=scores,
