@@ -106,8 +106,8 @@ RESULTS: dict[str, Any] = {
         {"m0.n0": ()},
         "<s>",
     ),
-    "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5),
-    "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5),
+    "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1),
+    "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1),
     "found circuit": FoundCircuit(
         HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
     ),

@@ -222,7 +222,7 @@ def test_planted_circuits_are_faithful() -> None:
     planted: Planted = next(iter(PLANTED.values()))()
     found = acdc(planted.model, planted.pairs, threshold=1e-4, metric="kl", **QUIET)
     assert found.searched.effect.item() == pytest.approx(1, abs=1e-6)
-    assert found.searched.values.mean().item() == pytest.approx(found.value, abs=1e-12)
+    assert found.searched.values.abs().max() < 1e-4
     assert found.held_out is None
 
 

@@ -81,7 +81,7 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
         torch.testing.assert_close(values[0], metric, **close)
         search = {"size": len(circuit), "metric": logit_difference, "start": circuit}
         found = acdc(model, pairs, patch="zero", **search)
-        assert found.value == pytest.approx(metric.mean().item(), rel=1e-9)
+        assert found.searched.values.mean().item() == pytest.approx(metric.mean().item(), rel=1e-9)
     change = (metric - logit_difference(clean, pairs)).mean().item()
     exact = patch_exactly(model, pairs, logit_difference, ["a0.h1"], patch="zero")["a0.h1"]
     assert exact == pytest.approx(change, rel=1e-9)

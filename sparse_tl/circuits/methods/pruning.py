@@ -62,12 +62,10 @@ class Acdc(SearchResult):
     Args:
         history: one row per test: the part, the change of the metric, whether the part was kept.
         threshold: threshold of the last pass.
-        value: metric under the circuit, or divergence in nats.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     threshold: float
-    value: float
     prompt_start: str | None = None
 
     def __repr__(self) -> str:
@@ -133,7 +131,6 @@ def acdc(
         held_out=evaluated(others, metric, [circuit]) if others else None,
         history=pd.DataFrame(search.history, columns=["part", "moved", "kept"]),
         threshold=search.threshold,
-        value=search.value,
         prompt_start=pairs.start,
     )
 
