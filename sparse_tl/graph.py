@@ -29,9 +29,7 @@ from sparse_tl.arguments import AtLeastOne, checked, did_you_mean
 Kind = Literal["input", "head", "kv_head", "mlp", "logits"]
 Slot = Literal["q", "k", "v"]
 
-_NAME = re.compile(
-    r"(?P<plain>input|logits)|m(?P<mlp>\d+)|a(?P<layer>\d+)\.(?P<sort>h|kv)(?P<head>\d+)"
-)
+_NAME = re.compile(r"(input|logits)|m(\d+)|a(\d+)\.(h|kv)(\d+)")
 _ATTENTION_EDGE = re.compile(r"a(\d+)\.h(\d+):(\d+)->(\d+)")
 
 
@@ -67,12 +65,12 @@ class Node(_Named):
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f'{name!r} is no node such as "input", "a3.h2", "a3.kv1" or "m3"')
-        if match["plain"]:
-            return Node(match["plain"])  # type: ignore[arg-type]
-        if match["mlp"]:
-            return Node("mlp", int(match["mlp"]))
-        kind: Kind = "head" if match["sort"] == "h" else "kv_head"
-        return Node(kind, int(match["layer"]), int(match["head"]))
+        plain, mlp, layer, kind, head = match.groups()
+        if plain:
+            return Node(plain)
+        if mlp:
+            return Node("mlp", int(mlp))
+        return Node("head" if kind == "h" else "kv_head", int(layer), int(head))
 
 
 @dataclass(frozen=True, repr=False)

@@ -232,7 +232,7 @@ class _Activations(Site):
         patch: PatchValues,
         now: GatedPass,
         clean: Float[Tensor, "rows ..."],
-    ) -> Float[Tensor, "stacked ..."]:
+    ) -> Float[Tensor, "rows ..."]:
         if not isinstance(gates, Tensor):
             gates = gates(clean, now.start)
         elif self.spans is not None:

@@ -192,14 +192,11 @@ def check_scores(
     names = grid.names(torch.cat([strongest, drawn]))
     options: dict[str, Any] = {"patch": patch, "positions": positions, "batch_size": batch_size}
     exact = patch_exactly(model, pairs, metric, names, **options, progress=progress)
-    halves = ["strongest"] * len(strongest) + ["random"] * len(drawn)
-    table = pd.DataFrame(
-        {"part": names, "drawn": halves, "score": [scores[name] for name in names]}
-    )
-    table["exact"] = exact.to_numpy()
+    table = exact.rename_axis("part").reset_index(name="exact")
+    table.insert(1, "drawn", ["strongest"] * len(strongest) + ["random"] * len(drawn))
+    table.insert(2, "score", [scores[name] for name in names])
     table["miss"] = table["score"] - table["exact"]
-    order = table["miss"].abs().sort_values(ascending=False, kind="stable").index
-    table = table.loc[order].reset_index(drop=True)
+    table = table.sort_values("miss", key=abs, ascending=False, kind="stable", ignore_index=True)
     return ScoreCheck(scores.method, grid.noun, len(pairs), table)
 
 
