@@ -110,10 +110,7 @@ def from_eap_ig(
     graph = ungrouped if graph is None else graph
     if _ungrouped(graph) != ungrouped:
         raise ValueError(f"these are the edges of {ungrouped!r}, not of {graph!r}")
-    numbers = {name: number for number, name in enumerate(ungrouped.names(ungrouped.places))}
-    for name in edges.keys() - numbers.keys():
-        ungrouped.index(name)  # raises, and says why
-    places = tuple(ungrouped.places[[numbers[name] for name in edges]].T)
+    places = tuple(torch.tensor([ungrouped.index(name) for name in edges]).view(-1, 2).T)
     scores = torch.zeros(ungrouped.exists.shape, dtype=torch.float64)
     values = [edge.get("score", 0.0) for edge in edges.values()]
     scores[places] = torch.tensor(values, dtype=torch.float64)
