@@ -58,7 +58,8 @@ class PatchValues:
     ) -> None:
         self.patch, self.values = patch, {}
         self._generator = torch.Generator().manual_seed(seed)
-        self._rows: Tensor | None = None
+        self.rows: Tensor | None = None
+        """For "resample", the reference prompt of each row; drawn when it is first needed."""
         prompts = reference_prompts(adapter, patch, reference)
         if not isinstance(patch, str):
             missing = [name for name in names if name not in patch]
@@ -71,12 +72,6 @@ class PatchValues:
             else:
                 with torch.no_grad():
                     self.values, self.final = _recorded(adapter, prompts, names, order)
-
-    def draw(self, n_prompts: int) -> None:
-        """Draw new reference prompts for a pass over `n_prompts` prompts."""
-        if self.patch == "resample" and self.values:
-            n = len(next(iter(self.values.values())))
-            self._rows = torch.randint(n, (n_prompts,), generator=self._generator)
 
     def at(
         self, name: str, like: Float[Tensor, "rows ..."], n_stack: int = 1, start: int = 0
@@ -91,11 +86,10 @@ class PatchValues:
         value = self.values[name]
         n_prompts = len(like) // n_stack
         if self.patch == "resample":
-            if self._rows is None or len(like) % len(self._rows):
-                self.draw(n_prompts)
-            assert self._rows is not None
+            if self.rows is None or len(like) % len(self.rows):
+                self.rows = torch.randint(len(value), (n_prompts,), generator=self._generator)
             # Where gates of another stack repeat the prompts, all copies get the same reference.
-            value = value[self._rows.repeat(len(like) // len(self._rows)).to(value.device)]
+            value = value[self.rows.repeat(len(like) // len(self.rows)).to(value.device)]
         if isinstance(self.patch, str):
             value = _columns(name, value, like, start)
         if value.ndim == like.ndim and len(value) not in (1, len(like)):

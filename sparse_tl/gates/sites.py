@@ -286,11 +286,11 @@ class Heads(_Activations):
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
 
-            def draw(pattern: Float[Tensor, "rows head query key"]) -> None:
-                if not now.start:  # a new pass has new reference prompts
-                    patch.draw(len(pattern) // now.n_stack)
+            def renew(cached: Int[Tensor, ""]) -> None:
+                if not cached:  # a new pass has new reference prompts
+                    patch.rows = None
 
-            hooks.append((hooks[0][0].replace("hook_z", "hook_pattern"), Order.FIRST, draw))
+            hooks.append(("cached_columns", Order.FIRST, renew))
         return hooks
 
 

@@ -41,6 +41,27 @@ def test_a_call_without_with_warns_that_it_does_nothing(build_tiny: Build) -> No
         ablate_heads(build_tiny(), HEADS)
 
 
+@torch.no_grad()
+def test_every_pass_draws_reference_prompts_of_its_own(build_tiny: Build) -> None:
+    """For each prompt one, at all heads: what two passes write are other rows of the reference."""
+    model, tokens, reference = build_tiny(), _tokens(3), _tokens(40, seed=1)
+    of_reference = [z[:, :, head] for z, (_, head) in zip(_z(model, reference), HEADS, strict=True)]
+    drawn = []
+    for _ in range(2):
+        with ablate_heads(model, HEADS, "resample", reference=reference, seed=3):
+            for _ in range(2):
+                found = [
+                    z[:, :, head] for z, (_, head) in zip(_z(model, tokens), HEADS, strict=True)
+                ]
+                same = [
+                    (some[:, None] == every).flatten(2).all(dim=2)
+                    for some, every in zip(found, of_reference, strict=True)
+                ]
+                assert torch.equal(*same) and same[0].any(dim=1).all()
+                drawn.append(same[0].int().argmax(dim=1).tolist())
+    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+
+
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
 def test_zeroed_heads_write_nothing(build_tiny: Build, kind: str) -> None:
     model, tokens = build_tiny(kind), _tokens(3)
