@@ -203,18 +203,15 @@ class _Activations(Site):
     spans: Spans | None = None
     order = Order.FIRST  # so that caches and user hooks see gated activations
 
-    def layer(self, index: int) -> int:
-        """The layer of an index along the first axis of the gates."""
-        return index
-
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        return min(map(self.layer, found), default=adapter.n_layers)
+        names = self.points(adapter)
+        return min((_layer(names[index]) for index in found), default=adapter.n_layers)
 
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         hooks: list[Hook] = []
         for index, name in enumerate(self.points(adapter)):
-            layer = self.layer(index)
+            layer = _layer(name)
             if isinstance(gates, ClosedEdges):
                 here, acts = partial(gates.on, layer), layer in gates.layers
             else:
@@ -343,10 +340,11 @@ class HookPoints(_Activations):
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return list(self.names)
 
-    def layer(self, index: int) -> int:
-        """The layer of a hook point; 0 for one that is in no layer."""
-        found = re.match(r"blocks\.(\d+)\.", self.names[index])
-        return int(found[1]) if found else 0
+
+def _layer(name: str) -> int:
+    """The layer of a hook point; 0 for one that is in no layer."""
+    found = re.match(r"blocks\.(\d+)\.", name)
+    return int(found[1]) if found else 0
 
 
 def _acts(gates: Tensor) -> bool:

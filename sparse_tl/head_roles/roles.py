@@ -39,9 +39,8 @@ class HeadRoles(Result):
         recorded_at: number of updates before each record, from 0 to all.
         losses: mean NLL per held-out target token in nats, by stage and seed.
         dense_loss: mean NLL of the model without gates.
-        fitted: whether the losses of G+ and G- exceed `dense_loss` by at most ``8 |lambda|`` nats
-            and two standard errors. Otherwise, opening all gates would be better, and the gates are
-            not informative.
+        fitted: whether G+ and G- cost at most ``8 |lambda|`` nats and two standard errors; if not,
+            opening all gates would be better, and the gates are not informative.
         removed: increase of the NLL in nats when one head is removed from the model.
         removed_together: increase of the NLL when all heads of a role are removed, by start (the
             model, or the fitted G+), role and seed.
