@@ -119,17 +119,15 @@ def effect_draws(
     circuit: Float[Tensor, "*circuit pair"],
     clean: Float[Tensor, " pair"],
     none: Float[Tensor, " pair"],
-    resamples: int = 1000,
 ) -> Float[Tensor, " draw *circuit"]:
-    """The explained effect on pairs drawn with replacement, for each draw.
+    """The explained effect on pairs drawn with replacement, for each of 1,000 draws.
 
     Draws in which the patch has no effect, or the opposite effect, have no meaningful ratio and are
     left out.
     """
     generator = torch.Generator().manual_seed(0)
-    n_pairs = len(clean)
-    pairs = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
-    weights = torch.zeros(resamples, n_pairs, dtype=clean.dtype)
+    pairs = torch.randint(len(clean), (1000, len(clean)), generator=generator)
+    weights = torch.zeros(pairs.shape, dtype=clean.dtype)
     weights.scatter_add_(1, pairs, torch.ones_like(weights))
     total = weights @ (clean - none)
     usable = total.sign() == (clean - none).mean().sign()

@@ -360,14 +360,13 @@ def ablate_attention_edges(
     query: Columns | None = None,
     key: Columns | None = None,
 ) -> AbstractContextManager[None]:
-    """Inside the block, attention is 0 at these edges, whatever the learned gates are.
+    """Inside the block, attention of a model is 0 at these edges, whatever the learned gates are.
 
     Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
     column 15 on, including tokens still to be generated, to columns 2 and 3. As with a closed gate,
     nothing is renormalised: the weights of other keys do not change.
 
     Args:
-        model: dense or sparse model.
         edges: (layer, head, query, key) tuples, with query and key as columns from 0; or names,
             from key to query: ``["a3.h2:5->8"]``.
         heads: in place of `edges`: heads in which the rule holds, as in `ablate_heads`; all by

@@ -55,15 +55,6 @@ def gated_heads_run(model: HookedModel, batch: TokenBatch) -> tuple[GatedRun, La
     return run, batch.loss_labels()
 
 
-def target_losses(model: HookedModel, batch: TokenBatch, gates: Gates) -> Losses:
-    """The negative log-probability in nats of every target token under every gate matrix.
-
-    It can be differentiated with respect to the gates.
-    """
-    run, labels = gated_heads_run(model, batch)
-    return label_losses(model, run.final(gates), labels)
-
-
 def label_losses(model: HookedModel, final: Final, labels: Labels) -> Losses:
     """The negative log-probability in nats of labels, given final residual streams."""
     size = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
@@ -131,8 +122,9 @@ class GatedHeads(nn.Module):
         self.theta = nn.Parameter(theta.clone())
 
     def forward(self, batch: TokenBatch) -> Losses:
-        """The negative log-probability in nats of every target token."""
-        return target_losses(self.model, batch, self.theta.sigmoid())
+        """The negative log-probability in nats of every target token under every gate matrix."""
+        run, labels = gated_heads_run(self.model, batch)
+        return label_losses(self.model, run.final(self.theta.sigmoid()), labels)
 
     def mean_theta(self) -> Float[Tensor, " stack"]:
         """The mean over heads of clamped theta."""

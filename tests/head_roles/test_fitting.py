@@ -21,7 +21,7 @@ from sparse_tl.head_roles import (
     target_log_probabilities,
 )
 from sparse_tl.head_roles.fitting import check_fits, first_gates
-from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
+from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 
 Build = Callable[..., Model]
 SETTINGS: dict[str, Any] = {"updates": 6, "batch_size": 8, "record_every": 2, "progress": False}
@@ -54,7 +54,7 @@ def _nll(model: Model, rows: TokenBatch, gates: torch.Tensor) -> torch.Tensor:
 def test_losses_are_those_of_the_models_logits(build_tiny: Build) -> None:
     model, batch = build_tiny("float64"), _batch()
     gates = torch.rand(3, 2, 2, dtype=torch.float64)
-    found = target_losses(model, batch, gates)
+    found = GatedHeads(model, gates.logit())(batch)
     expected = torch.stack([_nll(model, batch, one) for one in gates])
     assert torch.allclose(found, expected, atol=1e-12)
 
@@ -66,10 +66,10 @@ def test_few_logits_at_a_time_change_nothing(
     results = []
     for at_once in (2**24, 3 * 13 * 2):
         monkeypatch.setattr(likelihood, "LOGITS_AT_ONCE", at_once)
-        gates = torch.full((3, 2, 2), 0.4, dtype=torch.float64, requires_grad=True)
-        losses = target_losses(model, batch, gates)
+        gated = GatedHeads(model, torch.full((3, 2, 2), 0.4, dtype=torch.float64))
+        losses = gated(batch)
         losses.square().sum().backward()
-        results.append((losses.detach(), gates.grad))
+        results.append((losses.detach(), gated.theta.grad))
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
 

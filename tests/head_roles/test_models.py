@@ -13,7 +13,7 @@ from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import fit_head_gates
 from sparse_tl.head_roles.fitting import check_fits
-from sparse_tl.head_roles.likelihood import target_losses
+from sparse_tl.head_roles.likelihood import GatedHeads
 
 SETTINGS: dict[str, Any] = {"updates": 2, "batch_size": 8, "seeds": 1, "progress": False}
 
@@ -43,7 +43,8 @@ def test_bidirectional_models_see_what_follows_the_answers_position(
     dataset = TargetDataset(TokenBatch(tokens, (asked + 1)[:, None].repeat(1, 2), mask))
     expected = _own_losses(model, dataset.rows)
     assert expected.mean() < 0.1
-    assert torch.allclose(target_losses(model, dataset.rows, torch.ones(1, 1, 2))[0], expected)
+    opened = GatedHeads(model, torch.full((1, 1, 2), torch.inf))
+    assert torch.allclose(opened(dataset.rows)[0], expected)
     found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
     assert found.dense_loss == pytest.approx(expected.mean().item(), abs=1e-6)
     with pytest.raises(ValueError, match="padded prompts .* bidirectional attention"):

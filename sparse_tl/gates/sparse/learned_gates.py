@@ -432,11 +432,9 @@ def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) 
         there is not None and size not in (1, there)
         for size, there in zip(given, edges, strict=True)
     ):
-        names = zip(("layer", "head", "query", "key"), edges, strict=True)
-        here = ", ".join(name if there is None else str(there) for name, there in names)
         raise ValueError(
             f"edge_cost has the shape {list(cost.shape)}, which does not broadcast to "
-            f"[layer, head, query, key], here [{here}]"
+            f"[layer, head, query, key], here {['any' if n is None else n for n in edges]}"
         )
 
 
