@@ -360,17 +360,16 @@ class CircuitGraph(PartGrid):
 
     def source_index(self, node: Node | str) -> int:
         """The row of a source."""
-        if str(node) not in self._rows:
-            hint = did_you_mean(str(node), self._rows)
-            raise ValueError(f"{self!r} has no {node} as a source.{hint}")
-        return self._rows[str(node)]
+        return self._place(str(node), self._rows, "source")
 
     def destination_index(self, destination: Destination | str) -> int:
         """The column of a destination."""
-        if str(destination) not in self._columns:
-            hint = did_you_mean(str(destination), self._columns)
-            raise ValueError(f"{self!r} has no {destination} as a destination.{hint}")
-        return self._columns[str(destination)]
+        return self._place(str(destination), self._columns, "destination")
+
+    def _place(self, name: str, places: dict[str, int], kind: str) -> int:
+        if name not in places:
+            raise ValueError(f"{self!r} has no {name} as a {kind}.{did_you_mean(name, places)}")
+        return places[name]
 
     def _named(self, part: CircuitEdge | str) -> tuple[int, ...]:
         source, arrow, destination = str(part).partition("->")

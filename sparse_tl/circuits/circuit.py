@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparse_tl.arguments import Count, checked
 from sparse_tl.gates.patches import Patch, needs_reference
@@ -319,8 +320,7 @@ def roc(scores: Scores, known: Circuit) -> Roc:
     tied = torch.zeros(len(thresholds), dtype=torch.float64)
     hits = tied.index_add(0, group, positive.double()).flip(0).cumsum(0) / n_positive
     misses = tied.index_add(0, group, (~positive).double()).flip(0).cumsum(0) / n_negative
-    start = torch.zeros(1, dtype=torch.float64)
-    fpr, tpr = torch.cat([start, misses]), torch.cat([start, hits])
+    fpr, tpr = pad(misses, (1, 0)), pad(hits, (1, 0))  # from 0
     return Roc(fpr, tpr, torch.trapezoid(tpr, fpr).item())
 
 

@@ -33,11 +33,9 @@ def runs_of_search(
 ) -> tuple[PairRuns, PairRuns | None]:
     """Runs of the pairs of a search, and of held-out pairs, if any; checked to have an effect."""
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
-    runs.check_effect(metric)
-    if held_out is None:
-        return runs, None
-    others = PairRuns(model, site, held_out, patch, batch_size)
-    others.check_effect(metric)
+    others = None if held_out is None else PairRuns(model, site, held_out, patch, batch_size)
+    for some in filter(None, (runs, others)):
+        some.check_effect(metric)
     return runs, others
 
 
