@@ -360,7 +360,7 @@ def ablate_attention_edges(
     query: Columns | None = None,
     key: Columns | None = None,
 ) -> AbstractContextManager[None]:
-    """Inside the block, attention of a model is 0 at these edges, whatever the learned gates are.
+    """Inside the block, a model's attention is 0 at these edges, whatever its learned gates are.
 
     Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
     column 15 on, including tokens still to be generated, to columns 2 and 3. As with a closed gate,
