@@ -148,7 +148,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def _own_place(self, layer: int, what: str) -> HookPoint | Viewed | Place | None:
-        """The place of this name in a layer; None if it is a hook point of the model, or unknown."""
+        """The place of this name in a layer; None if it is a hook point of the model or unknown."""
 
     @property
     def _given_cache(self) -> list[nn.Module]:
