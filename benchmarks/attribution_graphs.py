@@ -9,8 +9,10 @@ attention patterns of this run, and with those of the prompt. Prints
 - the number of nodes, of 100, 200, 400, ..., that carry 80 % of the effect, and the attention edges
   among them;
 - the number of nodes that hold 80 % of the absolute flow, and the attention edges among them;
-- with ``--scores``, replacement and completeness score of a graph of 300 nodes, as circuit-tracer
-  defines them, and the correlation of predicted and exact effects of its 30 strongest nodes.
+
+or, with ``--scores``, of a graph of 300 nodes, replacement and completeness score as circuit-tracer
+defines them, and the correlation of predicted and exact effects of its 50 strongest nodes. A run
+that was stopped goes on from its rows in ``--out``.
 
     python benchmarks/attribution_graphs.py --text sentences.txt [--each 16] [--scores]
 """
@@ -103,6 +105,18 @@ def _shares(run: GraphRun, edges: Tensor, units: Tensor, corrupted: Tensor) -> d
     return row
 
 
+def scores(model: Any, clean: Tensor, target: Any) -> dict[str, float]:
+    """The scores of the graph of one prompt, and how well it predicts what its nodes do."""
+    graph = attribution_graph(model, clean, target=target)
+    check = check_graph(model, graph)
+    return {
+        "replacement": graph.replacement_score,
+        "completeness": graph.completeness_score,
+        "correlation": check.correlation,
+        "misses": len(check.misses) / len(check.nodes),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, required=True)
@@ -111,24 +125,30 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     models = dict(zip(("dense", "sparse"), load_language_models(), strict=True))
-    rows: list[dict[str, Any]] = []
-    for kind, clean, corrupted, target in prompts(models["dense"], options.text, options.each):
+    all_prompts = prompts(models["dense"], options.text, options.each)
+    out, rows = options.out, list[dict[str, Any]]()
+    if out is not None and out.exists():
+        rows = json.loads(out.read_text())
+    for kind, clean, corrupted, target in all_prompts[len(rows) // 2 :]:
         for name, model in models.items():
-            row = measure(model, clean, corrupted, target)
             if options.scores:
-                graph = attribution_graph(model, clean, target=target)
-                row |= {
-                    "replacement": graph.replacement_score,
-                    "completeness": graph.completeness_score,
-                    "correlation": check_graph(model, graph, n=30).correlation,
-                }
+                row = scores(model, clean, target)
+            else:
+                row = measure(model, clean, corrupted, target)
             rows.append({"model": name, "prompts": kind, **row})
-        if options.out:
-            options.out.write_text(json.dumps(rows))
+        if out is not None:
+            out.write_text(json.dumps(rows))
     table = pd.DataFrame(rows).groupby(["prompts", "model"])
-    for title, shown in ("mean", table.mean()), ("half 95 %", 1.96 * table.sem()):
-        print(title, shown.T.round(3).to_string(), sep="\n")
-    print("median", table.median().T.round(0).to_string(), sep="\n")
+    by_model = pd.DataFrame(rows).groupby("model")
+    dense, sparse = (by_model.get_group(name).reset_index(drop=True) for name in models)
+    more = (sparse.drop(columns=["model", "prompts"]) - dense[sparse.columns[2:]]).groupby(
+        sparse["prompts"]
+    )
+    for title, shown in ("by model", table), ("sparse less dense, prompt by prompt", more):
+        print(f"{title}: n", shown.size().T.to_string(), sep="\n")
+        print(f"{title}: mean", shown.mean().T.round(3).to_string(), sep="\n")
+        print(f"{title}: half of 95 %", (1.96 * shown.sem()).T.round(3).to_string(), sep="\n")
+        print(f"{title}: median", shown.median().T.round(3).to_string(), sep="\n")
 
 
 if __name__ == "__main__":

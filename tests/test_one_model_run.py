@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from tiny import save_taught_task_models
 
 from sparse_tl.backend import load_model
-from sparse_tl.circuits import AttributionGraph, HeadBehaviour, head_behaviour
+from sparse_tl.circuits import AttributionGraph, HeadBehaviour, find_examples, head_behaviour
 from sparse_tl.jobs import one_model, run_graph, run_head_behaviour
 from sparse_tl.tasks import GreaterThanTask, IOITask
 
@@ -61,10 +62,14 @@ def test_the_graph_of_a_prompt_in_two_models(
     model = load_model(models[0], device="cpu")
     (prompt,) = model.tokenizer.batch_decode(IOITask().pairs(model, 1).clean)
     asked: dict[str, Any] = {"model": models, "prompt": prompt, "nodes": 12, **QUIET}
+    asked["examples"] = True
+    monkeypatch.setattr(one_model, "load_examples", partial(find_examples, texts=[prompt]))
     graphs = run_graph(tmp_path, **asked)
     assert list(graphs) == ["dense", "sparse"]
     for title, graph in graphs.items():
         assert AttributionGraph.load(tmp_path / title / "graph").value == graph.value
+        neurons = graph.nodes[graph.nodes["kind"] == "neuron"]
+        assert len(neurons) and all(neurons["examples"])
         assert len(pd.read_csv(tmp_path / title / "nodes.csv")) == len(graph.nodes)
         assert len(pd.read_csv(tmp_path / title / "links.csv")) == len(graph.links)
     assert "sparse" in (tmp_path / "graph.html").read_text()

@@ -72,7 +72,11 @@ from sparse_tl.circuits.prompt.attribution_graph import (
     AttributionGraph as AttributionGraph,
     attribution_graph as attribution_graph,
 )
-from sparse_tl.circuits.prompt.examples import with_examples as with_examples
+from sparse_tl.circuits.prompt.examples import (
+    Examples as Examples,
+    find_examples as find_examples,
+    with_examples as with_examples,
+)
 from sparse_tl.circuits.prompt.graph_checks import (
     GraphCheck as GraphCheck,
     check_graph as check_graph,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sparse_tl.circuits import AttributionGraph, HeadBehaviour, attribution_graph
+from sparse_tl.circuits import AttributionGraph, HeadBehaviour, attribution_graph, with_examples
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.jobs.circuits import behaviour
 from sparse_tl.jobs.folder import RunFolder, save_figures, saved
@@ -15,7 +15,7 @@ from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, Runni
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.storage.files import write_csv
 from sparse_tl.tasks import TASKS_BY_NAME
-from sparse_tl.zoo import load_named_model
+from sparse_tl.zoo import load_examples, load_named_model
 
 
 @takes(HeadBehaviourJob)
@@ -62,7 +62,10 @@ def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGr
 
         def measured(name: str = name) -> AttributionGraph:
             model = load_named_model(name, load_dense_or_sparse, device=how.device)
-            return attribution_graph(model, job.prompt, target=target, max_nodes=job.nodes)
+            found = attribution_graph(model, job.prompt, target=target, max_nodes=job.nodes)
+            if not job.examples:
+                return found
+            return with_examples(model, found, load_examples(model, progress=how.progress))
 
         place = folder / title
         with folder.stage(title):

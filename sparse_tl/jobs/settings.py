@@ -437,6 +437,9 @@ class GraphJob(Job):
     )
     minus: str | None = setting(None, "Token whose logit is subtracted.", "TEXT", INPUT)
     nodes: AtLeastOne = setting(300, "Maximum number of nodes.")
+    examples: bool = setting(
+        False, "Where neurons are active in text that the model writes; takes minutes, once."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> GraphJob:

@@ -17,6 +17,7 @@ from sparse_tl.zoo.built_in import (
     task_rows as task_rows,
     task_tokenizer as task_tokenizer,
 )
+from sparse_tl.zoo.examples import load_examples as load_examples
 from sparse_tl.zoo.language import (
     PUBLISHED as PUBLISHED,
     SMOLLM2 as SMOLLM2,

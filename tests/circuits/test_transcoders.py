@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from sparse_tl.circuits.prompt.attribution_graph import attribution_graph
 from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect
 from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders
 
-pytestmark = pytest.mark.usefixtures("double_precision")
+pytestmark = [
+    pytest.mark.usefixtures("double_precision"),
+    pytest.mark.filterwarnings("ignore:at most positions"),  # features here are random
+]
 
 FEATURES = 24
 
@@ -192,6 +197,19 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
         assert row["exact"] == pytest.approx(value(nodes.loc[row["name"]].to_dict()) - value(None))
     with pytest.raises(ValueError, match="basis"):
         check_graph(model, graph)
+
+
+def test_transcoders_of_another_model_are_warned_of(tmp_path: Path) -> None:
+    model = llama()
+    random = load_transcoders(tracer_folder(tmp_path / "t", model))
+    with pytest.warns(UserWarning, match="larger than what the MLP .*name 'llama'"):
+        attribution_graph(model, TOKENS, basis=random)
+    nothing = [
+        replace(each, decoder=0 * each.decoder, bias=0 * each.bias) for each in random.layers
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attribution_graph(model, TOKENS, basis=replace(random, layers=nothing))
 
 
 def test_both_formats_hold_the_same(tmp_path: Path) -> None:

@@ -153,9 +153,8 @@ class AttributionGraph(Result):
         The rest comes from errors and from what is left out. As ``compute_graph_scores`` of
         circuit-tracer does, where all that is left out counts as errors.
         """
-        influence, lost = self._lost()
-        from_tokens = influence[self.nodes["kind"] == "embedding"].sum()
-        return float(from_tokens / (from_tokens + (influence * lost).sum()))
+        from_tokens = self.nodes["influence"][self.nodes["kind"] == "embedding"].sum()
+        return float(from_tokens / (from_tokens + self._from_errors()))
 
     @property
     def completeness_score(self) -> float:
@@ -164,23 +163,17 @@ class AttributionGraph(Result):
         As ``compute_graph_scores`` of circuit-tracer does, where all that is left out counts as
         errors, which have no inputs to explain.
         """
-        influence, lost = self._lost()
-        errors = (influence * lost).sum()
-        return float(influence.sum() / (influence.sum() + errors))
+        explained = self.nodes["influence"][self.nodes["kind"] != "error"].sum()
+        return float(explained / (explained + self._from_errors()))
 
-    def _lost(self) -> tuple[pd.Series[float], pd.Series[float]]:
-        """The influence of each node but errors, and the share of its inputs that is left out or
-        comes from errors."""
-        nodes, links = self.nodes, self.links
-        real = nodes["kind"] != "error"
-        explained = (
-            links[links["source"].map(real)]
-            .groupby("target")["flow"]
-            .agg(lambda flow: flow.abs().sum())
-        )
-        share = explained.reindex(nodes.index, fill_value=0.0) / nodes["inputs"]
-        lost = (1 - share).where(nodes["inputs"] > 0, 0.0)
-        return nodes["influence"].where(real, 0.0), lost.clip(lower=0.0)
+    def _from_errors(self) -> float:
+        """The influence of errors and of what is left out.
+
+        Each node passes its influence on to its inputs, so it is what does not come from nodes
+        without any.
+        """
+        ends = (self.nodes["inputs"] == 0) & (self.nodes["kind"] != "error")
+        return max(0.0, 1 - self.nodes["influence"][ends].sum())
 
     def __repr__(self) -> str:
         kinds = self.nodes["kind"].value_counts()
@@ -201,7 +194,6 @@ def attribution_graph(
     *,
     target: Token | tuple[Token, Token] | None = None,
     top: AtLeastOne = 1,
-    position: int = -1,
     basis: Basis = "neurons",
     max_nodes: AtLeastOne = 300,
 ) -> AttributionGraph:
@@ -209,12 +201,11 @@ def attribution_graph(
 
     Args:
         model: dense or sparse model; left unchanged.
-        prompt: text or tokens.
+        prompt: text or tokens; the logits are read at its end.
         target: token whose logit is explained, above the mean logit; by default the prediction. Of
             two tokens, the difference of their logits.
         top: without a target, the number of most likely tokens whose logits are explained together,
             weighted by their probabilities.
-        position: column where the logits are read.
         basis: what MLPs are a sum of: neurons, or the features of `load_transcoders`.
         max_nodes: maximum number of nodes, besides embeddings and the target.
 
@@ -222,11 +213,7 @@ def attribution_graph(
         ValueError: the model's parts do not add up to its logits, or have no linear rule; the
             prompt cannot be run, a target is not one token, or the transcoders do not fit.
     """
-    tokens = prompt_tokens(model, prompt)
-    n = len(tokens)
-    if not -n <= position < n:
-        raise ValueError(f"position is a column of the prompt, {-n} to {n - 1}; got {position}")
-    tokens, adapter = tokens[: position % n + 1], adapt(model)
+    tokens, adapter = prompt_tokens(model, prompt), adapt(model)
     run = Linearised(adapter, tokens, transcoders_of(basis, adapter))
     if target is None:
         logits = adapter.logits(run.final.detach()[None, None])[0, 0].detach()
@@ -235,10 +222,8 @@ def attribution_graph(
         weights = (likely.values / likely.values.sum()).tolist()
     else:
         given = target if isinstance(target, tuple) else (target,)
-        answers, weights = (
-            [output_number(model, token) for token in given],
-            [1.0, -1.0][: len(given)],
-        )
+        answers = [output_number(model, token) for token in given]
+        weights = [1.0, -1.0][: len(given)]
     value = run.explain(answers, weights)
     names = [f'"{output_text(model, number, tokens)}"' for number in answers]
     return AttributionGraph(
@@ -257,7 +242,6 @@ def _tables(model: HookedModel, run: Linearised, nodes: Nodes) -> tuple[pd.DataF
     links, table = nodes.links(), nodes.table
     into = links.groupby("target")["flow"].sum().reindex(table.index, fill_value=0.0)
     table["left_out"] = (table["flow"] - table["constant"] - into).where(table["reads"] >= 0, 0.0)
-    table["inputs"] = run.inputs(nodes).tolist()
     table["influence"] = _influence(table, links)
     rows: list[Any] = table.to_dict("records")
     table["name"] = [_NAMES[row["kind"]].format(**row) for row in rows]

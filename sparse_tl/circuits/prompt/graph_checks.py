@@ -282,13 +282,11 @@ class _GatedPass:
     def _attention(self, layer: int, z: Tensor) -> Tensor:
         pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
         gate = self.gates.edges[:, layer]
-        if pattern in self.patterns:
-            own = _moved(gate * self.patterns[pattern], self.seen[v])
-        else:
-            own = z - _moved((1 - gate) * self.seen[pattern], self.seen[v])
+        own = self.seen[pattern]
+        z = z + _moved(gate * self.patterns.get(pattern, own) - own, self.seen[v])
         if not self.others:
-            return own
-        return own + _moved((1 - gate) * self.others[pattern], self.others[v])
+            return z
+        return z + _moved((1 - gate) * self.others[pattern], self.others[v])
 
     def _neurons(self, layer: int, post: Tensor) -> Tensor:
         gate = self.gates.units[:, layer]
@@ -303,10 +301,9 @@ class _GatedPass:
 
     def _decode(self, layer: int, output: Tensor) -> Tensor:
         assert self.transcoders is not None
-        error = output - self.transcoders.written(layer, self.features)
-        error = self._gated(f"errors.{layer}", error, self.gates.errors[:, layer, :, None])
-        written = self.transcoders.written(layer, self.gated_features)
-        return (written + error).to(output.dtype)
+        written, gate = self.transcoders.written, self.gates.errors[:, layer, :, None]
+        error = self._gated(f"errors.{layer}", output - written(layer, self.features), gate)
+        return (written(layer, self.gated_features) + error).to(output.dtype)
 
 
 def _moved(

@@ -5,6 +5,7 @@ See `sparse_tl.circuits.prompt.attribution_graph` for the equations.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class Nodes(NamedTuple):
 
     Args:
         table: one row per node: the columns of `AttributionGraph.nodes` from ``kind`` to
-            ``constant``, and ``reads``, the depth at which a node reads the residual stream, at its
+            ``inputs``, and ``reads``, the depth at which a node reads the residual stream, at its
             source; -1 for one that reads nothing.
         gradient: that of a node's flow by the stream that it reads there.
         writer: row of the node that writes.
@@ -141,6 +142,14 @@ class Linearised:
                     f"the output hook of the transcoders is not what the MLP of layer {layer} adds "
                     "to the residual stream: a norm or a gate comes after it"
                 )
+        ratios = [self.errors[n].norm(dim=1) / self.outputs[n].norm(dim=1) for n in self.errors]
+        if transcoders is not None and torch.cat(ratios).median() > 1:
+            warnings.warn(
+                "at most positions, the error of the transcoders is larger than what the MLP of "
+                f"{adapter.name!r} writes: they seem to be of another model or hook point (their "
+                f"files name {transcoders.model_name or 'no model'!r})",
+                stacklevel=5,
+            )
         self._kept |= {f"features.{layer}": values for layer, values in self.features.items()}
         self.final = final[0, -1]
 
@@ -162,14 +171,14 @@ class Linearised:
 
         With a soft cap on logits, it is that of the logits before it.
         """
-        direction, self.constant = (
+        direction, constant = (
             target_value(each.detach(), answers, weights) for each in self.adapter.unembedding()
         )
         norm = self.adapter.final_norm
         value = norm.share(self.final, self.final.detach()) @ direction
         if norm.bias is not None:
-            self.constant = self.constant + norm.bias.detach() @ direction
-        self.value = value.detach() + self.constant
+            constant = constant + norm.bias.detach() @ direction
+        self.value = value.detach() + constant
         layers = range(self.adapter.n_layers)
         names = [EMBEDDED, *(f"blocks.{layer}.attn.hook_z" for layer in layers)]
         if self.adapter.has_mlps:
@@ -209,21 +218,12 @@ class Linearised:
                 flow=(embedded * self._slope[EMBEDDED][0]).sum(dim=1),
             )
         ]
-        biases = torch.zeros_like(embedded)  # what earlier layers add that is no node
-        streams = [biases]  # what nodes have added, by depth
         for layer in layers:
             groups.append(self._edges(layer, edges[layer], least))
-            streams.append(self._at(layer, "hook_resid_pre") - biases)
-            biases = biases + adapter.b_O(layer).detach()
-            streams.append(streams[-1])  # of a depth that nothing reads without MLPs
             if adapter.has_mlps:
-                streams[-1] = self._at(layer, "mlp_input") - biases
-                found, rest = self._units(layer, units[layer], least)
-                groups.append(found)
-                biases = biases + rest
+                groups.append(self._units(layer, units[layer], least))
             if self.errors:
                 groups.append(self._errors(layer, errors[layer], least))
-        streams.append((self.final.detach() - biases).expand_as(biases))
         gradient, value = self._slope["final"][None], self.value[None]
         groups.append(
             _group(
@@ -239,9 +239,10 @@ class Linearised:
         for row, of_group in zip(rows, writes, strict=True):
             entries += [(row, torch.full_like(row, depth), added) for depth, added in of_group]
         nodes = Nodes(table, torch.cat(gradients), *map(torch.cat, zip(*entries, strict=True)))
-        reads, source, flow = map(nodes.column, ("reads", "source", "flow"))
-        from_nodes = (nodes.gradient * torch.stack(streams).cpu()[reads, source]).sum(dim=1)
-        table["constant"] = (flow - from_nodes).where(reads >= 0, 0.0).tolist()
+        into, inputs = self._inputs(nodes)
+        table["inputs"] = inputs.tolist()
+        constant = nodes.column("flow") - into
+        table["constant"] = constant.where(nodes.column("reads") >= 0, 0.0).tolist()
         return nodes
 
     def _at(self, layer: int, name: str) -> Tensor:
@@ -283,13 +284,16 @@ class Linearised:
         name, n = self._unit_point(layer), len(self.tokens)
         return self._kept[name].reshape(1, n, -1), self._slope[name].reshape(n, -1)
 
-    def _neurons(
-        self, layer: int, values: Float[Tensor, "1 pos unit"]
-    ) -> tuple[Float[Tensor, "pos unit"], Float[Tensor, "unit d_model"]]:
-        """What each neuron's direction is multiplied by, and the directions."""
-        out = self._at(layer, "hook_mlp_out")
+    def _written(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "pos unit"], Float[Tensor, "unit layer d_model"]]:
+        """What each unit writes, at its layer and later ones: a multiple of its directions."""
+        values, out = self._unit_values(layer)[0].detach(), self._at(layer, "hook_mlp_out")
+        if self.transcoders is not None:
+            return values[0], self.transcoders.layers[layer].decoder
         coefficients = neuron_coefficients(self.adapter, layer, values, out[None])[0].to(out.dtype)
-        return coefficients, neuron_directions(self.adapter, layer).detach().to(out.dtype)
+        directions = neuron_directions(self.adapter, layer).detach().to(out.dtype)
+        return coefficients, directions[:, None]
 
     def _edges(self, layer: int, flows: Float[Tensor, "head query key"], least: Tensor) -> _Group:
         head, query, key = (flows.abs() >= least).nonzero(as_tuple=True)
@@ -312,35 +316,24 @@ class Linearised:
             flow=flow,
         )
 
-    def _units(
-        self, layer: int, flows: Float[Tensor, "pos unit"], least: Tensor
-    ) -> tuple[_Group, Float[Tensor, "pos d_model"]]:
-        """The neurons or features with a large flow, and what the MLP adds besides units."""
+    def _units(self, layer: int, flows: Float[Tensor, "pos unit"], least: Tensor) -> _Group:
         values, slope = self._unit_values(layer)
         position, unit = (flows.abs() >= least).nonzero(as_tuple=True)
-        flow, activation = flows[position, unit], values[0].detach()[position, unit]
         stream = self._kept[f"blocks.{layer}.mlp_input"]
         gradient = _pulled_back(values, stream, position, unit, slope[position, unit])
-        out, depth = self._at(layer, "hook_mlp_out"), 2 * layer + 2
-        if self.transcoders is None:
-            coefficients, directions = self._neurons(layer, values.detach())
-            writes = [(depth, coefficients[position, unit, None] * directions[unit])]
-            rest = out - coefficients @ directions
-        else:
-            decoder = self.transcoders.layers[layer].decoder
-            last = min(decoder.shape[1], self.adapter.n_layers - layer)
-            scaled = activation[:, None, None] * decoder[unit, :last]
-            writes = [(depth + 2 * later, scaled[:, later].to(out.dtype)) for later in range(last)]
-            rest = self.transcoders.layers[layer].bias.expand(len(out), -1).to(out.dtype)
-        found = _group(
+        coefficients, directions = self._written(layer)
+        last = min(directions.shape[1], self.adapter.n_layers - layer)
+        added = coefficients[position, unit, None, None] * directions[unit, :last]
+        depth = 2 * layer + 2
+        return _group(
             "neuron" if self.transcoders is None else "feature",
-            *(layer, depth - self.adapter.parallel, gradient, writes),
+            *(layer, depth - self.adapter.parallel, gradient),
+            [(depth + 2 * later, added[:, later].to(stream.dtype)) for later in range(last)],
             index=unit,
             position=position,
-            activation=activation,
-            flow=flow,
+            activation=values[0].detach()[position, unit],
+            flow=flows[position, unit],
         )
-        return found, rest
 
     def _errors(self, layer: int, flows: Float[Tensor, " pos"], least: Tensor) -> _Group:
         position = (flows.abs() >= least).nonzero()[:, 0]
@@ -352,27 +345,35 @@ class Linearised:
             flow=flows[position],
         )
 
-    def inputs(self, nodes: Nodes) -> Float[Tensor, " node"]:
-        """The sum of the absolute flows into each node from all nodes of the model."""
+    def _inputs(self, nodes: Nodes) -> tuple[Float[Tensor, " node"], Float[Tensor, " node"]]:
+        """The sums of the flows into each node from all nodes of the model, and of their sizes."""
         embedded = self._kept[EMBEDDED][0].detach()
         reads, at = (nodes.column(name).to(embedded.device) for name in ("reads", "source"))
         gradient = nodes.gradient.to(embedded.device)
-        found = (embedded[at] * gradient).sum(dim=1).abs()
+        into = (embedded[at] * gradient).sum(dim=1)
+        sizes = into.abs()
         for layer in range(self.adapter.n_layers):
-            later = (reads > 2 * layer + 1).nonzero()[:, 0]
-            found[later] += self._from_edges(layer, gradient[later], at[later])
-            later = (reads > 2 * layer + 2).nonzero()[:, 0] if self.adapter.has_mlps else later[:0]
-            found[later] += self._from_units(layer, gradient[later], at[later], reads[later])
-        return found.cpu()
+            parts = [(2 * layer + 1, self._from_edges)]
+            parts += [(2 * layer + 2, self._from_units)] * self.adapter.has_mlps
+            for depth, flows_from in parts:
+                later = (reads > depth).nonzero()[:, 0]
+                flows = flows_from(layer, gradient[later], at[later], reads[later])
+                into[later] += flows.sum(dim=1)
+                sizes[later] += flows.abs().sum(dim=1)
+        return into.cpu(), sizes.cpu()
 
     def _from_edges(
-        self, layer: int, gradient: Float[Tensor, "node d_model"], at: Int[Tensor, " node"]
-    ) -> Float[Tensor, " node"]:
+        self,
+        layer: int,
+        gradient: Float[Tensor, "node d_model"],
+        at: Int[Tensor, " node"],
+        reads: Int[Tensor, " node"],
+    ) -> Float[Tensor, "node edge"]:
         pattern, values = self._at(layer, "attn.hook_pattern"), self._values(layer)
         weight = self.adapter.W_O(layer).detach().to(gradient.dtype)
         towards = torch.einsum("hdm,nm->nhd", weight, gradient)
-        flow = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
-        return flow.abs().sum(dim=(1, 2)) * self._attention_scale(layer)[at]
+        flows = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
+        return flows.flatten(1) * self._attention_scale(layer)[at, None]
 
     def _from_units(
         self,
@@ -380,19 +381,17 @@ class Linearised:
         gradient: Float[Tensor, "node d_model"],
         at: Int[Tensor, " node"],
         reads: Int[Tensor, " node"],
-    ) -> Float[Tensor, " node"]:
-        values, _ = self._unit_values(layer)
-        if self.transcoders is None:
-            coefficients, directions = self._neurons(layer, values.detach())
-            return (coefficients[at] * (gradient @ directions.T)).abs().sum(dim=1)
-        decoder, active = self.transcoders.layers[layer].decoder, values[0].detach()
-        found = (self.errors[layer][at] * gradient).sum(dim=1).abs()
-        for depth in reads.unique().tolist():
-            rows = (reads == depth).nonzero()[:, 0]
-            n_read = min(decoder.shape[1], (depth - 2 * layer - 1) // 2)
-            written = gradient[rows] @ decoder[:, :n_read].sum(dim=1).T
-            found[rows] += (active[at[rows]] * written).abs().sum(dim=1)
-        return found
+    ) -> Float[Tensor, "node unit"]:
+        coefficients, directions = self._written(layer)
+        n_read = ((reads - 2 * layer - 1) // 2).clamp(max=directions.shape[1])
+        flows = coefficients[at]
+        for n in n_read.unique().tolist():
+            rows = (n_read == n).nonzero()[:, 0]
+            flows[rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
+        if not self.errors:
+            return flows
+        of_error = (self.errors[layer][at] * gradient).sum(dim=1, keepdim=True)
+        return torch.cat([flows, of_error], dim=1)
 
 
 def _pulled_back(

@@ -74,9 +74,10 @@ def attribution_diagram(
     if len({tuple(graph.tokens) for graph in panels.values()}) != 1:
         raise ValueError("the panels of an attribution diagram are graphs of one prompt")
     first = next(iter(panels.values()))
-    rows, index = _nodes(panels)
+    rows, labels = _nodes(panels)
+    index = {row[0]: number for number, row in enumerate(rows)}
     groups = {name: nodes for graph in panels.values() for name, nodes in graph.groups.items()}
-    view = View(max_nodes, "influence", False, False, "sign", False, groups, (), _labels(panels))
+    view = View(max_nodes, "influence", False, False, "sign", False, groups, (), labels)
     if state is not None:
         view = read_view(state, view)
     title = title or f"{first.target} after {''.join(first.tokens)[-80:]}"
@@ -96,49 +97,30 @@ def attribution_diagram(
     return diagram_of(data, view, first.tokens, Surround(tuple(panels), title, transition))
 
 
-def _rows(graph: AttributionGraph) -> list[Any]:
-    """The nodes of a graph as dictionaries."""
-    return graph.nodes.to_dict("records")
-
-
-def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str, int]]:
-    """The nodes of all graphs in the order of the model, and the row of each by name."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
-    for graph in panels.values():
-        for node in _rows(graph):
-            kind, layer = node["kind"], node["layer"]
-            step = {"embedding": 0, "target": _LAST, "attention edge": 2 + 3 * layer}
-            found[node["name"]] = step.get(kind, 3 + 3 * layer), node
-    ordered = sorted(found.items(), key=lambda item: (item[1][0], item[1][1]["position"], item[0]))
-    rows: list[Any] = [
-        [
-            name,
-            _KINDS.get(node["kind"], "mlp"),
-            step,
-            node["position"],
-            None if node["kind"] in ("embedding", "target") else node["layer"],
-        ]
-        for name, (step, node) in ordered
-    ]
-    return rows, {row[0]: number for number, row in enumerate(rows)}
-
-
-def _labels(panels: Mapping[str, AttributionGraph]) -> dict[str, str]:
-    """What nodes are called in the figure: tokens, and the token that an attention edge reads."""
-    labels = dict[str, str]()
+def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str, str]]:
+    """The nodes of all graphs in the order of the model, and what the figure calls them."""
+    rows, labels = dict[str, Any](), dict[str, str]()
     for graph in panels.values():
         tokens = [visible_text(token[:20]) for token in graph.tokens]
-        for node in _rows(graph):
-            name, token = node["name"], tokens[node["source"]]
-            if node["kind"] == "embedding":
-                labels[name] = token
-            elif node["kind"] == "attention edge":
-                labels[name] = f"{name.split('@')[0]} \N{LEFTWARDS ARROW} {token}"
-            elif node["kind"] == "target":
-                labels[name] = visible_text(graph.target[:40])
-            if node.get("label"):
-                labels[name] = visible_text(node["label"][:60])
-    return labels
+        for node in _records(graph):
+            name, kind, layer = node["name"], node["kind"], node["layer"]
+            step = {"embedding": 0, "target": _LAST, "attention edge": 2 + 3 * layer}
+            at = node["position"], None if kind in ("embedding", "target") else layer
+            rows[name] = [name, _KINDS.get(kind, "mlp"), step.get(kind, 3 + 3 * layer), *at]
+            token = tokens[node["source"]]
+            own = {
+                "embedding": token,
+                "attention edge": f"{name.split('@')[0]} \N{LEFTWARDS ARROW} {token}",
+                "target": visible_text(graph.target[:40]),
+            }
+            if label := node.get("label") or own.get(kind):
+                labels[name] = visible_text(label[:60])
+    return sorted(rows.values(), key=lambda row: (row[2], row[3], row[0])), labels
+
+
+def _records(graph: AttributionGraph) -> list[Any]:
+    """The nodes of a graph as dictionaries."""
+    return graph.nodes.to_dict("records")
 
 
 def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict[str, Any]:
@@ -163,7 +145,7 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
         "existing": None,
         "sign": 1,
         "roles": {},
-        "facts": {node["name"]: _facts(graph, node) for node in _rows(graph)},
+        "facts": {node["name"]: _facts(graph, node) for node in _records(graph)},
     }
 
 
