@@ -47,7 +47,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.prompt.linearised import Linearised, Nodes
+from sparse_tl.circuits.prompt.linearised import Linearised
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
@@ -233,20 +233,16 @@ def attribution_graph(
         answers,
         weights,
         value,
-        *_tables(model, run, run.nodes(max_nodes)),
+        *_tables(model, run, max_nodes),
     )
 
 
-def _tables(model: HookedModel, run: Linearised, nodes: Nodes) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _tables(model: HookedModel, run: Linearised, most: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The nodes, and the links between them."""
-    links, table = nodes.links(), nodes.table
-    into = links.groupby("target")["flow"].sum().reindex(table.index, fill_value=0.0)
-    table["left_out"] = (table["flow"] - table["constant"] - into).where(table["reads"] >= 0, 0.0)
+    table, links, added = run.nodes(most)
     table["influence"] = _influence(table, links)
     rows: list[Any] = table.to_dict("records")
     table["name"] = [_NAMES[row["kind"]].format(**row) for row in rows]
-    added = torch.zeros(len(table), nodes.added.shape[1], dtype=nodes.added.dtype)
-    added.index_add_(0, nodes.writer, nodes.added)
     table["promotes"], table["suppresses"] = _read_out(model, run, added)
     return table[list(_COLUMNS)], links
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -30,48 +29,6 @@ from sparse_tl.circuits.prompt.transcoders import Transcoders, feature_hooks
 from sparse_tl.contexts import autograd
 
 
-class Nodes(NamedTuple):
-    """Nodes in the order of the model, the last one being the target, and what they write.
-
-    A node that writes at several layers has several entries in `writer`, `depth` and `added`.
-
-    Args:
-        table: one row per node: the columns of `AttributionGraph.nodes` from ``kind`` to
-            ``inputs``, and ``reads``, the depth at which a node reads the residual stream, at its
-            source; -1 for one that reads nothing.
-        gradient: that of a node's flow by the stream that it reads there.
-        writer: row of the node that writes.
-        depth: depth at which it adds to the residual stream, at its position.
-        added: what it adds.
-    """
-
-    table: pd.DataFrame
-    gradient: Float[Tensor, "node d_model"]
-    writer: Int[Tensor, " entry"]
-    depth: Int[Tensor, " entry"]
-    added: Float[Tensor, "entry d_model"]
-
-    def column(self, name: str) -> Tensor:
-        """A column of the table."""
-        return torch.tensor(self.table[name].to_numpy())
-
-    def links(self) -> pd.DataFrame:
-        """The links of `AttributionGraph`: every flow from one node to another."""
-        position, source, reads = map(self.column, ("position", "source", "reads"))
-        links = list[pd.DataFrame]()
-        for at in position.unique():
-            entries = (position[self.writer] == at).nonzero()[:, 0]
-            readers = (source == at).nonzero()[:, 0]
-            earlier = self.depth[entries, None] < reads[readers]
-            each = (self.added[entries] @ self.gradient[readers].T) * earlier
-            flow = each.new_zeros(len(position), len(readers))
-            flow.index_add_(0, self.writer[entries], each)
-            start, end = flow.nonzero(as_tuple=True)
-            found = {"source": start, "target": readers[end], "flow": flow[start, end].double()}
-            links.append(pd.DataFrame({name: values.numpy() for name, values in found.items()}))
-        return pd.concat(links, ignore_index=True)
-
-
 def target_value(
     logits: Float[Tensor, "*row vocab"], answers: Sequence[int], weights: Sequence[float]
 ) -> Float[Tensor, "*row"]:
@@ -80,26 +37,31 @@ def target_value(
     return found - round(sum(weights)) * logits.mean(dim=-1)
 
 
-_Group = tuple[pd.DataFrame, Tensor, Sequence[tuple[int, Tensor]]]
-"""Nodes of one kind and layer: their table, gradients, and what they add at each depth."""
+_Group = tuple[pd.DataFrame, Float[Tensor, "node d_model"], Float[Tensor, "node d_model"]]
+"""Nodes of one kind and layer: their table, the gradients of their flows by what they read, and
+what they add to the residual stream, at all layers together."""
 
 
 def _group(
     kind: str,
     layer: int,
-    reads: int,
+    depths: tuple[int, int],
     gradient: Float[Tensor, "node d_model"],
-    writes: Sequence[tuple[int, Float[Tensor, "node d_model"]]],
+    added: Float[Tensor, "node d_model"],
     *,
     position: Int[Tensor, " node"],
     **columns: Tensor,
 ) -> _Group:
-    """Nodes of one kind and layer; by default they read at their own position."""
-    zeros = torch.zeros_like(position)
-    columns = {"index": zeros, "position": position, "source": position} | columns
+    """Nodes of one kind and layer; by default they read at their own position.
+
+    `depths` are those at which they read and (first) write the residual stream; -1 if they do not.
+    ``column`` is a node's column in the flows of `Linearised.flows_from`.
+    """
+    index = columns.get("index", torch.zeros_like(position))
+    columns = {"index": index, "column": index, "position": position, "source": position} | columns
     table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
-    table = table.assign(kind=kind, layer=layer, reads=reads)
-    return table, gradient.detach().cpu(), [(depth, x.detach().cpu()) for depth, x in writes]
+    table = table.assign(kind=kind, layer=layer, reads=depths[0], writes=depths[1])
+    return table, gradient.detach(), added.detach()
 
 
 class Linearised:
@@ -200,8 +162,14 @@ class Linearised:
 
     # ---- nodes -----------------------------------------------------------------------------------
 
-    def nodes(self, most: int) -> Nodes:
-        """All embeddings, the `most` other nodes with the largest absolute flow, and the target."""
+    def nodes(self, most: int) -> tuple[pd.DataFrame, pd.DataFrame, Float[Tensor, "node d_model"]]:
+        """All embeddings, the `most` other nodes with the largest absolute flow, and the target.
+
+        Returns:
+            The nodes in the order of the model, with the columns of `AttributionGraph.nodes` that
+            are numbers; their links; and what each node adds to the residual stream, at all layers
+            together.
+        """
         adapter, layers, n = self.adapter, range(self.adapter.n_layers), len(self.tokens)
         edges = [self.edge_flows(layer) for layer in layers]
         units = [self.unit_flows(layer) for layer in layers if adapter.has_mlps]
@@ -212,7 +180,7 @@ class Linearised:
         embedded = self._kept[EMBEDDED][0].detach()
         groups = [
             _group(
-                *("embedding", -1, -1, torch.zeros_like(embedded), [(0, embedded)]),
+                *("embedding", -1, (-1, 0), torch.zeros_like(embedded), embedded),
                 position=torch.arange(n),
                 activation=embedded.norm(dim=1),
                 flow=(embedded * self._slope[EMBEDDED][0]).sum(dim=1),
@@ -227,23 +195,72 @@ class Linearised:
         gradient, value = self._slope["final"][None], self.value[None]
         groups.append(
             _group(
-                *("target", adapter.n_layers, 2 * adapter.n_layers + 1, gradient, []),
+                *("target", adapter.n_layers, (2 * adapter.n_layers + 1, -1), gradient),
+                torch.zeros_like(gradient),
                 position=torch.tensor([n - 1]),
                 activation=value,
                 flow=value,
             )
         )
-        tables, gradients, writes = zip(*(g for g in groups if len(g[0])), strict=True)
-        table, entries = pd.concat(tables, ignore_index=True), list[tuple[Tensor, Tensor, Tensor]]()
-        rows = torch.arange(len(table)).split([len(each) for each in tables])
-        for row, of_group in zip(rows, writes, strict=True):
-            entries += [(row, torch.full_like(row, depth), added) for depth, added in of_group]
-        nodes = Nodes(table, torch.cat(gradients), *map(torch.cat, zip(*entries, strict=True)))
-        into, inputs = self._inputs(nodes)
+        tables, gradients, added = zip(*(g for g in groups if len(g[0])), strict=True)
+        table = pd.concat(tables, ignore_index=True)
+        return table, self._links(table, torch.cat(gradients)), torch.cat(added)
+
+    @torch.no_grad()
+    def _links(self, table: pd.DataFrame, gradient: Float[Tensor, "node d_model"]) -> pd.DataFrame:
+        """The links; adds columns of ``constant``, ``left_out`` and ``inputs`` to the nodes."""
+        names = ("position", "source", "column", "reads", "writes")
+        columns = torch.tensor(table[[*names]].to_numpy().T, device=gradient.device)
+        position, at, column, reads, writes = columns
+        into, inputs, from_nodes = (gradient.new_zeros(len(table)) for _ in range(3))
+        links = list[tuple[Tensor, Tensor, Tensor]]()
+        for depth in range(2 * self.adapter.n_layers + 1):
+            later = (reads > depth).nonzero()[:, 0]
+            flows = self._flows_from(depth, gradient[later], at[later], reads[later])
+            into[later] += flows.sum(dim=1)
+            inputs[later] += flows.abs().sum(dim=1)
+            kept = (writes == depth).nonzero()[:, 0]
+            start, end = (position[kept, None] == at[later]).nonzero(as_tuple=True)
+            links.append((kept[start], later[end], flows[end, column[kept[start]]]))
+        source, target, flow = (torch.cat(each) for each in zip(*links, strict=True))
+        from_nodes.index_add_(0, target, flow)
+        table["constant"] = (table["flow"] - into.tolist()).where(table["reads"] >= 0, 0.0)
+        table["left_out"] = (into - from_nodes).tolist()
         table["inputs"] = inputs.tolist()
-        constant = nodes.column("flow") - into
-        table["constant"] = constant.where(nodes.column("reads") >= 0, 0.0).tolist()
-        return nodes
+        some = flow != 0
+        found = {"source": source[some], "target": target[some], "flow": flow[some].double()}
+        return pd.DataFrame({name: values.cpu().numpy() for name, values in found.items()})
+
+    def _flows_from(
+        self,
+        depth: int,
+        gradient: Float[Tensor, "node d_model"],
+        at: Int[Tensor, " node"],
+        reads: Int[Tensor, " node"],
+    ) -> Float[Tensor, "node column"]:
+        """The flows into nodes from all that writes at a depth, at the positions that they read."""
+        layer = (depth - 1) // 2
+        if depth == 0:
+            embedded = self._kept[EMBEDDED][0].detach()
+            return (embedded[at] * gradient).sum(dim=1, keepdim=True)
+        if depth % 2:
+            pattern, values = self._at(layer, "attn.hook_pattern"), self._values(layer)
+            weight = self.adapter.W_O(layer).detach().to(gradient.dtype)
+            towards = torch.einsum("hdm,nm->nhd", weight, gradient)
+            flows = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
+            return flows.flatten(1) * self._attention_scale(layer)[at, None]
+        if not self.adapter.has_mlps:
+            return gradient[:, :0]
+        coefficients, directions = self._written(layer)
+        n_read = ((reads - depth + 1) // 2).clamp(max=directions.shape[1])
+        flows = coefficients[at]
+        for n in n_read.unique().tolist():
+            rows = (n_read == n).nonzero()[:, 0]
+            flows[rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
+        if not self.errors:
+            return flows
+        of_error = (self.errors[layer][at] * gradient).sum(dim=1, keepdim=True)
+        return torch.cat([flows, of_error], dim=1)
 
     def _at(self, layer: int, name: str) -> Tensor:
         """A value of the prompt at a hook point of a layer, as a constant."""
@@ -308,8 +325,9 @@ class Linearised:
         stream = self._kept[f"blocks.{layer}.hook_resid_pre"]
         gradient = _pulled_back(v, stream, key, head // shared, slope)
         return _group(
-            *("attention edge", layer, 2 * layer + 1, gradient, [(2 * layer + 1, out)]),
+            *("attention edge", layer, (2 * layer + 1, 2 * layer + 1), gradient, out),
             index=head,
+            column=head * len(self.tokens) + key,
             position=query,
             source=key,
             activation=weight,
@@ -323,12 +341,11 @@ class Linearised:
         gradient = _pulled_back(values, stream, position, unit, slope[position, unit])
         coefficients, directions = self._written(layer)
         last = min(directions.shape[1], self.adapter.n_layers - layer)
-        added = coefficients[position, unit, None, None] * directions[unit, :last]
+        added = coefficients[position, unit, None] * directions[unit, :last].sum(dim=1)
         depth = 2 * layer + 2
         return _group(
             "neuron" if self.transcoders is None else "feature",
-            *(layer, depth - self.adapter.parallel, gradient),
-            [(depth + 2 * later, added[:, later].to(stream.dtype)) for later in range(last)],
+            *(layer, (depth - self.adapter.parallel, depth), gradient, added.to(stream.dtype)),
             index=unit,
             position=position,
             activation=values[0].detach()[position, unit],
@@ -339,59 +356,12 @@ class Linearised:
         position = (flows.abs() >= least).nonzero()[:, 0]
         error = self.errors[layer][position]
         return _group(
-            *("error", layer, -1, torch.zeros_like(error), [(2 * layer + 2, error)]),
+            *("error", layer, (-1, 2 * layer + 2), torch.zeros_like(error), error),
+            column=torch.full_like(position, self.features[layer].shape[-1]),
             position=position,
             activation=error.norm(dim=1),
             flow=flows[position],
         )
-
-    def _inputs(self, nodes: Nodes) -> tuple[Float[Tensor, " node"], Float[Tensor, " node"]]:
-        """The sums of the flows into each node from all nodes of the model, and of their sizes."""
-        embedded = self._kept[EMBEDDED][0].detach()
-        reads, at = (nodes.column(name).to(embedded.device) for name in ("reads", "source"))
-        gradient = nodes.gradient.to(embedded.device)
-        into = (embedded[at] * gradient).sum(dim=1)
-        sizes = into.abs()
-        for layer in range(self.adapter.n_layers):
-            parts = [(2 * layer + 1, self._from_edges)]
-            parts += [(2 * layer + 2, self._from_units)] * self.adapter.has_mlps
-            for depth, flows_from in parts:
-                later = (reads > depth).nonzero()[:, 0]
-                flows = flows_from(layer, gradient[later], at[later], reads[later])
-                into[later] += flows.sum(dim=1)
-                sizes[later] += flows.abs().sum(dim=1)
-        return into.cpu(), sizes.cpu()
-
-    def _from_edges(
-        self,
-        layer: int,
-        gradient: Float[Tensor, "node d_model"],
-        at: Int[Tensor, " node"],
-        reads: Int[Tensor, " node"],
-    ) -> Float[Tensor, "node edge"]:
-        pattern, values = self._at(layer, "attn.hook_pattern"), self._values(layer)
-        weight = self.adapter.W_O(layer).detach().to(gradient.dtype)
-        towards = torch.einsum("hdm,nm->nhd", weight, gradient)
-        flows = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
-        return flows.flatten(1) * self._attention_scale(layer)[at, None]
-
-    def _from_units(
-        self,
-        layer: int,
-        gradient: Float[Tensor, "node d_model"],
-        at: Int[Tensor, " node"],
-        reads: Int[Tensor, " node"],
-    ) -> Float[Tensor, "node unit"]:
-        coefficients, directions = self._written(layer)
-        n_read = ((reads - 2 * layer - 1) // 2).clamp(max=directions.shape[1])
-        flows = coefficients[at]
-        for n in n_read.unique().tolist():
-            rows = (n_read == n).nonzero()[:, 0]
-            flows[rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
-        if not self.errors:
-            return flows
-        of_error = (self.errors[layer][at] * gradient).sum(dim=1, keepdim=True)
-        return torch.cat([flows, of_error], dim=1)
 
 
 def _pulled_back(
