@@ -65,15 +65,6 @@ class GraphExplorer(anywidget.AnyWidget):
         )
         self.observe(self._run, "_factors")
 
-    @property
-    def factors(self) -> dict[str, dict[str, float]]:
-        """What nodes are multiplied by, by panel name and node."""
-        return dict(zip(self.graphs, self._factors, strict=True))
-
-    @factors.setter
-    def factors(self, factors: Mapping[str, Mapping[str, float]]) -> None:
-        self._factors = [dict(factors.get(name, {})) for name in self.graphs]
-
     def _run(self, change: Any) -> None:
         effects = list(self._effects)
         for row, (name, graph) in enumerate(self.graphs.items()):

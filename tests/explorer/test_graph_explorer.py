@@ -44,7 +44,7 @@ def test_a_card_scales_its_node(page: Any, tmp_path: Path) -> None:
     assert page.locator(".card output").inner_text() == said
     page.locator("button[name=restore]").click()
     assert page.evaluate("traits._factors") == [{}]
-    explorer.factors = {}
+    explorer._factors = [{}]
     assert explorer._effects == [""]
 
 

@@ -69,10 +69,6 @@ _NAMES = {
     "error": "m{layer}.error@{position}",
     "target": "target",
 }
-_COLUMNS = (
-    *("name", "kind", "layer", "index", "position", "source", "activation", "flow", "constant"),
-    *("left_out", "inputs", "influence", "promotes", "suppresses"),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,9 +238,9 @@ def _tables(model: HookedModel, run: Linearised, most: int) -> tuple[pd.DataFram
     table, links, added = run.nodes(most)
     table["influence"] = _influence(table, links)
     rows: list[Any] = table.to_dict("records")
-    table["name"] = [_NAMES[row["kind"]].format(**row) for row in rows]
+    table.insert(0, "name", [_NAMES[row["kind"]].format(**row) for row in rows])
     table["promotes"], table["suppresses"] = _read_out(model, run, added)
-    return table[list(_COLUMNS)], links
+    return table, links
 
 
 def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:
@@ -268,6 +264,4 @@ def _read_out(
         logits = run.adapter.final_norm.share(rows, run.final.detach()) @ weight
         promoted += largest_outputs(model, logits)
         suppressed += largest_outputs(model, -logits)
-    for row in (added == 0).all(dim=1).nonzero()[:, 0].tolist():  # the target writes nothing
-        promoted[row], suppressed[row] = [], []
-    return promoted, suppressed
+    return [*promoted[:-1], []], [*suppressed[:-1], []]  # the target writes nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import (
-    Adapter,
     Hook,
     HookedModel,
     Order,
@@ -25,7 +24,7 @@ from sparse_tl.backend import (
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.linearised import target_value
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
-from sparse_tl.circuits.prompt.transcoders import Basis, Transcoders, feature_hooks, transcoders_of
+from sparse_tl.circuits.prompt.transcoders import Basis, feature_hooks, transcoders_of
 from sparse_tl.results import Result
 
 _MOST_GATES = 2**24
@@ -241,69 +240,57 @@ class GraphRun:
             patterns: attention patterns that edges have in place of those of this run.
         """
         tokens = self.tokens if tokens is None else tokens
-        on_device = Gates(*(each.to(self.adapter.device, self.adapter.dtype) for each in gates))
-        gated = _GatedPass(self.adapter, self.transcoders, on_device, others or {}, patterns or {})
-        with attached(self.adapter, gated.hooks()):
+        self._gates = Gates(*(each.to(self.adapter.device, self.adapter.dtype) for each in gates))
+        self._others, self._patterns = others or {}, patterns or {}
+        self._seen, self._features = dict[str, Tensor](), (dict[int, Tensor](), dict[int, Tensor]())
+        with attached(self.adapter, self._hooks()):
             logits = self.model(tokens.expand(len(gates.edges), -1).to(self.adapter.device))
         values = target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights)
-        return values, gated.seen
+        return values, self._seen
 
-
-@dataclass
-class _GatedPass:
-    """The hooks of one pass with gates; `seen` are the values that these multiply."""
-
-    adapter: Adapter
-    transcoders: Transcoders | None
-    gates: Gates
-    others: Mapping[str, Tensor]
-    patterns: Mapping[str, Tensor]
-    seen: dict[str, Tensor] = field(default_factory=dict)
-    features: dict[int, Tensor] = field(default_factory=dict)
-    gated_features: dict[int, Tensor] = field(default_factory=dict)
-
-    def hooks(self) -> list[Hook]:
+    def _hooks(self) -> list[Hook]:
         hooks: list[Hook] = []
         if self.transcoders is not None:
             hooks += feature_hooks(self.adapter, self.transcoders, self._encode, self._decode)
         for layer in range(self.adapter.n_layers):
             block = f"blocks.{layer}"
             for name in (f"{block}.attn.hook_pattern", f"{block}.attn.hook_v"):
-                hooks.append((name, Order.LAST, partial(self.seen.__setitem__, name)))
+                hooks.append((name, Order.LAST, partial(self._seen.__setitem__, name)))
             hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(self._attention, layer)))
             if self.adapter.has_mlps and self.transcoders is None:
                 hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(self._neurons, layer)))
         return hooks
 
     def _gated(self, name: str, value: Tensor, gate: Tensor) -> Tensor:
-        self.seen[name] = value
-        return gate * value + (1 - gate) * self.others.get(name, 0.0)
+        self._seen[name] = value
+        return gate * value + (1 - gate) * self._others.get(name, 0.0)
 
     def _attention(self, layer: int, z: Tensor) -> Tensor:
         pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
-        gate = self.gates.edges[:, layer]
-        own = self.seen[pattern]
-        z = z + _moved(gate * self.patterns.get(pattern, own) - own, self.seen[v])
-        if not self.others:
+        gate = self._gates.edges[:, layer]
+        own = self._seen[pattern]
+        z = z + _moved(gate * self._patterns.get(pattern, own) - own, self._seen[v])
+        if not self._others:
             return z
-        return z + _moved((1 - gate) * self.others[pattern], self.others[v])
+        return z + _moved((1 - gate) * self._others[pattern], self._others[v])
 
     def _neurons(self, layer: int, post: Tensor) -> Tensor:
-        gate = self.gates.units[:, layer]
+        gate = self._gates.units[:, layer]
         flat = post.view(*gate.shape)
         return self._gated(f"blocks.{layer}.mlp.hook_post", flat, gate).view(post.shape)
 
     def _encode(self, layer: int, x: Tensor) -> None:
         assert self.transcoders is not None
-        found = self.features[layer] = self.transcoders.layers[layer].activations(x)
-        gate = self.gates.units[:, layer, :, : found.shape[-1]]
-        self.gated_features[layer] = self._gated(f"features.{layer}", found, gate)
+        own, gated = self._features
+        own[layer] = self.transcoders.layers[layer].activations(x)
+        gate = self._gates.units[:, layer, :, : own[layer].shape[-1]]
+        gated[layer] = self._gated(f"features.{layer}", own[layer], gate)
 
     def _decode(self, layer: int, output: Tensor) -> Tensor:
         assert self.transcoders is not None
-        written, gate = self.transcoders.written, self.gates.errors[:, layer, :, None]
-        error = self._gated(f"errors.{layer}", output - written(layer, self.features), gate)
-        return (written(layer, self.gated_features) + error).to(output.dtype)
+        own, gated = (self.transcoders.written(layer, each) for each in self._features)
+        gate = self._gates.errors[:, layer, :, None]
+        return (gated + self._gated(f"errors.{layer}", output - own, gate)).to(output.dtype)
 
 
 def _moved(

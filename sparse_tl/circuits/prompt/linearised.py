@@ -55,13 +55,13 @@ def _group(
     """Nodes of one kind and layer; by default they read at their own position.
 
     `depths` are those at which they read and (first) write the residual stream; -1 if they do not.
-    ``column`` is a node's column in the flows of `Linearised.flows_from`.
+    Their ``column`` is that in `Linearised._flows_from`, by default their ``index``.
     """
     index = columns.get("index", torch.zeros_like(position))
-    columns = {"index": index, "column": index, "position": position, "source": position} | columns
-    table = pd.DataFrame({name: values.tolist() for name, values in columns.items()})
-    table = table.assign(kind=kind, layer=layer, reads=depths[0], writes=depths[1])
-    return table, gradient.detach(), added.detach()
+    columns = {"index": index, "position": position, "source": position, "column": index} | columns
+    lists = {name: values.tolist() for name, values in columns.items()}
+    same = {"kind": kind, "layer": layer, "reads": depths[0], "writes": depths[1]}
+    return pd.DataFrame({**same, **lists}), gradient.detach(), added.detach()
 
 
 class Linearised:
@@ -210,8 +210,9 @@ class Linearised:
     def _links(self, table: pd.DataFrame, gradient: Float[Tensor, "node d_model"]) -> pd.DataFrame:
         """The links; adds columns of ``constant``, ``left_out`` and ``inputs`` to the nodes."""
         names = ("position", "source", "column", "reads", "writes")
-        columns = torch.tensor(table[[*names]].to_numpy().T, device=gradient.device)
-        position, at, column, reads, writes = columns
+        position, at, column, reads, writes = (
+            torch.tensor(table[name].to_numpy()).to(gradient.device) for name in names
+        )
         into, inputs, from_nodes = (gradient.new_zeros(len(table)) for _ in range(3))
         links = list[tuple[Tensor, Tensor, Tensor]]()
         for depth in range(2 * self.adapter.n_layers + 1):
@@ -227,6 +228,7 @@ class Linearised:
         table["constant"] = (table["flow"] - into.tolist()).where(table["reads"] >= 0, 0.0)
         table["left_out"] = (into - from_nodes).tolist()
         table["inputs"] = inputs.tolist()
+        table.drop(columns=["column", "reads", "writes"], inplace=True)
         some = flow != 0
         found = {"source": source[some], "target": target[some], "flow": flow[some].double()}
         return pd.DataFrame({name: values.cpu().numpy() for name, values in found.items()})

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,7 +93,7 @@ class Transcoders:
             Transcoder(*(tensor.to(device, dtype) for tensor in vars(layer).values()))
             for layer in self.layers
         )
-        return Transcoders(self.input_hook, self.output_hook, [*moved], self.model_name)
+        return replace(self, layers=[*moved])
 
     def written(
         self, layer: int, features: Mapping[int, Float[Tensor, "*pos feature"]]
@@ -128,11 +127,12 @@ def feature_hooks(
     Raises:
         ValueError: the transcoders do not fit the model.
     """
-    size = len(transcoders.layers), transcoders.layers[0].encoder.shape[1]
-    if size != (adapter.n_layers, adapter.d_model):
+    widths = {each.encoder.shape[1] for each in transcoders.layers}
+    if len(transcoders.layers) != adapter.n_layers or widths != {adapter.d_model}:
         raise ValueError(
-            f"the transcoders read {size[0]} layers of {size[1]} dimensions, and {adapter.name!r} "
-            f"has {adapter.n_layers} of {adapter.d_model}"
+            f"the transcoders read {len(transcoders.layers)} layers of "
+            f"{' and '.join(map(str, sorted(widths)))} dimensions, and {adapter.name!r} has "
+            f"{adapter.n_layers} of {adapter.d_model}"
         )
     hooks: list[Hook] = []
     for layer in range(adapter.n_layers):
@@ -157,16 +157,10 @@ def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
             compute (skip connections, normalised activations, activation functions other than ReLU
             and JumpReLU).
     """
-    many = [source] if isinstance(source, str | Path) else [*source]
-    folders = [_folder(each) for each in many]
-    if all((folder / _LENS_CONFIG).is_file() for folder in folders) and folders:
-        return _of_lens(folders)
+    folders = [_folder(each) for each in ([source] if isinstance(source, str | Path) else source)]
     if len(folders) == 1 and (folders[0] / _CONFIG).is_file():
         return _of_tracer(folders[0])
-    raise ValueError(
-        f"{' '.join(map(str, many))} holds no transcoders: neither circuit-tracer's {_CONFIG} nor "
-        f"SAELens's {_LENS_CONFIG}"
-    )
+    return _of_lens(folders)
 
 
 def _folder(source: str | Path) -> Path:
@@ -213,9 +207,14 @@ def _of_tracer(folder: Path) -> Transcoders:
 
 def _of_lens(folders: Sequence[Path]) -> Transcoders:
     """Transcoders in SAELens's format."""
-    found = list[tuple[int, tuple[str, str, str], Transcoder]]()
+    found = dict[int, Transcoders]()
     for folder in folders:
         path = folder / _LENS_CONFIG
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} holds no transcoders: neither circuit-tracer's {_CONFIG} nor SAELens's "
+                f"{_LENS_CONFIG}"
+            )
         said: Any = read_json(path)
         said = said | (said.get("metadata") or {})
         kind, normalised = said.get("architecture"), said.get("normalize_activations")
@@ -231,18 +230,21 @@ def _of_lens(folders: Sequence[Path]) -> Transcoders:
         tensors = read_tensors(folder / _LENS_WEIGHTS)
         if "W_enc" in tensors:
             tensors["W_enc"] = tensors["W_enc"].T
-        of_model = match[2], match[3], str(said.get("model_name") or "")
-        found.append((int(match[1]), of_model, _transcoder(folder / _LENS_WEIGHTS, tensors)))
-    numbers, said, layers = zip(*sorted(found, key=itemgetter(0)), strict=True)
-    if numbers != tuple(range(len(found))):
+        layer, name = (
+            _transcoder(folder / _LENS_WEIGHTS, tensors),
+            str(said.get("model_name") or ""),
+        )
+        found[int(match[1])] = Transcoders(match[2], match[3], [layer], name)
+    numbers = sorted(found)
+    if numbers != [*range(len(folders) or 1)]:
         raise ValueError(
             f"these are transcoders of layers {', '.join(map(str, numbers))}: give one of each "
             "layer, from 0"
         )
-    if len(set(said)) > 1:
-        raise ValueError(f"these transcoders are of different models or hook points: {set(said)}")
-    read, written, model_name = said[0]
-    return Transcoders(read, written, layers, model_name)
+    made = {(each.input_hook, each.output_hook, each.model_name) for each in found.values()}
+    if len(made) > 1:
+        raise ValueError(f"these transcoders are of different models or hook points: {made}")
+    return replace(found[0], layers=[found[number].layers[0] for number in numbers])
 
 
 def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:
@@ -259,7 +261,8 @@ def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:
     thresholds = [tensors[name] for name in tensors if name.endswith("threshold")]
     threshold = thresholds[0].float().flatten() if thresholds else torch.zeros_like(bias)
     sizes = {len(encoder), len(decoder), len(bias), len(threshold)}
-    if encoder.ndim != 2 or decoder.ndim != 3 or len(sizes) > 1:
+    widths = {encoder.shape[-1], decoder.shape[-1], len(tensors["b_dec"])}
+    if encoder.ndim != 2 or decoder.ndim != 3 or len(sizes) > 1 or len(widths) > 1:
         raise ValueError(
             f"the shapes in {path} do not fit: encoder {tuple(encoder.shape)}, decoder "
             f"{tuple(decoder.shape)}, bias {tuple(bias.shape)}"
