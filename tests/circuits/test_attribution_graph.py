@@ -236,6 +236,18 @@ def test_models_without_a_linear_rule_are_refused() -> None:
         attribution_graph(boot(plain_transformer("mixtral", "float64")), TOKENS)
 
 
+def test_what_cannot_be_explained_is_refused_in_a_sentence() -> None:
+    model = boot(plain_transformer("llama", "float64"))
+    everything = attribution_graph(model, TOKENS[:1], top=10**6)  # one token, and all outputs
+    assert sum(everything.weights) == pytest.approx(1) and everything.nodes["position"].max() == 0
+    with pytest.raises(ValueError, match="no text"):
+        find_examples(model, [])
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        attribution_graph(model, TOKENS)
+
+
 def test_a_check_removes_one_node_at_a_time() -> None:
     model = boot(plain_transformer("llama", "float64"))
     graph = attribution_graph(model, TOKENS, max_nodes=ALL)

@@ -195,8 +195,10 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
     nodes = graph.nodes.set_index("name", drop=False)
     for row in check.nodes.to_dict("records"):
         assert row["exact"] == pytest.approx(value(nodes.loc[row["name"]].to_dict()) - value(None))
-    with pytest.raises(ValueError, match="basis"):
+    with pytest.raises(ValueError, match="has features: .* basis"):
         check_graph(model, graph)
+    with pytest.raises(ValueError, match="has neurons: .* basis"):
+        check_graph(model, attribution_graph(model, TOKENS), basis=basis)
 
 
 def test_transcoders_of_another_model_are_warned_of(tmp_path: Path) -> None:
@@ -234,11 +236,16 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
         refused("dimensions", good, other)
     refused("hook point", tracer_folder(tmp_path / "hook", model, feature_input_hook="mlp.hook_x"))
     refused("model_kind", tracer_folder(tmp_path / "kind", model, model_kind="sae"))
+    for name in ("feature_input_hook", "feature_output_hook"):
+        changed = tracer_folder(tmp_path / name, model, **{name: "mlp.hook_pre"})
+        refused("32 numbers, and blocks.0.mlp.hook_pre has 48", changed)
     normed = boot(plain_transformer("gemma2", "float64"))
     refused("norm or a gate", tracer_folder(tmp_path / "norm", normed), normed)
     fewer = tracer_folder(tmp_path / "fewer", model)
     (fewer / f"layer_{model.cfg.n_layers - 1}.safetensors").unlink()
     refused("layers", fewer)
+    save_file(tensors(0, model.cfg.d_model + 2), good / "layer_1.safetensors")
+    refused("32 and 34 dimensions", good)
     nan = tracer_folder(tmp_path / "nan", model)
     broken = tensors(0, model.cfg.d_model)
     broken["W_dec"][3, 1] = torch.nan

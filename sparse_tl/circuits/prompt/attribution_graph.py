@@ -213,7 +213,7 @@ def attribution_graph(
     run = Linearised(adapter, tokens, transcoders_of(basis, adapter))
     if target is None:
         logits = adapter.logits(run.final.detach()[None, None])[0, 0].detach()
-        likely = logits.float().softmax(dim=-1).topk(top)
+        likely = logits.float().softmax(dim=-1).topk(min(top, adapter.d_vocab_out))
         answers = likely.indices.tolist()
         weights = (likely.values / likely.values.sum()).tolist()
     else:

@@ -31,14 +31,15 @@ class Examples(Result):
         kind: "neuron" or "feature".
         tokens: the texts.
         values: by layer, the largest activations of each unit, then those of the negated unit; the
-            largest first, at most one from each text.
+            largest first, at most one from each text. Texts differ in their numbers of tokens, and
+            layers may differ in those of features.
         places: text and position of each.
     """
 
     kind: str
-    tokens: Sequence[Int[Tensor, " pos"]]
-    values: Sequence[Float[Tensor, "sign unit example"]]
-    places: Sequence[Int[Tensor, "sign unit example two"]]
+    tokens: Sequence[Int[Tensor, " _"]]
+    values: Sequence[Float[Tensor, "sign _ example"]]
+    places: Sequence[Int[Tensor, "sign _ example two"]]
 
     def __repr__(self) -> str:
         n_units = sum(values.shape[1] for values in self.values)
@@ -65,9 +66,14 @@ def find_examples(
         basis: neurons, or the features of `load_transcoders`.
         n: number of examples for each, at most one from each text.
         progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: there is no text, or the model cannot run one.
     """
     adapter, transcoders = adapt(model), transcoders_of(basis, adapt(model))
     tokens = [prompt_tokens(model, text)[: adapter.n_ctx] for text in texts if len(text)]
+    if not tokens:
+        raise ValueError("there is no text to read")
     layers, best = range(adapter.n_layers), dict[int, tuple[Tensor, Tensor]]()
 
     def keep(text: int, layer: int, x: Tensor) -> None:

@@ -201,8 +201,9 @@ class GraphRun:
         self.n_units = self.adapter.model.cfg.d_mlp or 0
         if self.transcoders is not None:
             self.n_units = max(len(layer.encoder) for layer in self.transcoders.layers)
-        if (graph.nodes["kind"] == "feature").any() and self.transcoders is None:
-            raise ValueError("the graph's nodes are features: pass its transcoders as basis=")
+        other = "feature" if self.transcoders is None else "neuron"
+        if (graph.nodes["kind"] == other).any():
+            raise ValueError(f"the graph has {other}s: pass the basis= that it was made with")
 
     def gates(self, rows: Sequence[Mapping[str, float]], default: float = 1.0) -> Gates:
         """In each row, the gates of some nodes by name; all others are `default`."""
@@ -242,7 +243,7 @@ class GraphRun:
         tokens = self.tokens if tokens is None else tokens
         self._gates = Gates(*(each.to(self.adapter.device, self.adapter.dtype) for each in gates))
         self._others, self._patterns = others or {}, patterns or {}
-        self._seen, self._features = dict[str, Tensor](), (dict[int, Tensor](), dict[int, Tensor]())
+        self._seen = dict[str, Tensor]()
         with attached(self.adapter, self._hooks()):
             logits = self.model(tokens.expand(len(gates.edges), -1).to(self.adapter.device))
         values = target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights)
@@ -251,7 +252,7 @@ class GraphRun:
     def _hooks(self) -> list[Hook]:
         hooks: list[Hook] = []
         if self.transcoders is not None:
-            hooks += feature_hooks(self.adapter, self.transcoders, self._encode, self._decode)
+            hooks += feature_hooks(self.adapter, self.transcoders, self._feature, self._error)
         for layer in range(self.adapter.n_layers):
             block = f"blocks.{layer}"
             for name in (f"{block}.attn.hook_pattern", f"{block}.attn.hook_v"):
@@ -279,18 +280,12 @@ class GraphRun:
         flat = post.view(*gate.shape)
         return self._gated(f"blocks.{layer}.mlp.hook_post", flat, gate).view(post.shape)
 
-    def _encode(self, layer: int, x: Tensor) -> None:
-        assert self.transcoders is not None
-        own, gated = self._features
-        own[layer] = self.transcoders.layers[layer].activations(x)
-        gate = self._gates.units[:, layer, :, : own[layer].shape[-1]]
-        gated[layer] = self._gated(f"features.{layer}", own[layer], gate)
+    def _feature(self, layer: int, found: Tensor) -> Tensor:
+        gate = self._gates.units[:, layer, :, : found.shape[-1]]
+        return self._gated(f"features.{layer}", found, gate)
 
-    def _decode(self, layer: int, output: Tensor) -> Tensor:
-        assert self.transcoders is not None
-        own, gated = (self.transcoders.written(layer, each) for each in self._features)
-        gate = self._gates.errors[:, layer, :, None]
-        return (gated + self._gated(f"errors.{layer}", output - own, gate)).to(output.dtype)
+    def _error(self, layer: int, error: Tensor) -> Tensor:
+        return self._gated(f"errors.{layer}", error, self._gates.errors[:, layer, :, None])
 
 
 def _moved(

@@ -20,6 +20,7 @@ from sparse_tl.backend import (
     Hook,
     Order,
     attached,
+    check_numbers,
     neuron_coefficients,
     neuron_directions,
     record,
@@ -91,41 +92,37 @@ class Linearised:
             for name in adapter.layer_points("attn.hook_pattern")
         ]
         self.features: dict[int, Float[Tensor, "1 pos feature"]] = {}
-        self.outputs: dict[int, Float[Tensor, "1 pos d_model"]] = {}
-        self.errors: dict[int, Float[Tensor, "pos d_model"]] = {}
+        self.errors: dict[int, Float[Tensor, "1 pos d_model"]] = {}
         if transcoders is not None:
-            hooks += feature_hooks(adapter, transcoders, self._encode, self._replace)
+            keep = self.features.setdefault, lambda n, x: self.errors.setdefault(n, x.detach())
+            hooks += feature_hooks(adapter, transcoders, *keep)
         batch = tokens[None].to(adapter.device)
         with attached(adapter, hooks), relevance_rules(adapter):
             self._kept, final = record(adapter, batch, [*dict.fromkeys(names)], differentiable=True)
-        for layer, output in self.outputs.items():
-            if not torch.equal(self._at(layer, "hook_mlp_out"), output):
+        check_numbers(adapter, final)
+        self.final = final[0, -1]
+        if transcoders is not None:
+            self._take_features(transcoders)
+
+    def _take_features(self, transcoders: Transcoders) -> None:
+        """Let features take the place of neurons, if they are what MLPs add to the stream."""
+        ratios = list[Tensor]()
+        for layer, error in self.errors.items():
+            self._kept[f"blocks.{layer}.mlp.hook_post"] = self.features[layer]
+            output = self._kept[f"blocks.{layer}.hook_mlp_out"]
+            if not torch.allclose(transcoders.written(layer, self.features) + error, output):
                 raise ValueError(
                     f"the output hook of the transcoders is not what the MLP of layer {layer} adds "
                     "to the residual stream: a norm or a gate comes after it"
                 )
-        ratios = [self.errors[n].norm(dim=1) / self.outputs[n].norm(dim=1) for n in self.errors]
-        if transcoders is not None and torch.cat(ratios).median() > 1:
+            ratios.append(error.norm(dim=-1) / output.norm(dim=-1))
+        if torch.cat(ratios).median() > 1:
             warnings.warn(
                 "at most positions, the error of the transcoders is larger than what the MLP of "
-                f"{adapter.name!r} writes: they seem to be of another model or hook point (their "
-                f"files name {transcoders.model_name or 'no model'!r})",
-                stacklevel=5,
+                f"{self.adapter.name!r} writes: they seem to be of another model or hook point "
+                f"(their files name {transcoders.model_name or 'no model'!r})",
+                stacklevel=6,
             )
-        self._kept |= {f"features.{layer}": values for layer, values in self.features.items()}
-        self.final = final[0, -1]
-
-    def _encode(self, layer: int, x: Tensor) -> None:
-        assert self.transcoders is not None
-        self.features[layer] = self.transcoders.layers[layer].activations(x)
-
-    def _replace(self, layer: int, output: Tensor) -> Tensor:
-        """The same output, as the sum of the features and a constant error."""
-        assert self.transcoders is not None
-        found = self.transcoders.written(layer, self.features).to(output.dtype)
-        self.outputs[layer] = output[0].detach()
-        self.errors[layer] = (output - found)[0].detach()
-        return output.detach() + (found - found.detach())
 
     @autograd(True)
     def explain(self, answers: Sequence[int], weights: Sequence[float]) -> float:
@@ -145,7 +142,7 @@ class Linearised:
         names = [EMBEDDED, *(f"blocks.{layer}.attn.hook_z" for layer in layers)]
         if self.adapter.has_mlps:
             names += [f"blocks.{layer}.hook_mlp_out" for layer in layers]
-            names += map(self._unit_point, layers)
+            names += [f"blocks.{layer}.mlp.hook_post" for layer in layers]
         found = torch.autograd.grad(
             value,
             [self.final, *(self._kept[name] for name in names)],
@@ -155,10 +152,6 @@ class Linearised:
         )
         self._slope = dict(zip(["final", *names], found, strict=True))
         return self.value.item()
-
-    def _unit_point(self, layer: int) -> str:
-        """The name of the activations of a layer's neurons or features."""
-        return f"blocks.{layer}.mlp.hook_post" if not self.features else f"features.{layer}"
 
     # ---- nodes -----------------------------------------------------------------------------------
 
@@ -204,7 +197,8 @@ class Linearised:
         )
         tables, gradients, added = zip(*(g for g in groups if len(g[0])), strict=True)
         table = pd.concat(tables, ignore_index=True)
-        return table, self._links(table, torch.cat(gradients)), torch.cat(added)
+        links = self._links(table, torch.cat(gradients))
+        return table.drop(columns=["column", "reads", "writes"]), links, torch.cat(added)
 
     @torch.no_grad()
     def _links(self, table: pd.DataFrame, gradient: Float[Tensor, "node d_model"]) -> pd.DataFrame:
@@ -228,7 +222,6 @@ class Linearised:
         table["constant"] = (table["flow"] - into.tolist()).where(table["reads"] >= 0, 0.0)
         table["left_out"] = (into - from_nodes).tolist()
         table["inputs"] = inputs.tolist()
-        table.drop(columns=["column", "reads", "writes"], inplace=True)
         some = flow != 0
         found = {"source": source[some], "target": target[some], "flow": flow[some].double()}
         return pd.DataFrame({name: values.cpu().numpy() for name, values in found.items()})
@@ -261,7 +254,7 @@ class Linearised:
             flows[rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
         if not self.errors:
             return flows
-        of_error = (self.errors[layer][at] * gradient).sum(dim=1, keepdim=True)
+        of_error = (self.errors[layer][0, at] * gradient).sum(dim=1, keepdim=True)
         return torch.cat([flows, of_error], dim=1)
 
     def _at(self, layer: int, name: str) -> Tensor:
@@ -282,7 +275,7 @@ class Linearised:
     def error_flows(self, layer: int) -> Float[Tensor, " pos"]:
         """The flow of what a layer's features do not explain."""
         slope = self._slope[f"blocks.{layer}.hook_mlp_out"][0]
-        return (self.errors[layer] * slope).sum(dim=1)
+        return (self.errors[layer][0] * slope).sum(dim=1)
 
     def _values(self, layer: int) -> Float[Tensor, "pos head d_head"]:
         """The values that heads move; several heads may share one."""
@@ -300,7 +293,7 @@ class Linearised:
 
     def _unit_values(self, layer: int) -> tuple[Float[Tensor, "1 pos unit"], Tensor]:
         """The activations of a layer's neurons or features, and the slope of the target by them."""
-        name, n = self._unit_point(layer), len(self.tokens)
+        name, n = f"blocks.{layer}.mlp.hook_post", len(self.tokens)
         return self._kept[name].reshape(1, n, -1), self._slope[name].reshape(n, -1)
 
     def _written(
@@ -356,7 +349,7 @@ class Linearised:
 
     def _errors(self, layer: int, flows: Float[Tensor, " pos"], least: Tensor) -> _Group:
         position = (flows.abs() >= least).nonzero()[:, 0]
-        error = self.errors[layer][position]
+        error = self.errors[layer][0, position]
         return _group(
             *("error", layer, (-1, 2 * layer + 2), torch.zeros_like(error), error),
             column=torch.full_like(position, self.features[layer].shape[-1]),

@@ -119,10 +119,12 @@ def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
 def feature_hooks(
     adapter: Adapter,
     transcoders: Transcoders,
-    encode: Callable[[int, Tensor], None],
-    replace: Callable[[int, Tensor], Tensor],
+    features: Callable[[int, Tensor], Tensor],
+    error: Callable[[int, Tensor], Tensor],
 ) -> list[Hook]:
-    """Hooks that give every layer's transcoder its input, and replace what it writes.
+    """Hooks that make what MLPs write the sum of features and an error.
+
+    `features` and `error` are given a layer and its own, and return what is written instead.
 
     Raises:
         ValueError: the transcoders do not fit the model.
@@ -134,6 +136,25 @@ def feature_hooks(
             f"{' and '.join(map(str, sorted(widths)))} dimensions, and {adapter.name!r} has "
             f"{adapter.n_layers} of {adapter.d_model}"
         )
+    own, used = dict[int, Tensor](), dict[int, Tensor]()
+
+    def check(layer: int, hook: str, x: Tensor) -> None:
+        if x.shape[-1] != adapter.d_model:
+            raise ValueError(
+                f"the transcoders read and write {adapter.d_model} numbers, and blocks.{layer}."
+                f"{hook} has {x.shape[-1]}"
+            )
+
+    def encode(layer: int, x: Tensor) -> None:
+        check(layer, transcoders.input_hook, x)
+        own[layer] = transcoders.layers[layer].activations(x)
+        used[layer] = features(layer, own[layer])
+
+    def replace(layer: int, output: Tensor) -> Tensor:
+        check(layer, transcoders.output_hook, output)
+        found, changed = (transcoders.written(layer, x).to(output.dtype) for x in (own, used))
+        return changed + error(layer, output - found)
+
     hooks: list[Hook] = []
     for layer in range(adapter.n_layers):
         block = f"blocks.{layer}"

@@ -7,7 +7,7 @@ supernodes, search, change the number of nodes, compare two models, save what is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -171,7 +171,6 @@ def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "embedding":
         values.append(("from biases", f"{node['constant']:+.2g}"))
         values.append(("from what is left out", f"{node['left_out']:+.2g}"))
-    examples = node.get("examples")
     return {
         "values": values,
         "lists": [
@@ -180,6 +179,6 @@ def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "examples": [
             [*map(running_text, example[:3]), f"{example[3]:.3g}"]
-            for example in (examples if isinstance(examples, Sequence) else [])
+            for example in node.get("examples") or []
         ],
     }
