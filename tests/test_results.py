@@ -36,6 +36,7 @@ from sparse_tl.circuits import (
     SeedCurves,
     attribution_graph,
     check_graph,
+    find_examples,
 )
 from sparse_tl.circuits.methods.faithfulness import SearchResult
 from sparse_tl.circuits.prompt.attention import AttentionGraph
@@ -88,6 +89,7 @@ RESULTS: dict[str, Any] = {
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),
     "attribution graph": GRAPH,
+    "examples": find_examples(LLAMA, [torch.tensor([1, 2, 3]), torch.tensor([4])], progress=False),
     "checked graph": check_graph(LLAMA, GRAPH, n=3),
     "checked scores": ScoreCheck(
         *("eap", "heads", 2),

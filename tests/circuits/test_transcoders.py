@@ -16,6 +16,7 @@ from test_attribution_graph import ALL, TOKENS, FrozenModel, conserves
 
 from sparse_tl.backend import boot
 from sparse_tl.circuits.prompt.attribution_graph import attribution_graph
+from sparse_tl.circuits.prompt.examples import find_examples, with_examples
 from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect
 from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders
 
@@ -199,6 +200,29 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
         check_graph(model, graph)
     with pytest.raises(ValueError, match="has neurons: .* basis"):
         check_graph(model, attribution_graph(model, TOKENS), basis=basis)
+
+
+def test_examples_are_where_a_feature_is_most_active(tmp_path: Path) -> None:
+    model = llama()
+    basis = load_transcoders(tracer_folder(tmp_path / "t", model))
+    graph = attribution_graph(model, TOKENS, basis=basis, max_nodes=60)
+    texts = [TOKENS, TOKENS.flip(0), TOKENS[2:]]
+    found = with_examples(
+        model, graph, find_examples(model, texts, basis=basis, n=2, progress=False)
+    )
+    double = basis.to(torch.device("cpu"), torch.float64)
+    for row in found.nodes[found.nodes["kind"] == "feature"].to_dict("records"):
+        transcoder, largest = double.layers[row["layer"]], list[float]()
+        for text in texts:
+            _, cache = model.run_with_cache(text[None])
+            read = cache[f"blocks.{row['layer']}.mlp.hook_in"]
+            largest.append(transcoder.activations(read)[0, :, row["index"]].max().item())
+        shown = [value for *_, value in row["examples"]]
+        assert shown == pytest.approx(sorted(largest, reverse=True)[:2], rel=1e-4)
+        (before, token, after, _) = row["examples"][0]
+        assert f"{before}{token}{after}" in [" ".join(map(str, t.tolist())) for t in texts]
+    neurons = with_examples(model, graph, find_examples(model, texts, progress=False))
+    assert not any(neurons.nodes["examples"])
 
 
 def test_transcoders_of_another_model_are_warned_of(tmp_path: Path) -> None:

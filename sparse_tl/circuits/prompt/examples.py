@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
-from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens, text_around
+from sparse_tl.circuits.prompt.tokens import prompt_tokens, text_around
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -51,7 +51,7 @@ class Examples(Result):
 @torch.no_grad()
 def find_examples(
     model: HookedModel,
-    texts: Sequence[Prompt],
+    texts: Sequence[str | Int[Tensor, " _"]],
     *,
     basis: Basis = "neurons",
     n: AtLeastOne = 5,

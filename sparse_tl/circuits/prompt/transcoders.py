@@ -150,7 +150,7 @@ def feature_hooks(
         own[layer] = transcoders.layers[layer].activations(x)
         used[layer] = features(layer, own[layer])
 
-    def replace(layer: int, output: Tensor) -> Tensor:
+    def decode(layer: int, output: Tensor) -> Tensor:
         check(layer, transcoders.output_hook, output)
         found, changed = (transcoders.written(layer, x).to(output.dtype) for x in (own, used))
         return changed + error(layer, output - found)
@@ -159,7 +159,7 @@ def feature_hooks(
     for layer in range(adapter.n_layers):
         block = f"blocks.{layer}"
         hooks.append((f"{block}.{transcoders.input_hook}", Order.LAST, partial(encode, layer)))
-        hooks.append((f"{block}.{transcoders.output_hook}", Order.FIRST, partial(replace, layer)))
+        hooks.append((f"{block}.{transcoders.output_hook}", Order.FIRST, partial(decode, layer)))
     return hooks
 
 
@@ -210,16 +210,13 @@ def _of_tracer(folder: Path) -> Transcoders:
             f"{path} lists files elsewhere; put them beside it as layer_0.safetensors, "
             "layer_1.safetensors, ..."
         )
-    files = {"transcoder_set": ["layer"], "cross_layer_transcoder": ["W_enc", "W_dec"]}.get(kind)
-    if files is None:
+    if kind not in ("transcoder_set", "cross_layer_transcoder"):
         raise ValueError(f"{path} has the unknown model_kind {kind!r}")
     layers = list[Transcoder]()
-    for layer in range(len([*folder.glob(f"{files[0]}_*.safetensors")])):
-        tensors = dict[str, Tensor]()
-        for file in files:
-            tensors |= read_tensors(folder / f"{file}_{layer}.safetensors")
-        tensors = {name.removesuffix(f"_{layer}"): tensor for name, tensor in tensors.items()}
-        layers.append(_transcoder(folder / f"{files[0]}_{layer}.safetensors", tensors))
+    while files := sorted(folder.glob(f"*_{len(layers)}.safetensors")):
+        found = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+        of_layer = {name.removesuffix(f"_{len(layers)}"): x for name, x in found.items()}
+        layers.append(_transcoder(files[0], of_layer))
     if not layers:
         raise ValueError(f"{folder} holds no file of a transcoder")
     read, written = (hook.removeprefix("blocks.{layer}.") for hook in hooks)
