@@ -15,6 +15,7 @@ from tiny import save_small_task_models, save_taught_task_models
 
 from sparse_tl.backend import load_model
 from sparse_tl.circuits import (
+    Circuit,
     Evaluation,
     FoundCircuit,
     HeadBehaviour,
@@ -129,10 +130,13 @@ def test_the_page_says_what_the_edges_that_it_shows_explain(
     monkeypatch.setattr(run_module, "component_diagram", partial(draw, max_circuit_edges=5))
     outcome = _run(tmp_path, models, sparse=None, tasks=TASKS)
     said = outcome.metrics["greater_than"]["dense"]
-    found = FoundCircuit.load(tmp_path / "greater_than" / "seed-0" / "dense" / "found_circuit")
-    shown = few(found.circuit, found.scores)
+    folder = tmp_path / "greater_than" / "seed-0" / "dense"
+    found = FoundCircuit.load(folder / "found_circuit")
+    drawn = Circuit.load(folder / "drawn_circuit")
+    shown = few(drawn, found.scores)
     model = load_model(models[0], device="cpu")
-    held_out = GreaterThanTask().pairs(model, 8).select(slice(4, None))
+    pairs = GreaterThanTask().pairs(model, 8)
+    scored, held_out = pairs.select(slice(4)), pairs.select(slice(4, None))
     metric = GreaterThanTask().metric
     (effect,) = evaluate(model, held_out, metric, shown, progress=False).effect.tolist()
     assert 5 <= len(shown) == said["shown"] < said["circuit"]
@@ -140,7 +144,12 @@ def test_the_page_says_what_the_edges_that_it_shows_explain(
     (page,) = outcome.pages
     text = page.read_text()
     assert f"what is shown explains {effect:.2f} of the effect" in text
-    assert f">{len(shown)} of {said['circuit']} circuit edges, by influence" in text
+    assert f">{len(shown)} of {said['drawn']} circuit edges, by influence" in text
+    helping = Circuit(found.circuit.grid, found.circuit.mask & (found.scores.values < 0))
+    both = [found.circuit, helping.connected()]
+    first = [few(some, found.scores) for some in both]
+    off = (1 - evaluate(model, scored, metric, first, progress=False).effect).abs()
+    assert torch.equal(drawn.mask, both[int(off.argmin())].mask) and said["drawn"] == len(drawn)
 
 
 def test_prompt_pairs_of_a_file(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -218,7 +227,7 @@ def test_an_interrupted_task_goes_on_after_its_last_result(
         patch.setattr(run_module, "head_behaviour", interrupt)
         _run(out, models, **options)
     results = {"circuit_edge_scores", "head_scores", "circuit_edges", "heads"}
-    results |= {"found_circuit", "shown_circuit"}
+    results |= {"found_circuit", "drawn_circuit", "shown_circuit"}
     assert {file.name for file in side.iterdir()} == results
     before = {name: (side / name / "result.json").stat().st_mtime_ns for name in results}
     outcome = _run(out, models, **options)

@@ -62,16 +62,19 @@ from sparse_tl.zoo import (
     task_pairs,
 )
 
-EXAMPLES = 500
-"""Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
+EXAMPLES, OWN_EXAMPLES = 500, 128
+"""Prompts per task for accuracy, of the built-in models and of models that the user names; 64 could
+not distinguish 98 from 100 %."""
 LEVEL = 0.9
 """The explained effect at which models are compared."""
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 ENDS = ("_low", "_high")
 """Suffixes of the keys of a size's 95 % interval over pairs; absent for medians over seeds."""
 _LABELS = ["task", "seed", "side", "parts"]
-FOUND, SHOWN, BEHAVIOUR = "found_circuit", "shown_circuit", "head_behaviour"
-"""The circuit found; what the part that its diagram shows and all of it explain; what heads do."""
+FOUND, DRAWN, SHOWN = "found_circuit", "drawn_circuit", "shown_circuit"
+"""The circuit found; what the page draws of it; what the edges shown first, and all, explain."""
+BEHAVIOUR = "head_behaviour"
+"""What heads do."""
 ACCURACY = "accuracy.json"
 """The last file that `measure` writes."""
 
@@ -146,6 +149,8 @@ def _explained(numbers: Mapping[str, Any]) -> str:
     words = f"all {numbers['circuit']:,} edges explain {whole} of the effect on held-out pairs"
     if numbers["shown"] < numbers["circuit"]:
         words += f", the {numbers['shown']:,} shown first {shown}"
+    if numbers["drawn"] < numbers["circuit"]:
+        words += f"; only the {numbers['drawn']:,} that help are drawn"
     return words
 
 
@@ -179,7 +184,9 @@ def measure(
         _ = saved(folder / f"{parts}s", Evaluation, judge).effect  # raises where there is none
     find = partial(find_circuit, model, scoring, metric, held_out=held_out, at=LEVEL, **options)
     found = saved(folder / FOUND, FoundCircuit, partial(find, seconds=seconds))
-    both = [shown_first(found.circuit, found.scores), found.circuit]
+    draw = partial(_drawn, model, scoring, metric, found, **options)
+    drawn = saved(folder / DRAWN, Circuit, draw)
+    both = [shown_first(drawn, found.scores), found.circuit]
     saved(folder / SHOWN, Evaluation, partial(evaluate, model, held_out, metric, both, **options))
     for given in (pairs, None):  # where pairs do not show what heads move, what they attend to
         with suppress(ValueError):
@@ -187,6 +194,18 @@ def measure(
             saved(folder / BEHAVIOUR, HeadBehaviour, look)
             break
     write_json(folder / ACCURACY, skill)
+
+
+def _drawn(
+    model: HookedModel, pairs: PromptPairs, metric: Metric, found: FoundCircuit, **options: Any
+) -> Circuit:
+    """The circuit found, or its edges that help: whose first view is closer to the whole effect."""
+    helping = Circuit(found.circuit.grid, found.circuit.mask & (found.scores.values < 0))
+    helping = helping.connected(patch=options["patch"])
+    both = [found.circuit, helping] if len(helping) else [found.circuit]
+    first = [shown_first(some, found.scores) for some in both]
+    off = (1 - evaluate(model, pairs, metric, first, **options).effect).abs()
+    return both[int(off.argmin())]
 
 
 def behaviour(model: HookedModel, pairs: PromptPairs | None, progress: bool) -> HeadBehaviour:
@@ -276,6 +295,7 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     for name, size, some in zip(("shown", "circuit"), explained.sizes, effects, strict=True):
         keys = (f"{name}_effect{end}" for end in ("", *ENDS))
         numbers |= {name: size, **dict(zip(keys, some, strict=True))}
+    numbers["drawn"] = len(Circuit.load(folder / DRAWN))
     numbers["heads"] = _kinds_of_heads(found.circuit, folder)
     return numbers, pd.concat(tables)
 
@@ -311,7 +331,7 @@ def _draw_circuits(
     kinds, remarks = dict[str, HeadBehaviour](), dict[str, str]()
     for side, name in names.items():
         found, numbers = FoundCircuit.load(folder / side / FOUND), measured[side]
-        circuits[name], scores[name] = found.circuit, found.scores
+        circuits[name], scores[name] = Circuit.load(folder / side / DRAWN), found.scores
         remarks[name] = f"; {_explained(numbers)}"
         if (folder / side / BEHAVIOUR).exists():
             kinds[name] = HeadBehaviour.load(folder / side / BEHAVIOUR)
@@ -329,12 +349,12 @@ def _draw_circuits(
 def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
-    The accuracy of both models is measured first, on 500 prompts of each task. A task that either
-    model cannot do (see `Skill`), or whose words the tokenizer lacks, gets no circuits;
-    ``no_circuits.json`` and the result say why. On the other tasks, half of the prompt pairs score
-    the edges and heads and search for a circuit (`find_circuit`), and the other half evaluates the
-    circuits. Each seed's sparse model is compared with the dense model of the same seed. Seeds can
-    be added later: results of other seeds are kept.
+    The accuracy of both models is measured first, on 500 prompts of each task, or 128 of a model
+    that is named. A task that either model cannot do (see `Skill`), or whose words the tokenizer
+    lacks, gets no circuits; ``no_circuits.json`` and the result say why. On the other tasks, half
+    of the prompt pairs score the edges and heads and search for a circuit (`find_circuit`), and the
+    other half evaluates the circuits. Each seed's sparse model is compared with the dense model of
+    the same seed. Seeds can be added later: results of other seeds are kept.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
@@ -348,7 +368,7 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     asked = dict.fromkeys(job.tasks or get_args(BuiltInTask))
     own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
-    recorded = job.settings(format=7, tasks=[task.name for task in chosen])
+    recorded = job.settings(format=8, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)
     if own is not None:
         n_pairs = job.pairs or len(own.rows)
@@ -377,7 +397,8 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
                 draw = partial(task.pairs, models["dense"], seed=seed)
             title = f"{task.title}, seed {seed}"
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                skills = _skills(models, task, draw, job.batch_size, how.progress)
+                n_examples = EXAMPLES if job.model is None else OWN_EXAMPLES
+                skills = _skills(models, task, draw, n_examples, job.batch_size, how.progress)
             if isinstance(skills, str):
                 declined.setdefault(task.name, []).append(title + skills)
                 continue
@@ -403,12 +424,13 @@ def _skills(
     models: Mapping[str, HookedModel],
     task: Task,
     draw: Callable[[int], PromptPairs],
+    n_examples: int,
     batch_size: int,
     progress: bool,
 ) -> dict[str, dict[str, float]] | str:
     """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
-        examples = draw(EXAMPLES)
+        examples = draw(n_examples)
     except ValueError as error:  # the tokenizer lacks the task's words
         return f": {error}"
     skills = dict[str, dict[str, float]]()
