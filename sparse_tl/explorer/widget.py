@@ -35,7 +35,6 @@ from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
     AttentionEdge,
     EdgeWeight,
-    RemovalEffects,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
@@ -535,13 +534,8 @@ class ExactEffects:
                 self._node[",".join(map(str, group[0]))] = by_target
 
 
-def _by_target(model: AblatedModel, effects: RemovalEffects) -> list[TargetEffects]:
+def _by_target(model: AblatedModel, effects: pd.DataFrame) -> list[TargetEffects]:
     """For each part, its effects on every target."""
-    arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
-    return [
-        [
-            (_short(effect), _short(probability), _shown(model.output_text(token, read_at)))
-            for (_, read_at), effect, probability, token in zip(model.targets, *part, strict=True)
-        ]
-        for part in zip(*(array.tolist() for array in arrays), strict=True)
-    ]
+    shown = effects["effect"].map(_short), effects["probability"].map(_short)
+    rows, n = [*zip(*shown, effects["prediction"].map(_shown), strict=True)], len(model.targets)
+    return [rows[start : start + n] for start in range(0, len(rows), n)]

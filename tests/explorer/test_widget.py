@@ -102,7 +102,7 @@ def test_models_of_other_depths_have_the_effects_of_all_their_heads(build_small)
     explorer = explore(models, PROMPT, positions=[9])
     explorer.compute_effects()
     for known, (title, n_layers) in zip(explorer._effects["heads"], depths.items(), strict=True):
-        expected = explorer.exploration.models[title].head_effects().effects[0]
+        expected = explorer.exploration.models[title].head_effects()["effect"]
         names = [f"{layer},{head}" for layer in range(n_layers) for head in (0, 1)]
         found = [known[name][0][0] for name in names]
         assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)
