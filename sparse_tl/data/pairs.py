@@ -380,8 +380,11 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
             read = _Record.model_validate(record)
         except ValidationError as error:
             first = error.errors()[0]
-            name, fault, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
-            raise ValueError(f"row {row}: {name}: {fault}; got {given!r:.99}") from None
+            place = "".join(f"{part!r}: " for part in first["loc"])
+            raise ValueError(
+                f"row {row}: {place}{first['msg']}; got {first['input']!r:.99}. A row has the "
+                "texts `clean`, `corrupted` and `answer`, perhaps `wrong`, and nothing else."
+            ) from None
         pairs.append(PairTexts(read.clean, read.corrupted, read.answer, read.wrong))
     return pairs
 
