@@ -301,14 +301,13 @@ class AblatedModel:
     def _effects(self, names: Sequence[str], **parts: Any) -> pd.DataFrame:
         with self._without(self.removed):
             found = self.one_out.effects(**parts)
-        numbers = (found.effects, found.probabilities, found.predictions)
+        tokens = found.tokens.repeat(len(names)).tolist(), found.predictions.T.ravel().tolist()
+        read_at = [at for _, at in self.targets] * len(names)
         table = pd.DataFrame(product(names, self.positions), columns=["part", "column"])
-        read_at = [at for _, at in self.targets]
-        answers = map(self.output_text, found.tokens.tolist(), read_at)
-        table["answer"] = [*answers] * len(names)
-        for name, of_target in zip(("effect", "probability", "prediction"), numbers, strict=True):
-            table[name] = of_target.T.flatten().tolist()
-        table["prediction"] = [*map(self.output_text, table["prediction"], read_at * len(names))]
+        table["answer"] = [*map(self.output_text, tokens[0], read_at)]
+        table["effect"] = found.effects.T.ravel().tolist()
+        table["probability"] = found.probabilities.T.ravel().tolist()
+        table["prediction"] = [*map(self.output_text, tokens[1], read_at)]
         return table
 
     def outputs(self, target: int = -1, top: int = 6) -> pd.DataFrame:

@@ -381,6 +381,8 @@ def _panels_data(exploration: Exploration) -> list[dict[str, Any]]:
 def _node_data(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
     """What a node attends to, and its logit lens."""
     model = exploration.models[title]
+    if column == model.n_read < model.n_columns:  # a last "?" is predicted at the token before it
+        column -= 1
     tokens = model.logit_lens(level, column)  # first, since it checks the node
     graph = model.now.graph
     n_keys = column + 1 if graph.causal else model.n_read

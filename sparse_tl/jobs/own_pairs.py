@@ -45,8 +45,7 @@ class OwnPairs(Task):
             rows = [
                 {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
             ]
-            if not read_records(rows):  # it names a wrong row before a model is loaded
-                raise ValueError("there is no prompt pair")
+            read_records(rows)  # names a wrong row before a model is loaded
         except (ValueError, csv.Error) as error:
             raise ValueError(f"{path}: {error}") from error
         n_compared = sum("wrong" in row for row in rows)

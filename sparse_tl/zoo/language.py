@@ -24,15 +24,8 @@ from typing import Any, TypeVar
 import torch
 
 from sparse_tl.arguments import checked, did_you_mean
-from sparse_tl.backend import (
-    Model,
-    adapt,
-    checked_device,
-    load_model,
-    merge_lora,
-    processes,
-    save_model,
-)
+from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
+from sparse_tl.backend.devices import checked_device
 from sparse_tl.backend.load import fetch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import say
