@@ -28,8 +28,8 @@ class OwnPairs(Task):
     def read(file: str | Path) -> OwnPairs:
         """The pairs of a ``.csv``, ``.jsonl`` or ``.parquet`` file, named after it.
 
-        The metric is the logit difference if all rows have a wrong answer, otherwise the log
-        probability of the answers.
+        The metric is the logit difference if all rows have a wrong answer, and the log probability
+        of the answers if none has.
         """
         path, rows = Path(file), list[dict[str, Any]]()
         try:
