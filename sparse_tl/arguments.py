@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from traceback import clear_frames
@@ -125,15 +126,33 @@ def _listed(value: Any) -> Any:
 
 
 def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
-    first = error.errors(include_url=False)[0]
+    first, *others = error.errors(include_url=False)
     if first["type"] == "unexpected_positional_argument":
         return f"too many positional arguments; got {first['input']!r:.80}"
-    argument, *inside = first["loc"]
+    value, place = first["input"], first["loc"]
+    expected = [first["msg"]]  # and what else a union takes
+    for other in others:
+        if other["input"] is value and other["loc"][0] == place[0]:
+            if other["msg"] not in expected:
+                expected.append(other["msg"].removeprefix("Input should be "))
+            place = tuple(one for one, two in zip(place, other["loc"], strict=False) if one == two)
+    argument, *inside = place
     name = [*parameters][argument] if isinstance(argument, int) else argument
-    value = first["input"]
-    size = f"a Tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    example = f"; a list of one is [{value!r:.80}]" if first["type"] == "sequence_str" else ""
-    return f"{', '.join(map(str, [name, *inside]))}: {first['msg']}; got {size:.80}{example}"
+    said = f"{', '.join(map(str, [name, *inside]))}: {' or '.join(expected)}"
+    if first["type"] == "missing_argument":
+        return said
+    shown = f"{value!r:.80}"
+    if isinstance(value, Tensor):
+        shown = f"a {value.dtype} Tensor of shape {tuple(value.shape)}"
+    hints = {"sequence_str": f"; a list of one is [{shown}]", "callable_type": ", not a function"}
+    return f"{said}; got {shown}{hints.get(first['type'], '')}{close_choice(first)}"
+
+
+def close_choice(error: Mapping[str, Any]) -> str:
+    """The end of pydantic's message about a value that is none of some names: those like it."""
+    known = re.findall(r"'([^']+)'", str(error.get("ctx", {}).get("expected", "")))
+    hint = did_you_mean(str(error["input"]), known)
+    return f".{hint}" if hint else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -36,3 +37,16 @@ def test_sizes_of_other_arguments() -> None:
 def test_rates_out_of_range(rate: float) -> None:
     with pytest.raises(ValueError, match="rates"):
         accept(rates={"*": rate})
+
+
+def test_messages_name_all_that_a_union_takes_and_names_like_the_one_given() -> None:
+    @checked
+    def read(prompt: str | Int[Tensor, " pos"], by: Literal["eap", "eap-ig"] = "eap") -> None: ...
+
+    batch = r"prompt: Input should be a valid string or an instance of .*; got a torch.int64 Tensor"
+    with pytest.raises(ValueError, match=batch + r" of shape \(1, 2\)$"):
+        read(torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"by: .*; got 'EAPIG'\. Did you mean 'eap-ig'"):
+        read("text", by="EAPIG")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompt: Missing required argument$"):
+        read()  # type: ignore[call-arg]

@@ -170,9 +170,35 @@ def test_prompt_pairs_of_a_file(models: tuple[Path, Path], tmp_path: Path) -> No
     file = tmp_path / "years.jsonl"
     outcome = _run(tmp_path / "out", models, sparse=None, tasks=(), pairs=None, pairs_file=file)
     assert list(outcome.metrics) == ["years"] and outcome.metrics["years"]["dense"]["choice"] > 0.9
-    single.drop(columns="clean").to_csv(tmp_path / "years.csv", index=False)
-    with pytest.raises(ValueError, match="row 0: clean"):
-        OwnPairs.read(tmp_path / "years.csv")
+
+
+HEAD = "clean,corrupted,answer,wrong\n"
+WRONG_FILES = {
+    "a column is missing": ("a.csv", "corrupted,answer\nOne,Two\n", "row 0: 'clean': .*A row has"),
+    "a column of row numbers": ("a.csv", f",{HEAD}0,One,Two, a, b\n", "row 0: '': Extra"),
+    "semicolons": ("a.csv", HEAD.replace(",", ";") + "One;Two; a; b\n", "row 0: 'clean'"),
+    "a comma in a text": ("a.csv", f"{HEAD}One, more,Two, a, b\n", "quote texts with commas"),
+    "no rows": ("a.csv", HEAD, "there is no prompt pair"),
+    "an answer that is missing": (
+        "a.csv",
+        f"{HEAD}1,2, a, b\n1,2, a,\n",
+        "1 of 2 rows",
+    ),
+    "another encoding": ("a.csv", HEAD.encode("utf-16"), "utf-8"),
+    "a text on a line": ("a.jsonl", '"One"\n', "JSON object, .* line 1 of"),
+    "a list": ("a.jsonl", '[{"clean": "One"}]\n', "JSON object, .* line 1 of"),
+    "no parquet": ("a.parquet", HEAD, "magic bytes"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG_FILES))
+def test_a_wrong_file_of_prompt_pairs(name: str, tmp_path: Path) -> None:
+    named, content, message = WRONG_FILES[name]
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / named).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        OwnPairs.read(tmp_path / named)
+    assert type(caught.value) is ValueError and named in str(caught.value)
 
 
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:

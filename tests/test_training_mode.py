@@ -1,4 +1,4 @@
-"""Analyses of a model in training mode give what they give in evaluation mode, at every call."""
+"""Analyses give the same numbers in training mode, and where a notebook switched gradients off."""
 
 from __future__ import annotations
 
@@ -68,11 +68,10 @@ def gated(model: Any) -> Tensor:
 
 def explored(model: Any) -> Tensor:
     opened = st.explore(model, PAIRS.clean[0])
-    shown = opened.exploration
-    (title,) = shown.titles
-    shown.toggle_head(title, 1, 2)
-    effects = shown.head_effects(title)
-    return torch.cat([shown.graph(title).attention.flatten(), effects.effects.flatten()])
+    (shown,) = opened.exploration.models.values()
+    shown.toggle_head(1, 2)
+    effects = shown.head_effects()["effect"].to_numpy()
+    return torch.cat([shown.now.graph.attention.flatten(), torch.from_numpy(effects)])
 
 
 @functools.cache
@@ -171,8 +170,15 @@ def test_every_public_name_that_takes_a_model_is_here() -> None:
     assert found == set(MEASURED) | UNAFFECTED - {"load_model"}
 
 
-def numbers(found: Any) -> Tensor:
-    return found if isinstance(found, Tensor) else torch.as_tensor(numpy.asarray(found))
+def check_same(found: Any, expected: Any) -> None:
+    if isinstance(found, str):
+        assert found == expected
+        return
+    values = [
+        each if isinstance(each, Tensor) else torch.as_tensor(numpy.asarray(each))
+        for each in (found, expected)
+    ]
+    torch.testing.assert_close(*values, equal_nan=True)
 
 
 def modes(model: Any) -> list[bool]:
@@ -199,13 +205,18 @@ def test_training_mode_changes_no_number(model: Any, name: str) -> None:
     before = modes(model)
     assert not torch.allclose(model(PAIRS.clean), model(PAIRS.clean))
     for _ in range(2):
-        found = MEASURED[name](model)
-        if isinstance(found, str):
-            assert found == expected
-        else:
-            values = map(numbers, (found, expected))
-            torch.testing.assert_close(*values, equal_nan=True)
+        check_same(MEASURED[name](model), expected)
         assert modes(model) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(MEASURED))
+def test_gradients_may_be_switched_off(model: Any, name: str) -> None:
+    model.eval()
+    expected = MEASURED[name](model)
+    with torch.no_grad():
+        check_same(MEASURED[name](model), expected)
+        assert not torch.is_grad_enabled()
 
 
 def test_a_sparse_model_counts_in_evaluation_mode(model: Any) -> None:

@@ -69,6 +69,11 @@ class Skill(Result):
     @property
     def lack(self) -> str:
         """Why the model does not do the task, as a sentence; empty if it does."""
+        if self.needed >= 1:
+            return (
+                f"{len(self.right)} prompts cannot show that the model does this task, since "
+                "chance may get all of them right: give more pairs, or more wrong answers"
+            )
         if self.choice <= self.needed:
             return (
                 "the model does not do this task: it prefers a right answer to the wrong ones in "

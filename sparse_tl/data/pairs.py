@@ -309,8 +309,6 @@ def pairs_of_texts(
     tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
 ) -> PromptPairs:
     """Tokenize pairs of texts; raises the same ValueErrors as `PromptPairs.from_texts`."""
-    if not pairs:
-        raise ValueError("there is no prompt pair")
     check_prompts(tokenizer, pairs, prepend_bos=prepend_bos)
     if chat:  # as one text, since a tokenizer may join a prompt's beginning to the text before it
         start, before = (), chat_start(tokenizer)
@@ -380,9 +378,14 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
             read = _Record.model_validate(record)
         except ValidationError as error:
             first = error.errors()[0]
-            name, fault, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
-            raise ValueError(f"row {row}: {name}: {fault}; got {given!r:.99}") from None
+            place = "".join(f"{part!r}: " for part in first["loc"])
+            raise ValueError(
+                f"row {row}: {place}{first['msg']}; got {first['input']!r:.99}. A row has the "
+                "texts `clean`, `corrupted` and `answer`, perhaps `wrong`, and nothing else."
+            ) from None
         pairs.append(PairTexts(read.clean, read.corrupted, read.answer, read.wrong))
+    if not pairs:
+        raise ValueError("there is no prompt pair")
     return pairs
 
 

@@ -218,4 +218,9 @@ class TargetDataset(Rows):
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file with one JSON object per line; empty lines are skipped."""
-    return [record for _, record in json_rows(Path(path))]
+    records = []
+    for line, record in json_rows(Path(path)):
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, {{...}}, in {line}; got {record!r:.99}")
+        records.append(record)
+    return records

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, product
+from typing import Any
 
 import pandas as pd
 import torch
@@ -25,7 +26,6 @@ from sparse_tl.circuits.prompt.attention import (
     Head,
     LeaveOneOut,
     PromptRun,
-    RemovalEffects,
     predicted_column,
     predicted_columns,
     run_prompt,
@@ -272,25 +272,43 @@ class AblatedModel:
         before, now = (measure(self._quantity.metric, logits, pairs) for logits in runs)
         return before, now
 
-    def head_effects(self, layers: Sequence[int] | None = None) -> RemovalEffects:
-        """Effect on each predicted token of removing each head, on top of the removals.
+    def head_effects(self, layers: Sequence[int] | None = None) -> pd.DataFrame:
+        """The effects on each predicted token of removing each head, on top of the removals.
 
-        The heads are those of some layers; by default of all, in order.
+        Args:
+            layers: layers of the heads; by default all, in order.
+
+        Returns:
+            One row per head and predicted token: part, such as "a2.h1"; column of the prediction,
+            and its answer; effect, the change of the quantity (negative: the part helps);
+            probability, the change of the answer's; prediction without the part.
         """
         layers = range(self.adapter.n_layers) if layers is None else layers
-        heads = list(product(layers, range(self.adapter.n_heads)))
-        with self._without(self.removed):
-            return self.one_out.effects(heads=heads_of(self.adapter, heads))
+        heads = heads_of(self.adapter, list(product(layers, range(self.adapter.n_heads))))
+        return self._effects([f"a{layer}.h{head}" for layer, head in heads], heads=heads)
 
-    def attention_edge_effects(self, groups: Sequence[Sequence[AttentionEdge]]) -> RemovalEffects:
+    def attention_edge_effects(self, groups: Sequence[Sequence[AttentionEdge]]) -> pd.DataFrame:
         """Effect on each predicted token of removing each group of edges, on top of the removals.
 
-        The edges (layer, head, query, key) of a group are removed together.
+        The edges (layer, head, query, key) of a group are removed together. The table is that of
+        `head_effects`.
         """
         for edge in chain.from_iterable(groups):
             self.grid.index(edge)
+        names = [", ".join(self.grid.names(torch.tensor(group))) for group in groups]
+        return self._effects(names, groups=groups)
+
+    def _effects(self, names: Sequence[str], **parts: Any) -> pd.DataFrame:
         with self._without(self.removed):
-            return self.one_out.effects(groups=groups)
+            found = self.one_out.effects(**parts)
+        tokens = found.tokens.repeat(len(names)).tolist(), found.predictions.T.ravel().tolist()
+        read_at = [at for _, at in self.targets] * len(names)
+        table = pd.DataFrame(product(names, self.positions), columns=["part", "column"])
+        table["answer"] = [*map(self.output_text, tokens[0], read_at)]
+        table["effect"] = found.effects.T.ravel().tolist()
+        table["probability"] = found.probabilities.T.ravel().tolist()
+        table["prediction"] = [*map(self.output_text, tokens[1], read_at)]
+        return table
 
     def outputs(self, target: int = -1, top: int = 6) -> pd.DataFrame:
         """The most likely tokens at a predicted column, before or after the removals.

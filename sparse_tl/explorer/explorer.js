@@ -188,6 +188,10 @@ function render({ model, el }) {
     }
     drawSide();
     side.scrollTop = 0;
+    // Near the end of a long diagram, its top may be out of view.
+    if (root.matches(":hover, :focus-within")) {
+      side.firstElementChild.scrollIntoView({ block: "nearest" });
+    }
   }
 
   function drawSide() {

@@ -35,7 +35,6 @@ from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
     AttentionEdge,
     EdgeWeight,
-    RemovalEffects,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
@@ -382,6 +381,8 @@ def _panels_data(exploration: Exploration) -> list[dict[str, Any]]:
 def _node_data(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
     """What a node attends to, and its logit lens."""
     model = exploration.models[title]
+    if column == model.n_read < model.n_columns:  # a last "?" is predicted at the token before it
+        column -= 1
     tokens = model.logit_lens(level, column)  # first, since it checks the node
     graph = model.now.graph
     n_keys = column + 1 if graph.causal else model.n_read
@@ -535,13 +536,8 @@ class ExactEffects:
                 self._node[",".join(map(str, group[0]))] = by_target
 
 
-def _by_target(model: AblatedModel, effects: RemovalEffects) -> list[TargetEffects]:
+def _by_target(model: AblatedModel, effects: pd.DataFrame) -> list[TargetEffects]:
     """For each part, its effects on every target."""
-    arrays = effects.effects.T, effects.probabilities.T, effects.predictions.T
-    return [
-        [
-            (_short(effect), _short(probability), _shown(model.output_text(token, read_at)))
-            for (_, read_at), effect, probability, token in zip(model.targets, *part, strict=True)
-        ]
-        for part in zip(*(array.tolist() for array in arrays), strict=True)
-    ]
+    shown = effects["effect"].map(_short), effects["probability"].map(_short)
+    rows, n = [*zip(*shown, effects["prediction"].map(_shown), strict=True)], len(model.targets)
+    return [rows[start : start + n] for start in range(0, len(rows), n)]

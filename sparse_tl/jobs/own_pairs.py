@@ -28,25 +28,33 @@ class OwnPairs(Task):
     def read(file: str | Path) -> OwnPairs:
         """The pairs of a ``.csv``, ``.jsonl`` or ``.parquet`` file, named after it.
 
-        The metric is the logit difference if all rows have a wrong answer, otherwise the log
-        probability of the answers.
+        The metric is the logit difference if all rows have a wrong answer, and the log probability
+        of the answers if none has.
         """
         path, rows = Path(file), list[dict[str, Any]]()
-        if path.suffix == ".csv":
-            with path.open(newline="", encoding="utf-8-sig") as lines:
-                rows += csv.DictReader(lines)
-        elif path.suffix == ".jsonl":
-            rows += read_jsonl(path)
-        else:
-            from pyarrow import parquet  # slow import
+        try:
+            if path.suffix == ".csv":
+                with path.open(newline="", encoding="utf-8-sig") as lines:
+                    rows += csv.DictReader(lines, restkey="more cells (quote texts with commas)")
+            elif path.suffix == ".jsonl":
+                rows += read_jsonl(path)
+            else:
+                from pyarrow import parquet  # slow import
 
-            rows += parquet.read_table(path).to_pylist()
-        rows = [
-            {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
-        ]
-        read_records(rows)  # names a wrong row before a model is loaded
-        compared = all("wrong" in row for row in rows)
-        metric = logit_difference if compared else log_probability
+                rows += parquet.read_table(path).to_pylist()
+            rows = [
+                {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
+            ]
+            read_records(rows)  # names a wrong row before a model is loaded
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path}: {error}") from error
+        n_compared = sum("wrong" in row for row in rows)
+        if 0 < n_compared < len(rows):
+            raise ValueError(
+                f"{path}: {n_compared} of {len(rows)} rows have a wrong answer. With one in every "
+                "row, the metric is the logit difference; with none, the log probability"
+            )
+        metric = logit_difference if n_compared else log_probability
         return OwnPairs(name=path.stem, title=path.stem, metric=metric, rows=rows)
 
     def pairs(self, model: HookedModel, n: int, *, seed: int = 0, **how: Any) -> PromptPairs:

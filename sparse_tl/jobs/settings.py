@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -35,6 +34,7 @@ from sparse_tl.arguments import (
     Positive,
     Seed,
     Share,
+    close_choice,
     did_you_mean,
 )
 
@@ -115,10 +115,7 @@ class Job(BaseModel):
             if wrong["loc"]:
                 message = f"{option_name(str(wrong['loc'][0]))}: {message}"
                 if wrong["type"] not in ("missing", "value_error"):
-                    message += f"; got {wrong['input']!r:.80}"
-                if wrong["type"] == "literal_error":
-                    known = re.findall(r"'([^']+)'", wrong["ctx"]["expected"])
-                    message += f".{did_you_mean(str(wrong['input']), known)}"
+                    message += f"; got {wrong['input']!r:.80}{close_choice(wrong)}"
             raise ValueError(message) from None
 
     def settings(self, **changed: Any) -> dict[str, Any]:

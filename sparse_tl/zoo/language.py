@@ -25,6 +25,7 @@ import torch
 
 from sparse_tl.arguments import checked, did_you_mean
 from sparse_tl.backend import Model, adapt, load_model, merge_lora, processes, save_model
+from sparse_tl.backend.devices import checked_device
 from sparse_tl.backend.load import fetch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import say
@@ -104,7 +105,10 @@ def published(name: str) -> Published:
     """The model with a name; a ValueError if there is none."""
     if name not in PUBLISHED:
         hint = did_you_mean(name, PUBLISHED)
-        raise ValueError(f"there is no language model {name!r}, only {list(PUBLISHED)}.{hint}")
+        raise ValueError(
+            f"there is no language model {name!r}, only {list(PUBLISHED)}; load_model takes any "
+            f"name on the hub.{hint}"
+        )
     return PUBLISHED[name]
 
 
@@ -247,7 +251,7 @@ def load_language_model(
         ImportError: a package that is needed to read the file is missing or too old.
         ValueError: the model is in none of these places, or its file is damaged.
     """
-    model = published(name)
+    model, device = published(name), checked_device(device)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "prepend_bos": prepend_bos}
     files = {"cache": cached_file(name), "installed package": installed_file(name)}
     for where, file in files.items():

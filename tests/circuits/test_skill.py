@@ -79,7 +79,9 @@ def test_the_corruption_lowers_the_metric_by_two_standard_errors_and_a_tenth() -
     assert not _skill(400, 400, change=0.21).lack
     for change in (0.0, -1.0):
         assert _skill(64, 64, change=change).lack
-    assert _skill(1, 2).lack  # one prompt, or two, show nothing
+    for n in (2, 4):  # all right by chance one time in four, or sixteen
+        assert "prompts cannot show that the model does this task" in _skill(n, n).lack
+    assert not _skill(6, 6).lack
 
 
 def test_a_pair_without_a_wrong_answer(

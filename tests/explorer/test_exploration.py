@@ -71,16 +71,21 @@ def test_effects_of_heads_are_those_of_exact_patching_with_zero(models, panel, m
     exploration = Exploration(models, PROMPT, quantity=Quantity(metric))
     found = exploration.models[panel].head_effects()
     names = [f"a{layer}.h{head}" for layer in range(2) for head in range(2)]
-    for target, (_, read_at) in enumerate(exploration.targets):
+    for column, read_at in exploration.targets:
         tokens = model.to_tokens(PROMPT)
         answer, wrong = by_hand(model)[read_at].topk(2).indices.view(2, 1, 1)
-        assert found.tokens[target] == answer
+        told = found[found["column"] == column].set_index("part")
+        assert told.index.tolist() == names
+        assert set(told["answer"]) == {model.tokenizer.decode(answer[0])}
         pairs = PromptPairs(tokens, tokens, answer, wrong, torch.tensor([read_at]))
         share = lambda logits, pairs: softmax(logits).gather(1, pairs.answers)[:, 0]  # noqa: E731
-        for told, judged in ((found.effects, METRICS[metric]), (found.probabilities, share)):
+        for number, judged in (("effect", METRICS[metric]), ("probability", share)):
             changes = patch_exactly(model, pairs, judged, names, patch="zero", progress=False)
-            assert told[target].tolist() == pytest.approx(changes[names].tolist(), abs=1e-9)
-    assert found.effects.abs().max() > 0.01
+            assert told[number].tolist() == pytest.approx(changes[names].tolist(), abs=1e-9)
+        for layer, head in ((0, 1), (1, 0)):
+            without = by_hand(model, [(layer, head)])[read_at].argmax()
+            assert told["prediction"][f"a{layer}.h{head}"] == model.tokenizer.decode(without)
+    assert found["effect"].abs().max() > 0.01
 
 
 def test_another_metric_beside_what_is_removed(exploration, models):
@@ -96,7 +101,8 @@ def test_another_metric_beside_what_is_removed(exploration, models):
     ):
         exploration.measure(quantity)
         assert exploration.models["Dense"].removed_edges == set(EDGES)
-        effects = exploration.models["Dense"].head_effects().effects[:, 3].tolist()
+        effects = exploration.models["Dense"].head_effects()
+        effects = effects.query("part == 'a1.h1'")["effect"].tolist()
         before, now = (each.tolist() for each in exploration.models["Dense"].values())
         for target, (_, read_at) in enumerate(exploration.targets):
             best, second = whole[read_at].topk(2).indices.tolist()

@@ -96,13 +96,23 @@ def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
     assert explorer._node is None
 
 
+def test_the_last_question_mark_opens_the_node_that_predicts_it(build_small):
+    explorer = explore({"Dense": build_small()}, "36+28=")
+    ask(explorer, action="select", panel=0, level=2, column=5)
+    before = explorer._node
+    ask(explorer, action="select", panel=0, level=2, column=6)
+    assert explorer._node == before and before["column"] == 5 and explorer._message is None
+    ask(explorer, action="select", panel=0, level=2, column=7)
+    assert "there is no node at level 2 and column 7" in explorer._message["text"]
+
+
 def test_models_of_other_depths_have_the_effects_of_all_their_heads(build_small):
     depths = {"three": 3, "four": 4}
     models = {name: build_small(n_layers=n) for name, n in depths.items()}
     explorer = explore(models, PROMPT, positions=[9])
     explorer.compute_effects()
     for known, (title, n_layers) in zip(explorer._effects["heads"], depths.items(), strict=True):
-        expected = explorer.exploration.models[title].head_effects().effects[0]
+        expected = explorer.exploration.models[title].head_effects()["effect"]
         names = [f"{layer},{head}" for layer in range(n_layers) for head in (0, 1)]
         found = [known[name][0][0] for name in names]
         assert found == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-9)

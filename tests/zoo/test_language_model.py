@@ -44,6 +44,14 @@ def test_the_bridge_equals_transformers(smollm2: Path) -> None:
     assert model.tokenizer.tokenize("1732") == ["1", "7", "3", "2"]
 
 
+def test_a_device_that_is_missing_is_refused_before_any_weights_are_read(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(language, "_of_file")
+    with pytest.raises(ValueError, match="PyTorch cannot use 'cuda:99'"):
+        load_language_model(device="cuda:99")
+
+
 @pytest.mark.long
 def test_texts_get_the_tokens_of_the_published_rule(smollm2: Path, shared_data: Path) -> None:
     model = load_language_model(device="cpu")

@@ -58,6 +58,7 @@ from sparse_tl.circuits.prompt.tokens import (
     token_texts,
 )
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
+from sparse_tl.contexts import autograd
 from sparse_tl.results import Result
 
 _AT_ONCE = 64
@@ -184,6 +185,7 @@ class AttributionGraph(Result):
 
 @checked
 @in_evaluation_mode
+@autograd(True)
 def attribution_graph(
     model: HookedModel,
     prompt: Prompt,
