@@ -34,7 +34,7 @@ class GraphExplorer(anywidget.AnyWidget):
         ValueError: models and graphs have different names, or the graphs cannot be drawn.
     """
 
-    _esm = read_assets("interactive_figure.js", *ComponentDiagram.scripts) + read_assets(
+    _esm = ComponentDiagram.page_script() + read_assets(
         "graph_explorer.js", package="sparse_tl.explorer"
     )
 

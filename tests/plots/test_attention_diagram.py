@@ -15,7 +15,6 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, attention_diagram
-from sparse_tl.plots.diagrams.attention_diagram import CIRCUIT_DRAWING
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
@@ -32,7 +31,7 @@ REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
 
 def selected(figure: CircuitDiagram) -> dict[str, Any]:
     """What the script says of the first view of a figure's only panel."""
-    return run_script(CIRCUIT_DRAWING, SELECTED, figure.data)
+    return run_script(CircuitDiagram.drawing, SELECTED, figure.data)
 
 
 def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
@@ -104,7 +103,7 @@ def test_what_reaches_a_node_equals_networkx(seed):
     columns = sorted({0, n_columns // 2, n_columns - 1})
     nodes = [(level, column) for level in range(n_layers + 1) for column in columns]
     data = attention_diagram({"model": graph}).data
-    found = run_script(CIRCUIT_DRAWING, REACHED, data, nodes)
+    found = run_script(CircuitDiagram.drawing, REACHED, data, nodes)
     for (level, column), names in zip(nodes, found, strict=True):
         reached = {tuple(map(int, name.split(","))) for name in names}
         assert reached == reached_by_networkx(edges, column, level)

@@ -19,36 +19,6 @@
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
 const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
 const SPACINGS = [1, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0];
-const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026");
-
-function textWidth(text, size) {
-  let em = 0;
-  for (const c of text) {
-    // East Asian letters are wide; dashes and arrows in this range are not.
-    const code = c.codePointAt(0), isWide = code >= 0x1100 && !(code >= 0x2000 && code < 0x2e80);
-    em += isWide || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
-      : c !== c.toLowerCase() ? 0.76 : 0.64;
-  }
-  return size * em;
-}
-
-function clipText(text, size, room) {
-  if (textWidth(text, size) <= room) return text;
-  const letters = [...text.slice(0, 400)];
-  while (letters.length > 1 && textWidth(letters.join("") + "\u2026", size) > room) letters.pop();
-  return letters.join("") + "\u2026";
-}
-
-// The words of a text in lines that fit.
-function wrapText(text, size, room) {
-  const lines = [];
-  for (const word of text.split(" ")) {
-    const longer = `${lines[lines.length - 1]} ${word}`;
-    if (lines.length && textWidth(longer, size) <= room) lines[lines.length - 1] = longer;
-    else lines.push(word);
-  }
-  return lines.map((line) => clipText(line, size, room));
-}
 
 function nodeText(node, labels) {
   const plain = node.position === null || node.kind === "group";
