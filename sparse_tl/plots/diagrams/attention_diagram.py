@@ -23,7 +23,7 @@ from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import LABEL_SIZE
-from sparse_tl.plots.page.rendering import PanelFigure, Surround
+from sparse_tl.plots.page.rendering import PanelFigure, Surround, by_title
 from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -57,7 +57,7 @@ class CircuitDiagram(PanelFigure):
 
 @checked
 def attention_diagram(
-    panels: Mapping[str, AttentionGraph],
+    panels: Mapping[str, AttentionGraph] | AttentionGraph,
     *,
     target: int = -1,
     weight: EdgeWeight = "attention",
@@ -84,8 +84,8 @@ def attention_diagram(
     6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
 
     Args:
-        panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
-            with the same columns and targets.
+        panels: attention graphs by panel name, from top to bottom, or one. All must trace the same
+            prompt, with the same columns and targets.
         target: index into the graphs' targets: the predicted token that is shown first, and in
             images.
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
@@ -108,6 +108,7 @@ def attention_diagram(
             finite.
         TypeError: a panel is not an `AttentionGraph`.
     """
+    panels = by_title(panels)
     _check_panels(panels)
     n_targets = len(next(iter(panels.values())).targets)
     if not -n_targets <= target < n_targets:
@@ -129,8 +130,6 @@ def attention_diagram(
 
 def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
     """Whether panels can be compared: they have the same prompt, and effects on one metric."""
-    if not panels:
-        raise ValueError('there is no panel; pass {"Base Model": trace_attention(...)}')
     first_name, first = next(iter(panels.items()))
     for name, graph in panels.items():
         for what in ("n_columns", "targets"):

@@ -28,7 +28,7 @@ from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
-from sparse_tl.plots.page.rendering import STYLE, PanelFigure, Surround
+from sparse_tl.plots.page.rendering import STYLE, PanelFigure, Surround, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
@@ -133,10 +133,7 @@ def component_diagram(
             panel, there are too many mark names, or the state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
-    if isinstance(panels, Circuit):
-        panels = {"Circuit": panels}
-    if not panels:
-        raise ValueError('there is no panel; pass {"Base Model": circuit}')
+    panels = by_title(panels, "Circuit")
     scores = _by_panel(scores, panels)
     columns = _columns(panels, tokens)
     for name, of_panel in scores.items():

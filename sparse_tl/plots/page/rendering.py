@@ -46,6 +46,16 @@ DARK_NOTEBOOKS = (
 _ADDRESS_SPACE = 2**41
 
 Kind = TypeVar("Kind", bound="Figure")
+Shown = TypeVar("Shown")
+
+
+def by_title(given: Shown | Mapping[str, Shown], alone: str = "Model") -> dict[str, Shown]:
+    """What is shown, by panel title; `alone` is the title of a single thing."""
+    if not isinstance(given, Mapping):
+        return {alone: given}
+    if not given:
+        raise ValueError("there is nothing to show: pass one, or several by title")
+    return {str(title): shown for title, shown in given.items()}
 
 
 class Figure:

@@ -6,6 +6,7 @@ Lengths are in pixels. Rows and columns are counted from 1, as in plotly.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
@@ -202,7 +203,9 @@ def panel_positions(rows: Sequence[Sequence[Any]]) -> list[Position]:
     return [(r, c) for r, row in enumerate(rows, 1) for c, _ in enumerate(row, 1)]
 
 
-def fitting_width(n_columns: int, *, gap: float, most: float, beside: float = 0) -> float:
+def fitting_width(
+    n_columns: int, *, gap: float, most: float = math.inf, beside: float = 0
+) -> float:
     """Width of each of several plots in a row, so that the figure has at most `MAX_WIDTH`.
 
     Args:
