@@ -21,7 +21,7 @@ function viewOf(data, view, width) {
   // The layout of a panel from x = left to x = right, and the right edge that its columns need.
   const between = (left, right) => {
     const bounds = [left + 14 + label, right - 8];
-    const layout = layOut(nodes, union, view.labels, bounds, data.columns.length || 1);
+    const layout = layOut(nodes, union, view.labels, bounds, data.columns);
     return { left, right: Math.round(layout.columns[layout.columns.length - 1][1] + 8), layout };
   };
   const n = panels.length, moved = data.transition && n > 1, share = (width - 2 * LEFT + GAP) / n - GAP;
