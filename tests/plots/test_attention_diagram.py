@@ -244,13 +244,10 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
     texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
     flow = make_flow(circuit, targets=targets, **texts)
     assert flow.given == tuple(range(1, 10))
-    assert flow.output_row(-1) == tuple("36+28=00064")
-    assert flow.output_row(1) == tuple("36428=00064")
     for target, row in ((-1, "36+28=00064"), (0, "35+28=00064"), (1, "36428=00064")):
         (panel,) = panels_of(attention_diagram({"model": flow}, target=target))
         assert [text.text for text in part(panel, "output")] == list(row)
-    masked = make_flow(circuit)
-    assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
+    assert make_flow(circuit).given == ()
 
 
 # ---- tokens -------------------------------------------------------------------------------------
