@@ -42,7 +42,7 @@ function drawFigure(data, view, drawn, chosen) {
   const parts = panels.map((panel) => drawPanel(data, view, drawn, panel, chosen));
   if (data.transition && panels.length > 1) parts.push(...arrowsOf(drawn, data));
   const bottom = panels[panels.length - 1].top + drawn.height;
-  const entries = legendOf(data, view, panels).map(([colour, weight, words]) =>
+  const entries = legendOf(data, view, drawn).map(([colour, weight, words]) =>
     [lineSample(colour, weight), words]);
   const [legend, height] = legendMarkup(entries, left, width - LEFT, bottom, data.colours.muted);
   return [height, figureMarkup(width, height, data.title, [...parts, legend])];
@@ -117,11 +117,14 @@ function nearOf(panel, source, ...readers) {
 
 const nodeOpacity = (index, isFound, near) => (near && !near.nodes.has(index) && !isFound ? 0.3 : null);
 
+const roleOf = (data, view, panel, { name }) =>
+  data.panels[view.difference ? 0 : panel.index].roles[name.split("@")[0]];
+
 function paintOf(data, view, panel, node) {
   const links = panel.linksAt.get(node.index) ?? [];
   const state = links.some((k) => k.onPath) ? "path" : links.length ? "open" : "absent";
   const sides = new Set(links.map((k) => k.only)), { colours } = data;
-  const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];
+  const role = roleOf(data, view, panel, node);
   if (state === "absent") return [state, colours.absentNode];
   if (view.difference && sides.size === 1 && !sides.has(null)) return [state, colours.sides[[...sides][0]]];
   if (role) return [state, colours.roles[role]];
@@ -153,7 +156,7 @@ function marksOf(data, { layout, nodes }) {
         "pointer-events": "none" })));
 }
 
-function legendOf(data, view, panels) {
+function legendOf(data, view, { panels, nodes }) {
   const { colours } = data, links = panels.flatMap((panel) => panel.links);
   const used = new Set(links.filter((k) => k.onPath).map((k) => fullColour(k, view, colours)));
   const crossing = [colours.slots[CROSSING], colours.words[CROSSING]];
@@ -172,7 +175,8 @@ function legendOf(data, view, panels) {
   if (links.length && data.panels.some((panel) => panel.scores)) {
     entries.push([colours.plain, lineWidth(1), `largest |${data.words.value}|`], [colours.plain, lineWidth(0.25), "\u00bc of it"]);
   }
-  const roles = new Set(data.panels.flatMap((panel) => Object.values(panel.roles)));
+  const roles = new Set(panels.flatMap((panel) => panel.links.flatMap(({ source, reader }) => [source, reader])
+    .map((i) => roleOf(data, view, panel, nodes[i]))));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
   Object.keys(data.marked).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
   return entries;

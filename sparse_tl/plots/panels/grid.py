@@ -415,6 +415,7 @@ def add_cells(
     axes, (inner_width, inner_height) = figure.get_subplot(row, column), _inner_size(figure.layout)
     width, _ = panel_size(figure, position)
     shown = plain_text(clip_text(visible_text(label), palette.TICK_SIZE, width))
+    ticks = [limits[0], sum(limits) / 2, limits[1]]
     bar = {
         "orientation": "h",
         "x": axes.xaxis.domain[0] + _BAR_INSET / inner_width,
@@ -430,7 +431,8 @@ def add_cells(
         "ticks": "",
         "tickfont": {"size": palette.TICK_SIZE, "color": palette.MUTED},
         "tickangle": 0,
-        "nticks": 4,
+        "tickvals": ticks,
+        "ticktext": [f"{tick:.3g}".replace("-", "\N{MINUS SIGN}") for tick in ticks],
         "title": {"text": shown, "side": "bottom", "font": {"size": palette.TICK_SIZE}},
     }
     figure.add_heatmap(
