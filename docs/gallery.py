@@ -76,7 +76,7 @@ HEAD_ROLES: dict[str, Any] = {
     "batch_size": 32,
 }
 PROMPT = "When Mary and John went to the store, John gave a drink to"
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 4_000_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 350_000, 8_000_000
 
 
 # ---- the figures -------------------------------------------------------------------------------
