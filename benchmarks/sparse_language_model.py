@@ -31,12 +31,12 @@ from sparse_tl import (
     SparseTransformer,
     attribute_circuit_edges,
     attribute_heads,
+    compare_skills,
     evaluate_circuit_edges,
     evaluate_heads,
     load_language_model,
     load_language_models,
     load_model,
-    measure_skills,
 )
 from sparse_tl.circuits import Circuit, EffectCurve, SeedCurves, log_sizes
 from sparse_tl.data import TokenBatch, read_documents, text_rows
@@ -79,7 +79,7 @@ def on_sentences(models: Models, file: Path, n: int, length: int) -> dict[str, A
 
 def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
     """Shares of right answers, open edges, and the divergence at the answers of prompts."""
-    found = measure_skills(**models, families=[TASKS_BY_NAME[name]], n=n, progress=False)
+    found = compare_skills(**models, families=[TASKS_BY_NAME[name]], n=n, progress=False)
     return found.table.to_dict("records")[0]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from sparse_tl import SparseTransformer, load_language_model, measure_skills
+from sparse_tl import SparseTransformer, compare_skills, load_language_model
 from sparse_tl.backend import adapt, merge_lora
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.tasks import TASKS_BY_NAME
@@ -106,7 +106,7 @@ def main() -> None:
     print(outcome)
     print(sparse.save_pretrained(args.out / "adapters", adapters_only=True))
     outcome.history.to_csv(args.out / "history.csv")
-    print(measure_skills(dense, sparse).to_pandas().to_string())
+    print(compare_skills(dense, sparse).to_pandas().to_string())
     merge_lora(sparse.model)
     print(sparse.save_pretrained(args.out / "sparse"))
 

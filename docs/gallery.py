@@ -28,10 +28,12 @@ from sparse_tl import (
     ablation_grid,
     attention_view,
     attribute_circuit_edges,
+    attribute_heads,
     attribute_logits,
     attribution_graph,
     check_scores,
     circuit_diagram,
+    compare_skills,
     component_diagram,
     effect_figure,
     explore,
@@ -63,6 +65,7 @@ WITHOUT_RUN = {
     "language model": "the models of `load_language_models`, on one prompt",
     "task models": "the built-in task models of seed 0, on 16 prompt pairs",
     "pairs": "the models of `load_language_models`, on 16 prompt pairs",
+    "families": "the models of `load_language_models`, on 24 prompts of each family",
 }
 # Smaller than the defaults of `sparse-tl head-roles`: 100 updates, 128 prompts, 5 tasks.
 HEAD_ROLES: dict[str, Any] = {
@@ -73,7 +76,7 @@ HEAD_ROLES: dict[str, Any] = {
     "batch_size": 32,
 }
 PROMPT = "When Mary and John went to the store, John gave a drink to"
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 4_000_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 350_000, 8_000_000
 
 
 # ---- the figures -------------------------------------------------------------------------------
@@ -185,6 +188,22 @@ def kinds_of_heads(runs: Path) -> Figure:
     return head_map({name: head_behaviour(model, pairs) for name, model in models.items()})
 
 
+def head_scores(runs: Path) -> Figure:
+    """How much each head matters for indirect objects, and the movers of the dense model framed."""
+    task, (dense, sparse) = IOITask(), load_language_models()
+    pairs = task.pairs(dense, 16)
+    models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
+    scores = {name: attribute_heads(m, pairs, task.metric) for name, m in models.items()}
+    marked = {"Mover": head_behaviour(dense, pairs).heads["mover"]}
+    return head_map(scores, marked=marked, unit="logits")
+
+
+def skills(runs: Path) -> Figure:
+    """What the sparse model kept of skills that it was not trained on, the largest fall on top."""
+    dense, sparse = load_language_models()
+    return compare_skills(dense, sparse, n=24).figure()
+
+
 def score_check(runs: Path) -> Figure:
     """First-order scores of two methods beside the exact effects of the same edges."""
     task, (_, sparse) = DocstringTask(), load_task_models()
@@ -234,17 +253,16 @@ COLUMNS = (("dense", "Dense"), ("sparse", "Sparse"))
 ROWS = {"addition": "Addition", "ioi": "IOI", "docstring": "Docstring"}
 SEEDS = (0,)
 """Of the models whose circuits are drawn; those but 0 are built where they are not in the cache."""
-ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 
 
 def curves(folder: Path, parts: Parts) -> dict[str, list[SeedCurves]]:
     """The curves of `run_circuits`, of all its seeds, by the title of their task."""
-    titles = {task.name: task.title for task in TASKS}
     return {
-        titles[task]: [
-            effect_curves(folder, task, SEEDS, side, parts, name) for side, name in SIDES.items()
+        task.title: [
+            effect_curves(folder, task.name, SEEDS, side, parts, name)
+            for side, name in SIDES.items()
         ]
-        for task in ORDER
+        for task in TASKS
     }
 
 
@@ -281,6 +299,8 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     lens: ("Logit lens", "language model"),
     direct_attribution: ("Direct logit attribution", "pairs"),
     kinds_of_heads: ("Behaviour of heads", "pairs"),
+    head_scores: ("Scores of heads", "pairs"),
+    skills: ("Skills", "families"),
     score_check: ("Checked scores", "task models"),
     neurons: ("Neurons", "pairs"),
     head_ablation: ("Head ablation", "head-roles"),

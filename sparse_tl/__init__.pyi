@@ -98,7 +98,7 @@ from .tasks import (
     IOILongTask as IOILongTask,
     IOITask as IOITask,
     SubjectVerbTask as SubjectVerbTask,
-    measure_skills as measure_skills,
+    compare_skills as compare_skills,
     task_report as task_report,
 )
 from .training import (

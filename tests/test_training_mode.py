@@ -82,7 +82,7 @@ def roles(model: Any) -> Any:
 def skills(model: Any) -> Any:
     sparse = st.SparseTransformer(model, initial_bias=0.0)
     try:
-        found = st.measure_skills(sparse, sparse, [st.InductionTask()], n=4, **Q)
+        found = st.compare_skills(sparse, sparse, [st.InductionTask()], n=4, **Q)
     finally:
         sparse.unwrap()
     return found.table[["divergence", "edges", "above_dense"]]
@@ -145,7 +145,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
     "task_report": lambda m: st.task_report(m, ["induction"], n=4).skills["induction"].clean,
     "measure_skill": lambda m: st.measure_skill(m, PAIRS, st.logit_difference, **Q).clean,
-    "measure_skills": skills,
+    "compare_skills": skills,
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
 UNAFFECTED = {
@@ -162,7 +162,7 @@ UNAFFECTED = {
 
 
 def test_every_public_name_that_takes_a_model_is_here() -> None:
-    found = {"measure_skills"}  # takes a dense and a sparse one
+    found = {"compare_skills"}  # takes a dense and a sparse one
     for name in dir(st):
         some = getattr(st, name)
         if callable(some) and not name.startswith("_"):

@@ -16,10 +16,10 @@ from sparse_tl.backend.bridges import (
     check_raw as check_raw,
 )
 from sparse_tl.backend.checks import (
-    check_alike as check_alike,
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_mlps as check_mlps,
+    check_same_alone as check_same_alone,
     check_score_gates as check_score_gates,
     check_sums_under_hooks as check_sums_under_hooks,
     check_whole as check_whole,

@@ -394,7 +394,7 @@ def _same(
         raise ValueError(message.format(name=adapter.name, what=what, off=off, allowed=allowed))
 
 
-def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
+def check_same_alone(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
     """Check that prompts give the same in a batch, or from a later layer on, as when run alone."""
     off = float((found.detach() - expected).abs().max())
     most = float(expected.abs().max())

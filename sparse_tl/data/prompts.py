@@ -250,7 +250,7 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
 
 def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The texts of tokens for a message; only the first ones if there are many."""
-    texts = token_texts(tokenizer, tokens[:_SHOWN])
+    texts = decode_tokens(tokenizer, tokens[:_SHOWN])
     return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
 
 
@@ -291,7 +291,7 @@ def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     text = tokenizer.decode([token])
     if _INCOMPLETE not in text:
         return text
-    return token_texts(tokenizer, [*before[1 - _MOST :], token])[-1]
+    return decode_tokens(tokenizer, [*before[1 - _MOST :], token])[-1]
 
 
 def added_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
@@ -300,7 +300,7 @@ def added_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     return full[len(start) :] if full.startswith(start) else tokenizer.decode([token])
 
 
-def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """The text of each token; tokens that make up one character all show that character.
 
     Bytes of an incomplete character show as U+FFFD.

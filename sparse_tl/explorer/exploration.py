@@ -36,15 +36,7 @@ from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, output_text, prom
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.graph import AttentionGrid
 from sparse_tl.metrics import measure
-
-
-def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, HookedModel]:
-    """Models by panel title; a single model gets the title "Model"."""
-    if not isinstance(models, Mapping):
-        return {"Model": models}
-    if not models:
-        raise ValueError("there is no model: pass one, or several by title")
-    return {str(title): model for title, model in models.items()}
+from sparse_tl.plots.page.rendering import by_title
 
 
 class Exploration:

@@ -111,7 +111,7 @@ function render({ model, el }) {
     figure.innerHTML = '<div class="controls"></div><div class="canvas"></div>' +
       '<div class="tip" role="tooltip" hidden></div>';
     figure.querySelector(".canvas").innerHTML = svg;
-    const [focused, scrolled] = [describeFocus(), diagram.querySelector(".canvas")?.scrollLeft];
+    const [focused, scrolled] = [focusedIn(diagram), diagram.querySelector(".canvas")?.scrollLeft];
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);
     const known = data.targets.map(([column]) => column);
@@ -136,17 +136,7 @@ function render({ model, el }) {
     return { target, limit: Math.max(state.limit, data.floors[state.weight]), focus, panel };
   }
 
-  // A selector for the element of the diagram with the keyboard focus.
-  function describeFocus() {
-    const active = document.activeElement;
-    if (!active || !diagram.contains(active)) return null;
-    if (active.name) return `[name="${active.name}"]`;
-    const { level, column } = active.dataset;
-    const panel = active.closest("g[data-panel]")?.dataset.panel;
-    return level && `g[data-panel="${panel}"] circle[data-level="${level}"][data-column="${column}"]`;
-  }
-
-  // Likewise for the cell of a card.
+  // A selector for the cell of a card with the keyboard focus.
   function describeCell() {
     const { head, edge } = document.activeElement?.dataset ?? {};
     if (!side.contains(document.activeElement)) return null;

@@ -20,9 +20,9 @@ from sparse_tl.circuits.prompt.attention import (
     predicted_columns,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Token, prompt_tokens
-from sparse_tl.explorer.exploration import by_title
 from sparse_tl.graph import Node
 from sparse_tl.metrics import Metric, log_probability
+from sparse_tl.plots.page.rendering import by_title
 
 MAX_SCORES = 1_000_000
 """Maximum number of effects to compute by default: a few seconds at GPT-2 small's size."""

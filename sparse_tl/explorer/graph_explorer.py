@@ -13,8 +13,9 @@ from sparse_tl.backend import HookedModel
 from sparse_tl.circuits import AttributionGraph, scale_nodes
 from sparse_tl.circuits.prompt.transcoders import Basis
 from sparse_tl.plots import attribution_diagram
+from sparse_tl.plots.diagrams.attribution_diagram import ALONE
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
-from sparse_tl.plots.page.rendering import notebook_style, read_assets
+from sparse_tl.plots.page.rendering import by_title, notebook_style, read_assets
 from sparse_tl.plots.page.token_text import visible_text
 
 
@@ -34,7 +35,7 @@ class GraphExplorer(anywidget.AnyWidget):
         ValueError: models and graphs have different names, or the graphs cannot be drawn.
     """
 
-    _esm = read_assets("interactive_figure.js", *ComponentDiagram.scripts) + read_assets(
+    _esm = ComponentDiagram.page_script() + read_assets(
         "graph_explorer.js", package="sparse_tl.explorer"
     )
 
@@ -51,11 +52,10 @@ class GraphExplorer(anywidget.AnyWidget):
         basis: Basis = "neurons",
         **style: Any,
     ) -> None:
-        models = models if isinstance(models, Mapping) else {"Attribution graph": models}
-        graphs = graphs if isinstance(graphs, Mapping) else {"Attribution graph": graphs}
+        models, graphs = by_title(models, ALONE), by_title(graphs, ALONE)
         if models.keys() != graphs.keys():
             raise ValueError(f"there are graphs of {[*graphs]}, and models {[*models]}")
-        self.graphs, self._models, self._basis = dict(graphs), dict(models), basis
+        self.graphs, self._models, self._basis = graphs, models, basis
         figure, empty = attribution_diagram(graphs, **style), [{} for _ in graphs]
         super().__init__(
             _figure=figure.json,

@@ -40,8 +40,7 @@ from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, attention_diagram
-from sparse_tl.plots.diagrams.attention_diagram import Threshold, quantity_data
-from sparse_tl.plots.diagrams.attention_svg import MOST_UNFOLDED
+from sparse_tl.plots.diagrams.attention_diagram import MOST_UNFOLDED, Threshold, quantity_data
 from sparse_tl.plots.page.palette import DARK_FILTER
 from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
 from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
@@ -94,7 +93,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     """
 
     _esm = (
-        read_assets("interactive_figure.js", *CircuitDiagram.scripts)
+        CircuitDiagram.page_script()
         + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
         + read_assets(*_SCRIPTS, package=_PACKAGE)
     )

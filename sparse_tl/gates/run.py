@@ -23,8 +23,8 @@ from sparse_tl.backend import (
     Order,
     adapt,
     attached,
-    check_alike,
     check_padding,
+    check_same_alone,
     check_tokens,
     check_whole,
     enters,
@@ -249,7 +249,7 @@ class GatedRun:
         else:
             stack = torch.cat([stack, base.to(stack).expand(1, *stack.shape[1:])])
             *_, again = found = self._final(stack, n_stack + 1)
-            check_alike(again, self._expected)
+            check_same_alone(again, self._expected)
         return found[:n_stack].view(*shape, *found.shape[1:])
 
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:

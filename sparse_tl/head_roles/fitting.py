@@ -22,8 +22,8 @@ from sparse_tl.backend import (
     OWN,
     HookedModel,
     adapt,
-    check_alike,
     check_rows,
+    check_same_alone,
     hooks_besides,
     in_evaluation_mode,
 )
@@ -232,7 +232,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
         with torch.no_grad():
             alone = adapter.final(few.tokens, **few.model_kwargs)[few.loss_mask]
             copies = torch.ones(2, adapter.n_layers, adapter.n_heads)
-            check_alike(gated_heads_run(model, few)[0].final(copies)[1], alone)
+            check_same_alone(gated_heads_run(model, few)[0].final(copies)[1], alone)
 
 
 def _measured(

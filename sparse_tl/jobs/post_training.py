@@ -35,7 +35,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import OWN, PostTrainingJob, Running, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
-from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, measure_skills
+from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, compare_skills
 from sparse_tl.training import Target, post_train, sampled_windows, short_rows
 from sparse_tl.zoo import load_named_model
 
@@ -175,7 +175,7 @@ def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRu
 
     Args:
         out: folder for the sparse model, ``metrics.json``, ``history.csv`` and ``skills.csv``: what
-            the model kept of skills that no group asks for, by `measure_skills`; not if sharded.
+            the model kept of skills that no group asks for, by `compare_skills`; not if sharded.
 
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
@@ -245,7 +245,7 @@ def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRu
                 dense = load()
             alike = _alike(job.task)
             with folder.stage("skills"):
-                skills = measure_skills(dense, sparse, leave_out=alike, progress=progress)
+                skills = compare_skills(dense, sparse, leave_out=alike, progress=progress)
             if skills.kept or skills.lost:
                 verdict += f" Skills of no group: {skills.verdict}."
         reported = outcome.reported

@@ -45,7 +45,7 @@ OWN = "own"
 """Name of the text that the model generates."""
 PAIRS, OWN_PAIRS = 128, 16
 """Default numbers of prompt pairs: for the built-in models, and for models that the user names."""
-BuiltInTask = Literal["greater_than", "ioi", "docstring", "ioi_long"]
+BuiltInTask = Literal["greater_than", "ioi", "ioi_long", "docstring"]
 """Tasks of the built-in models, in the order of their panels."""
 Task = Literal[BuiltInTask, "subject_verb", "anaphor", "induction", "capitals"]
 TASK_NAMES = ", ".join(get_args(Task))

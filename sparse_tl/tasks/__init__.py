@@ -13,7 +13,7 @@ from sparse_tl.tasks.skill_battery import (
     TASKS_BY_NAME as TASKS_BY_NAME,
     SkillComparison as SkillComparison,
     TaskReport as TaskReport,
-    measure_skills as measure_skills,
+    compare_skills as compare_skills,
     task_report as task_report,
 )
 from sparse_tl.tasks.task import Task as Task

@@ -1,6 +1,6 @@
 """Which tasks a model does, and which skills a sparse model kept.
 
-`task_report` measures the tasks, before a search for their circuits. `measure_skills` compares
+`task_report` measures the tasks, before a search for their circuits. `compare_skills` compares
 families of short prompts, dense beside sparse: a model is *right* if its most likely next token is
 a right answer, and has *right above wrong* if a right answer is more likely than every wrong one. A
 skill fell if the share of prompts with right above wrong fell by more than `FALL`; the fall exceeds
@@ -217,7 +217,7 @@ class SkillComparison(Result):
 
 @checked
 @torch.no_grad()
-def measure_skills(
+def compare_skills(
     dense: Model | SparseTransformer,
     sparse: SparseTransformer,
     families: Sequence[Task] = BATTERY,

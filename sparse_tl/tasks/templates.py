@@ -267,4 +267,4 @@ BATTERY: tuple[Task, ...] = tuple(
     for key, kind in _KINDS.items()
     for family in content("battery", key)
 )
-"""The families of prompts that `measure_skills` measures."""
+"""The families of prompts that `compare_skills` measures."""

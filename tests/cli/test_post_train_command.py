@@ -77,7 +77,7 @@ def test_the_verdict_says_which_skills_fell(
         row = {"family": "units", "title": "Units", "outcome": "fell", "change": -0.2}
         return SkillComparison(pd.DataFrame([row | {"above_dense": 0.9, "above_sparse": 0.7}]))
 
-    monkeypatch.setattr(post_training, "measure_skills", measured)
+    monkeypatch.setattr(post_training, "compare_skills", measured)
     outcome = _text_run(tiny, story, tmp_path / "out")
     assert "Skills of no group: kept 0 of 1 skills; fell: Units 90% to 70%" in outcome.out
     assert asked["leave_out"] == [] and asked["dense"] is not asked["sparse"]

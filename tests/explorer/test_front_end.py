@@ -127,6 +127,18 @@ def test_choices_outlive_a_new_figure(page, tmp_path, explorer):
     assert "position 7" in page.locator(".card[data-panel='0'] h4").inner_text()
 
 
+def test_deep_models_are_shown_one_at_a_time(page, tmp_path, build_small):
+    models = {name: build_small(n_layers=13, seed=seed) for seed, name in enumerate("ab")}
+    show(page, tmp_path, explore(models, PROMPT, positions=[9]))
+    assert page.locator("g[data-panel]").evaluate_all("gs => gs.map(g => g.dataset.panel)") == ["0"]
+    page.locator("select[name=panel]").select_option("1")
+    node = page.locator("g[data-panel='1'] circle").last
+    node.click()
+    assert sent(page)[-1]["panel"] == 1
+    page.locator("select[name=panel]").select_option("-1")
+    assert page.locator("g[data-panel]").count() == 2
+
+
 def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     page.evaluate("window.fire('comm_live_update')")

@@ -15,7 +15,6 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, attention_diagram
-from sparse_tl.plots.diagrams.attention_diagram import CIRCUIT_DRAWING
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
@@ -32,7 +31,7 @@ REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
 
 def selected(figure: CircuitDiagram) -> dict[str, Any]:
     """What the script says of the first view of a figure's only panel."""
-    return run_script(CIRCUIT_DRAWING, SELECTED, figure.data)
+    return run_script(CircuitDiagram.drawing, SELECTED, figure.data)
 
 
 def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
@@ -104,7 +103,7 @@ def test_what_reaches_a_node_equals_networkx(seed):
     columns = sorted({0, n_columns // 2, n_columns - 1})
     nodes = [(level, column) for level in range(n_layers + 1) for column in columns]
     data = attention_diagram({"model": graph}).data
-    found = run_script(CIRCUIT_DRAWING, REACHED, data, nodes)
+    found = run_script(CircuitDiagram.drawing, REACHED, data, nodes)
     for (level, column), names in zip(nodes, found, strict=True):
         reached = {tuple(map(int, name.split(","))) for name in names}
         assert reached == reached_by_networkx(edges, column, level)
@@ -245,13 +244,10 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
     texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
     flow = make_flow(circuit, targets=targets, **texts)
     assert flow.given == tuple(range(1, 10))
-    assert flow.output_row(-1) == tuple("36+28=00064")
-    assert flow.output_row(1) == tuple("36428=00064")
     for target, row in ((-1, "36+28=00064"), (0, "35+28=00064"), (1, "36428=00064")):
         (panel,) = panels_of(attention_diagram({"model": flow}, target=target))
         assert [text.text for text in part(panel, "output")] == list(row)
-    masked = make_flow(circuit)
-    assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
+    assert make_flow(circuit).given == ()
 
 
 # ---- tokens -------------------------------------------------------------------------------------

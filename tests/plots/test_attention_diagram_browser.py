@@ -200,6 +200,8 @@ def test_clicking_a_node_shows_its_ancestors(page, tmp_path, two_panels):
     node(page, 1, 1, 9).click()  # the other panel takes over
     assert panel(page, 0).get_attribute("data-focus") == ""
     assert panel(page, 1).get_attribute("data-edges-on-path") == "4"
+    node(page, 1, 1, 8).press("Enter")  # which keeps the keyboard's place
+    assert page.evaluate("document.activeElement.dataset.column") == "8"
     page.keyboard.press("Escape")
     assert [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)] == before
 

@@ -16,7 +16,7 @@ from reading import Reader
 from tiny import tiny_model
 from transformers import PreTrainedTokenizerFast
 
-from sparse_tl import SparseTransformer, load_language_model, measure_skills
+from sparse_tl import SparseTransformer, compare_skills, load_language_model
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison
 from sparse_tl.tasks.skill_battery import numbers, sign_test, wilson_interval
 
@@ -79,7 +79,7 @@ def _models() -> tuple[Any, SparseTransformer]:
 @pytest.mark.parametrize("batch_size", [64, 4])
 def test_the_numbers_are_those_computed_by_hand(batch_size: int) -> None:
     dense, sparse = _models()
-    found = measure_skills(dense, sparse, [FAMILY], n=9, batch_size=batch_size, progress=False)
+    found = compare_skills(dense, sparse, [FAMILY], n=9, batch_size=batch_size, progress=False)
     row = found.to_pandas().loc["made"]
     tokenizer, sums = dense.tokenizer, Counter[str]()
     for prompt in FAMILY.prompts:
@@ -111,10 +111,10 @@ def test_the_numbers_are_those_computed_by_hand(batch_size: int) -> None:
 
 def test_a_sparse_model_with_open_gates_is_its_own_dense_model() -> None:
     _, sparse = _models()
-    closed = measure_skills(sparse, sparse, [FAMILY], progress=False).to_pandas().loc["made"]
+    closed = compare_skills(sparse, sparse, [FAMILY], progress=False).to_pandas().loc["made"]
     assert closed["divergence"] > 1e-6 and closed["edges"] < closed["possible"]
     with sparse.opened():
-        opened = measure_skills(sparse, sparse, [FAMILY], progress=False).to_pandas().loc["made"]
+        opened = compare_skills(sparse, sparse, [FAMILY], progress=False).to_pandas().loc["made"]
     assert abs(opened["divergence"]) < 1e-6 and opened["edges"] == opened["possible"]
     assert (opened["change"], opened["p"]) == (0, 1)
 
@@ -123,16 +123,16 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     dense, sparse = _models()
     families, lacking = [BATTERY[0], FAMILY, BATTERY[-1]], BATTERY[0].name
     left_out = [BATTERY[-1].name]
-    found = measure_skills(dense, sparse, families, leave_out=left_out, progress=False)
+    found = compare_skills(dense, sparse, families, leave_out=left_out, progress=False)
     assert found.left_out == left_out and found.table["prompts"].notna().tolist() == [0, 1, 0]
     assert "single tokens" in found.to_pandas()["outcome"][lacking]
     again = SkillComparison.load(found.save(tmp_path / "skills"))
     assert again.table.equals(found.table) and again._repr_html_() == found._repr_html_()
     assert "_low" not in found._repr_html_() and "single tokens" in found._repr_html_()
-    none = measure_skills(dense, sparse, [BATTERY[0]], progress=False)
+    none = compare_skills(dense, sparse, [BATTERY[0]], progress=False)
     assert none.verdict == "kept 0 of 0 skills"
     with pytest.raises(ValueError, match="inside the sparse model"):
-        measure_skills(sparse.model, sparse, [FAMILY])
+        compare_skills(sparse.model, sparse, [FAMILY])
 
 
 # ---- verdict -----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_intervals() -> None:
 @pytest.mark.long
 def test_a_language_model_has_the_skills_and_a_broken_one_lost_them(smollm2: Path) -> None:
     sparse = SparseTransformer(load_language_model(device="cpu"), initial_threshold=0.6)
-    found = measure_skills(sparse, sparse, n=12, progress=False)
+    found = compare_skills(sparse, sparse, n=12, progress=False)
     assert not found.table.isna().any(axis=None)
     table = found.to_pandas()
     assert table["above_dense"].min() >= 0.75 and table["above_dense"].mean() > 0.92

@@ -174,17 +174,6 @@ class AttentionGraph(Result):
         """Target columns whose token the model is also given, unlike mask tokens."""
         return tuple(column for column, read_at in self.targets if read_at < column < self.n_read)
 
-    def output_row(self, target: int) -> tuple[str, ...]:
-        """The text above each column when one target is shown.
-
-        The target's column has its prediction. Every other column has the token that the model was
-        given there, or its prediction where it was given none.
-        """
-        column, _ = self.targets[target]
-        given = set(self.given) - {column}
-        pairs = enumerate(zip(self.input_tokens, self.output_tokens, strict=True))
-        return tuple(known if i in given else predicted for i, (known, predicted) in pairs)
-
     def edge_weights(
         self, kind: EdgeWeight = "attention", target: int = -1
     ) -> Float[Tensor, "layer head query key"]:

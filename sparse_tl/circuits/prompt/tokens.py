@@ -47,7 +47,7 @@ def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """The text of each token, as figures show it; its number if the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
-    return prompts.token_texts(model.tokenizer, tokens.tolist())
+    return prompts.decode_tokens(model.tokenizer, tokens.tolist())
 
 
 def text_around(

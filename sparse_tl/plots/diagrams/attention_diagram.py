@@ -2,11 +2,10 @@
 
 1. Check the panels, and round their weights to thousandths, so that the static and the interactive
    figure compare the same integers with the threshold. Scores stay unrounded for tooltips.
-2. Compute the layout (`attention_svg`), and choose the edges to draw with the page's own script
-   (``attention_edges.js``).
-3. Draw the static SVG (`attention_svg`).
-4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
-   the reader changes an option.
+2. Draw the first view with the page's own script: it chooses the edges (``attention_edges.js``),
+   computes all places (``attention_layout.js``), and writes SVG (``attention_draw.js``).
+3. Combine this static SVG, the data and the script in one HTML fragment; the script draws it anew
+   when the reader changes an option.
 """
 
 from __future__ import annotations
@@ -22,25 +21,9 @@ from torch import Tensor
 
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
-from sparse_tl.plots.diagrams.attention_svg import (
-    MOST_UNFOLDED,
-    Layout,
-    PanelLayout,
-    draw_svg,
-    drawn_token,
-    lay_out,
-    line_styles,
-    prediction_arrow,
-)
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import LABEL_SIZE
-from sparse_tl.plots.page.rendering import (
-    FIRST_VIEW,
-    PanelFigure,
-    Surround,
-    run_script,
-    script_json,
-)
+from sparse_tl.plots.page.rendering import PanelFigure, Surround, by_title
 from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -49,8 +32,8 @@ _SIGNED: tuple[EdgeWeight, ...] = ("effect", "first-order")
 """Weights that have a sign, and one value for each target."""
 STEPS = 1000
 """Number of integer steps between weights of 0 and 1."""
-CIRCUIT_DRAWING = ("reach.js", "attention_edges.js", "attention_text.js")
-"""Scripts that draw the edges, on a page and in Python."""
+MOST_UNFOLDED = 12
+"""Maximum number of layers of models whose layers are never folded."""
 
 # Maximum number of attention weights on a page, and of effects, at six to ten bytes each.
 _MAX_WEIGHTS = 25_000
@@ -61,12 +44,20 @@ _ROOM = 70
 class CircuitDiagram(PanelFigure):
     """A circuit diagram that displays in notebooks and can be saved to files."""
 
-    scripts = (*CIRCUIT_DRAWING, "scrolled_figure.js", "layer_folds.js", "circuit_diagram.js")
+    drawing = (
+        "reach.js",
+        "panel_figure.js",
+        "attention_edges.js",
+        "attention_text.js",
+        "attention_layout.js",
+        "attention_draw.js",
+    )
+    scripts = ("scrolled_figure.js", "circuit_diagram.js")
 
 
 @checked
 def attention_diagram(
-    panels: Mapping[str, AttentionGraph],
+    panels: Mapping[str, AttentionGraph] | AttentionGraph,
     *,
     target: int = -1,
     weight: EdgeWeight = "attention",
@@ -93,8 +84,8 @@ def attention_diagram(
     6 pt at a width of 5.5 in. Longer prompts add 16 px per token: their text is smaller in print.
 
     Args:
-        panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
-            with the same columns and targets.
+        panels: attention graphs by panel name, from top to bottom, or one. All must trace the same
+            prompt, with the same columns and targets.
         target: index into the graphs' targets: the predicted token that is shown first, and in
             images.
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
@@ -117,6 +108,7 @@ def attention_diagram(
             finite.
         TypeError: a panel is not an `AttentionGraph`.
     """
+    panels = by_title(panels)
     _check_panels(panels)
     n_targets = len(next(iter(panels.values())).targets)
     if not -n_targets <= target < n_targets:
@@ -130,23 +122,14 @@ def attention_diagram(
         # First-order estimates replace missing effects.
         is_estimate = weight == "effect" and graph.attribution is not None
         graph.edge_weights("first-order" if is_estimate else weight)  # raises if not traced
-    surround = Surround(tuple(panels), title, transition)
     limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    # Lines of the first view; the script rounds halves up.
-    shown_weights = [panel.of(weight, target).abs() for panel in weighted]
-    drawn = [((weights + 0.5).floor() >= limit).any(dim=1) for weights in shown_weights]
-    layout = lay_out(list(panels.values()), surround, drawn, size)
-    data = script_json(_script_data(weighted, layout, state))
-    shown = list(zip(panels.values(), run_script(CIRCUIT_DRAWING, FIRST_VIEW, data), strict=True))
-    svg = draw_svg(shown, layout, surround, target=target, weight=weight)
-    return CircuitDiagram(svg, data, surround)
+    data = _script_data(weighted, state) | {"size": size}
+    return CircuitDiagram(data, Surround(tuple(panels), title, transition))
 
 
 def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
     """Whether panels can be compared: they have the same prompt, and effects on one metric."""
-    if not panels:
-        raise ValueError('there is no panel; pass {"Base Model": trace_attention(...)}')
     first_name, first = next(iter(panels.items()))
     for name, graph in panels.items():
         for what in ("n_columns", "targets"):
@@ -249,29 +232,38 @@ def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
     return {"metric": graph.metric, "unit": graph.unit, "answers": clipped[0], "wrong": clipped[1]}
 
 
-def _script_data(
-    panels: Sequence[_Weighted], layout: Layout, state: dict[str, Any]
-) -> dict[str, Any]:
-    """The data from which the script redraws the lines of the static figure."""
+_COLOURS: dict[str, Any] = {
+    "ink": palette.INK,
+    "muted": palette.MUTED,
+    "accent": palette.ACCENT,
+    "band": palette.BAND,
+    "border": palette.BORDER,
+    "residual": palette.RESIDUAL,
+    "residualPath": palette.RESIDUAL_ON_PATH,
+    "reached": palette.NODE_REACHED,
+    "unreached": palette.NODE_UNREACHED,
+    "mlp": palette.MLP_NODE,
+    # From the weakest to the strongest, of positive and of negative weights.
+    "lines": {
+        "main": (palette.MAIN, palette.MAIN_NEGATIVE),
+        "path": (palette.ON_PATH, palette.ON_PATH_NEGATIVE),
+        "open": (palette.OFF_PATH, palette.OFF_PATH_NEGATIVE),
+    },
+}
+
+
+def _script_data(panels: Sequence[_Weighted], state: dict[str, Any]) -> dict[str, Any]:
+    """What the script draws."""
     floors = _smallest_thresholds(panels, state)
     return {
         "state": state,
         "floors": floors,
         "steps": STEPS,
-        "columns": layout.columns,
-        "bow": layout.bow,
-        "styles": line_styles(layout.line_scale),
-        "paint": {
-            "reached": palette.NODE_REACHED,
-            "unreached": palette.NODE_UNREACHED,
-            "predicted": palette.ACCENT,
-        },
+        "mostUnfolded": MOST_UNFOLDED,
+        "colours": _COLOURS,
         "targets": panels[0].graph.targets,
         "given": panels[0].graph.given,
-        "panels": [
-            _panel_data(panel, floors, layout, panel_layout)
-            for panel, panel_layout in zip(panels, layout.panels, strict=True)
-        ],
+        "panels": [_panel_data(panel, floors) for panel in panels],
     }
 
 
@@ -308,37 +300,19 @@ def _listed(
     return listed
 
 
-def _panel_data(
-    panel: _Weighted, floors: Mapping[str, int], layout: Layout, panel_layout: PanelLayout
-) -> dict[str, Any]:
-    graph = panel.graph
-    outputs = [visible_text(token) for token in graph.output_tokens]
-    mlps = ""
-    if graph.mlps is not None:
-        mlps = f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs open"
+def _panel_data(panel: _Weighted, floors: Mapping[str, int]) -> dict[str, Any]:
+    graph, mlps = panel.graph, panel.graph.mlps
     return {
         "name": shorten(visible_text(panel.name)),
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
-        "levels": panel_layout.levels,
-        "row": panel_layout.row,
-        "radii": panel_layout.radii,
-        "folds": panel_layout.folds if graph.n_layers > MOST_UNFOLDED else None,
-        "reach": panel_layout.reach,
-        "bend": panel_layout.bend,
-        "swing": panel_layout.swing,
         "input": [shorten(visible_text(token)) for token in graph.input_tokens],
-        "output": [shorten(token) for token in outputs],
-        # The text above a given column if its prediction is shown.
-        "above": {column: drawn_token(outputs[column], layout) for column in graph.given},
-        "arrows": [
-            prediction_arrow(layout, panel_layout, column, read_at)
-            for column, read_at in graph.targets
-        ],
+        "output": [shorten(visible_text(token)) for token in graph.output_tokens],
         "quantity": quantity_data(graph),
         "nEstimated": int((graph.gates & ~panel.exact).sum()),
         "nPossible": graph.n_possible.tolist(),
         "nOpen": graph.gates.sum(dim=(-2, -1)).tolist(),
-        "mlps": mlps,
+        "nMlps": None if mlps is None else mlps.numel(),
+        "mlps": [] if mlps is None else mlps.nonzero().tolist(),
         "totalCarried": 0 if graph.carried is None else float(graph.carried.sum()),
         "weights": {
             kind: {

@@ -23,7 +23,7 @@ from sparse_tl.plots.diagrams.component_diagram import (
     panel_of,
     read_view,
 )
-from sparse_tl.plots.page.rendering import Surround
+from sparse_tl.plots.page.rendering import Surround, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ _WORDS = {
     "helps": "raises the target",
     "hurts": "lowers the target",
 }
+ALONE = "Attribution graph"
+"""Title of a single panel."""
 _LAST = 1 << 30
 
 
@@ -69,8 +71,7 @@ def attribution_diagram(
     Raises:
         ValueError: the graphs are not of one prompt, or the state cannot be read.
     """
-    if isinstance(panels, AttributionGraph):
-        panels = {"Attribution graph": panels}
+    panels = by_title(panels, ALONE)
     if len({tuple(graph.tokens) for graph in panels.values()}) != 1:
         raise ValueError("the panels of an attribution diagram are graphs of one prompt")
     first = next(iter(panels.values()))

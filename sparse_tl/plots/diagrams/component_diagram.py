@@ -28,29 +28,11 @@ from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
-from sparse_tl.plots.page.rendering import (
-    FIRST_VIEW,
-    STYLE,
-    PanelFigure,
-    Surround,
-    run_script,
-    script_json,
-    svg_start,
-)
+from sparse_tl.plots.page.rendering import STYLE, PanelFigure, Surround, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
 
-COMPONENT_DRAWING = (
-    "reach.js",
-    "layered_layout.js",
-    "component_layout.js",
-    "component_routes.js",
-    "component_view.js",
-    "component_panels.js",
-    "component_draw.js",
-)
-"""Scripts that draw a component diagram, on a page and in Python."""
 STATE_FORMAT = "sparse_tl component diagram 1"
 MOST_EDGES = 2000
 """Maximum number of circuit edges per panel on a page."""
@@ -68,12 +50,17 @@ Ranking = Literal["influence", "score"]
 class ComponentDiagram(PanelFigure):
     """A component diagram that displays in notebooks and can be saved to files."""
 
-    scripts = (
-        *COMPONENT_DRAWING,
-        "component_card.js",
-        "component_controls.js",
-        "component_diagram.js",
+    drawing = (
+        "reach.js",
+        "panel_figure.js",
+        "layered_layout.js",
+        "component_layout.js",
+        "component_routes.js",
+        "component_view.js",
+        "component_panels.js",
+        "component_draw.js",
     )
+    scripts = ("component_card.js", "component_controls.js", "component_diagram.js")
     styles = (STYLE, "component_diagram.css")
 
 
@@ -146,10 +133,7 @@ def component_diagram(
             panel, there are too many mark names, or the state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
-    if isinstance(panels, Circuit):
-        panels = {"Circuit": panels}
-    if not panels:
-        raise ValueError('there is no panel; pass {"Base Model": circuit}')
+    panels = by_title(panels, "Circuit")
     scores = _by_panel(scores, panels)
     columns = _columns(panels, tokens)
     for name, of_panel in scores.items():
@@ -197,19 +181,13 @@ def diagram_of(
     data: Mapping[str, Any], view: View, columns: Sequence[str], surround: Surround
 ) -> ComponentDiagram:
     """The figure of nodes and panels, with the first view drawn by the page's own script."""
-    title, transition = surround.title, surround.transition
     shared = {
         "format": STATE_FORMAT,
         "view": asdict(view),
         "columns": [visible_text(text[:200]) for text in columns],
-        "title": visible_text((title or "")[:200]),
-        "transition": visible_text((transition or "")[:200]),
         "colours": _COLOURS,
     }
-    json = script_json({**data, **shared})
-    width, height, content = run_script(COMPONENT_DRAWING, FIRST_VIEW, json, WIDTH)
-    svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
-    return ComponentDiagram(svg, json, surround)
+    return ComponentDiagram({**data, **shared}, surround, WIDTH)
 
 
 def shown_first(circuit: Circuit, scores: Scores | None = None, size: AtLeastOne = 100) -> Circuit:

@@ -1,5 +1,5 @@
 // Chooses the attention edges of a circuit diagram, finds those that lead to the prediction, and
-// computes their lines: in the browser, and in Python for static files. attention_text.js has the texts.
+// computes their lines. attention_text.js has the texts.
 //
 // 1. Weights are in thousandths (attention_diagram.py), and rounded to integers for drawing.
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
@@ -141,15 +141,15 @@ function markMainEdges(lines) {
 
 // A straight line; a curve if that would touch nodes; or an arc beside the residual line if an edge
 // stays in its column.
-function edgePath(panel, data, { layer, query, key }) {
-  const [startX, startY] = [data.columns[key], panel.levels[layer]];
-  const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
+function edgePath(panel, { x, bow }, { layer, query, key }) {
+  const [startX, startY] = [x[key], panel.levels[layer]];
+  const [endX, endY] = [x[query], panel.levels[layer + 1]];
   if (Math.abs(query - key) > panel.reach) {
     return `M${startX} ${startY}C${startX} ${startY - panel.swing} ` +
       `${endX} ${endY + panel.swing} ${endX} ${endY}`;
   }
   if (query !== key) return `M${startX} ${startY}L${endX} ${endY}`;
-  const side = startX + data.bow;
+  const side = startX + bow;
   return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +
     `${side} ${endY + panel.bend} ${endX} ${endY}`;
 }
@@ -157,29 +157,28 @@ function edgePath(panel, data, { layer, query, key }) {
 // The attributes of one path for all lines of a style, which keeps files of thousands of lines small.
 // Styles are in drawing order: kinds, then grades, then signs. Estimates have a separate dotted path
 // per style, below the other lines.
-function linePaths(panel, view, data) {
-  const paths = data.styles.flatMap(([kind, stroke, width, dots]) => {
+function linePaths(panel, layout, steps) {
+  const paths = layout.styles.flatMap(([kind, stroke, width, dots]) => {
     const path = { "data-kind": kind, d: "", stroke, "stroke-width": width };
     return [{ ...path, "data-estimate": "", "stroke-dasharray": dots }, path];
   });
-  const nGrades = data.styles.length / 6;
-  for (const line of view.lines) {
-    const grade = Math.floor(((Math.abs(line.value) - 1) * nGrades) / data.steps);
-    const kind = ["open", "path", "main"].indexOf(line.kind);
-    line.style = 2 * (kind * nGrades + grade) + (line.value < 0);
-    line.d = edgePath(panel, data, line);
+  for (const line of panel.view.lines) {
+    const grade = Math.floor(((Math.abs(line.value) - 1) * N_GRADES) / steps);
+    const kind = KINDS.indexOf(line.kind);
+    line.style = 2 * (kind * N_GRADES + grade) + (line.value < 0);
+    line.d = edgePath(panel, layout, line);
     paths[2 * line.style + !line.estimated].d += line.d;
   }
   return paths.filter(({ d }) => d);
 }
 
 // The residual stream below the nodes that lead to the prediction.
-function residualPath({ shape: [nLayers, , n], levels }, view, data) {
+function residualPath({ shape: [nLayers, , n], levels, view }, { x }) {
   let d = "";
   for (let level = 1; level <= nLayers; level++) {
     for (let column = 0; column < n; column++) {
       if (!view.reached.has(nodeName(level, column))) continue;
-      d += `M${data.columns[column]} ${levels[level - 1]}V${levels[level]}`;
+      d += `M${x[column]} ${levels[level - 1]}V${levels[level]}`;
     }
   }
   return d;
@@ -197,20 +196,4 @@ function countsOf({ lines, count }) {
     "data-edges-on-path": lines.filter((line) => line.onPath).length,
     "data-attention-edges": count,
   };
-}
-
-// The initial view, for static figures: the parts of each panel that depend on its edges.
-function firstView(data) {
-  return data.panels.map((panel) => {
-    const view = selectEdges(panel, data, data.state);
-    return {
-      counts: countsOf(view),
-      caption: captionText(panel, view, data, data.state),
-      edges: linePaths(panel, view, data),
-      residual: residualPath(panel, view, data),
-      reached: [...view.reached],
-      ends: [...lineEnds(view)],
-      estimated: view.lines.some((line) => line.estimated),
-    };
-  });
 }

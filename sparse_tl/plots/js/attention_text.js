@@ -16,8 +16,10 @@ function captionText(panel, view, data, state) {
   // Edges of a sparse model carry more each, so that more of them can reach the threshold.
   const carried = (view.sum / data.steps) * panel.weights.carried?.scales[0] / panel.totalCarried;
   const together = kind === "carried" ? `, ${Math.round(100 * carried)}\u202f% of all carried` : "";
+  const mlps = panel.nMlps === null ? "" :
+    `; ${number(panel.mlps.length)} of ${number(panel.nMlps)} MLPs open`;
   return `${number(view.open)} of ${number(view.total)} attention edges open; drawn: ` +
-    `${number(view.count)} ${kind === "attention" ? "with attention " : ""}\u2265 ` + thresholdText(data, state) + share + together + estimates + panel.mlps;
+    `${number(view.count)} ${kind === "attention" ? "with attention " : ""}\u2265 ` + thresholdText(data, state) + share + together + estimates + mlps;
 }
 
 function thresholdText(data, state) {

@@ -1,31 +1,8 @@
 // Draws a view of a component diagram as markup: in the browser, and in Python for static files.
 
 const [THIN, THICK, WEAKEST, FAR_LINE] = [0.9, 4.6, 0.8, 0.1];
-const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
-// Characters that are invisible, change the direction of a text, or are not allowed in XML.
-const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufffe\uffff]/gu;
-
-// Any text, escaped for an element or attribute.
-const escaped = (text) => String(text).replace(UNPRINTABLE, "\ufffd").replace(/[&<>"]/g, (c) => ESCAPES[c]);
-
-// An element around markup, without attributes that are null; use svgText for text.
-function svgElement(tag, attributes, ...markup) {
-  const written = Object.entries(attributes).filter(([, value]) => value !== null).map(([name, value]) =>
-    ` ${name}="${typeof value === "number" ? Math.round(100 * value) / 100 : escaped(value)}"`);
-  const start = `<${tag}${written.join("")}`;
-  return markup.length ? `${start}>${markup.join("")}</${tag}>` : `${start}/>`;
-}
-
-const svgText = (attributes, text) => svgElement("text", attributes, escaped(text));
 
 const lineWidth = (strength) => Math.round(100 * (THIN + (THICK - THIN) * Math.sqrt(strength))) / 100;
-
-// White mixed with a share of a colour.
-function blended(colour, share) {
-  const parts = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
-  const mixed = parts.map((part) => Math.round(255 + (part - 255) * share));
-  return `#${mixed.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
-}
 
 function fullColour(link, view, colours) {
   if (link.slot === CROSSING) return colours.slots[CROSSING];
@@ -61,42 +38,19 @@ function firstView(data, width) {
 
 // The height and the markup of a figure.
 function drawFigure(data, view, drawn, chosen) {
-  const { panels, left, width } = drawn, right = width - LEFT, { colours } = data, parts = [];
-  if (data.title) {
-    parts.push(svgText({
-      x: width / 2, y: 28, "text-anchor": "middle", "font-size": 18, "font-weight": "bold",
-    }, clipText(data.title, 18, width - 40)));
-  }
-  for (const panel of panels) parts.push(drawPanel(data, view, drawn, panel, chosen));
+  const { panels, left, width } = drawn;
+  const parts = panels.map((panel) => drawPanel(data, view, drawn, panel, chosen));
   if (data.transition && panels.length > 1) parts.push(...arrowsOf(drawn, data));
-  const bottom = panels[panels.length - 1].top + drawn.height + 10;
-  const legend = [];
-  let x = left + 6, y = bottom + 8;
-  for (const [colour, weight, words] of legendOf(data, view, panels)) {
-    const text = clipText(words, 11.5, right - left - 30), need = 25 + textWidth(text, 11.5);
-    if (x > left + 6 && x + need > right) [x, y] = [left + 6, y + 19];
-    legend.push(
-      svgElement("path", { d: `M${x.toFixed(1)} ${y}h20`, stroke: colour, "stroke-width": weight }),
-      svgText({ x: x + 25, y: y + 4, "font-size": 11.5, fill: colours.muted }, text),
-    );
-    x += need + 14;
-  }
-  parts.push(svgElement("g", { "data-role": "legend" }, ...legend));
-  const height = Math.round(legend.length ? y + 11 + 8 : bottom);
-  return [height, svgElement("rect", { width, height, fill: "#ffffff" }) + parts.join("\n")];
+  const bottom = panels[panels.length - 1].top + drawn.height;
+  const entries = legendOf(data, view, drawn).map(([colour, weight, words]) =>
+    [lineSample(colour, weight), words]);
+  const [legend, height] = legendMarkup(entries, left, width - LEFT, bottom, data.colours.muted);
+  return [height, figureMarkup(width, height, data.title, [...parts, legend])];
 }
 
 function drawPanel(data, view, drawn, panel, chosen) {
   const { layout, left, right, above, height, nodes } = drawn, { colours } = data;
-  const room = right - left - 28;
-  const frame = [
-    svgElement("rect", { x: left, y: panel.top, width: right - left, height, rx: 7,
-      fill: "#ffffff", stroke: colours.ink, "stroke-width": 1.3 }),
-    svgText({ x: left + 14, y: panel.top + 24, "font-size": 16, "font-weight": "bold" },
-      clipText(panel.name, 16, room)),
-    ...panel.caption.map((line, i) => svgText({ x: left + 14, y: panel.top + 43 + 16 * i,
-      "font-size": 12, fill: colours.muted, "data-role": "caption" }, line)),
-  ];
+  const frame = frameOf({ left, right, top: panel.top, height }, panel.name, panel.caption, 12, colours);
   const grounds = layout.bands.flatMap(([label, top, bottom]) => [
     svgElement("rect", { x: left + 6, y: top, width: right - left - 12, height: bottom - top,
       rx: 4, fill: colours.band }),
@@ -111,7 +65,7 @@ function drawPanel(data, view, drawn, panel, chosen) {
     );
   });
   const stroke = (link) => (link.onPath
-    ? blended(fullColour(link, view, colours), WEAKEST + (1 - WEAKEST) * Math.sqrt(link.strength))
+    ? blend("#ffffff", fullColour(link, view, colours), WEAKEST + (1 - WEAKEST) * Math.sqrt(link.strength))
     : colours.open);
   panel.shapes = shapesOf(layout, panel.links, stroke, colours.shared);
   // A trunk has the colour of the links in it that are near, if they have one colour.
@@ -163,11 +117,14 @@ function nearOf(panel, source, ...readers) {
 
 const nodeOpacity = (index, isFound, near) => (near && !near.nodes.has(index) && !isFound ? 0.3 : null);
 
+const roleOf = (data, view, panel, { name }) =>
+  data.panels[view.difference ? 0 : panel.index].roles[name.split("@")[0]];
+
 function paintOf(data, view, panel, node) {
   const links = panel.linksAt.get(node.index) ?? [];
   const state = links.some((k) => k.onPath) ? "path" : links.length ? "open" : "absent";
   const sides = new Set(links.map((k) => k.only)), { colours } = data;
-  const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];
+  const role = roleOf(data, view, panel, node);
   if (state === "absent") return [state, colours.absentNode];
   if (view.difference && sides.size === 1 && !sides.has(null)) return [state, colours.sides[[...sides][0]]];
   if (role) return [state, colours.roles[role]];
@@ -199,7 +156,7 @@ function marksOf(data, { layout, nodes }) {
         "pointer-events": "none" })));
 }
 
-function legendOf(data, view, panels) {
+function legendOf(data, view, { panels, nodes }) {
   const { colours } = data, links = panels.flatMap((panel) => panel.links);
   const used = new Set(links.filter((k) => k.onPath).map((k) => fullColour(k, view, colours)));
   const crossing = [colours.slots[CROSSING], colours.words[CROSSING]];
@@ -218,7 +175,8 @@ function legendOf(data, view, panels) {
   if (links.length && data.panels.some((panel) => panel.scores)) {
     entries.push([colours.plain, lineWidth(1), `largest |${data.words.value}|`], [colours.plain, lineWidth(0.25), "\u00bc of it"]);
   }
-  const roles = new Set(data.panels.flatMap((panel) => Object.values(panel.roles)));
+  const roles = new Set(panels.flatMap((panel) => panel.links.flatMap(({ source, reader }) => [source, reader])
+    .map((i) => roleOf(data, view, panel, nodes[i]))));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
   Object.keys(data.marked).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
   return entries;

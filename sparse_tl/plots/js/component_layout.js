@@ -17,38 +17,8 @@
 // would be smaller than a pixel. None bundles the edges of a source.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
-const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
+const SHARE_OF_NODES = 0.72, SPREAD = 7, WIDEST_HEADING = 60;
 const SPACINGS = [1, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0];
-const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026");
-
-function textWidth(text, size) {
-  let em = 0;
-  for (const c of text) {
-    // East Asian letters are wide; dashes and arrows in this range are not.
-    const code = c.codePointAt(0), isWide = code >= 0x1100 && !(code >= 0x2000 && code < 0x2e80);
-    em += isWide || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
-      : c !== c.toLowerCase() ? 0.76 : 0.64;
-  }
-  return size * em;
-}
-
-function clipText(text, size, room) {
-  if (textWidth(text, size) <= room) return text;
-  const letters = [...text.slice(0, 400)];
-  while (letters.length > 1 && textWidth(letters.join("") + "\u2026", size) > room) letters.pop();
-  return letters.join("") + "\u2026";
-}
-
-// The words of a text in lines that fit.
-function wrapText(text, size, room) {
-  const lines = [];
-  for (const word of text.split(" ")) {
-    const longer = `${lines[lines.length - 1]} ${word}`;
-    if (lines.length && textWidth(longer, size) <= room) lines[lines.length - 1] = longer;
-    else lines.push(word);
-  }
-  return lines.map((line) => clipText(line, size, room));
-}
 
 function nodeText(node, labels) {
   const plain = node.position === null || node.kind === "group";
@@ -61,7 +31,8 @@ function nodeText(node, labels) {
 const portOffset = (width, slot) => ({ q: -0.3, v: 0.3 }[slot] ?? 0) * width;
 
 // links: {source, reader, port} by index; the ordered union over all panels.
-function layOut(nodes, links, labels, bounds, nColumns) {
+function layOut(nodes, links, labels, bounds, headings) {
+  const nColumns = headings.length || 1;
   let used = [...new Set(links.flatMap(({ source, reader }) => [source, reader]))];
   used.sort((a, b) => a - b);
   if (!used.length) {
@@ -69,7 +40,7 @@ function layOut(nodes, links, labels, bounds, nColumns) {
   }
   const widths = nodeWidths(nodes, used, links, labels, bounds[1] - bounds[0]);
   const column = new Map(used.map((i) => [i, nColumns > 1 ? nodes[i].position ?? 0 : 0]));
-  const columns = columnEnds(used, column, widths, bounds, nColumns);
+  const columns = columnEnds(used, column, widths, bounds, headings);
   const level = levels(nodes, used, links);
   const rows = nodeRows(used, level, column, widths, columns);
   const nRows = Math.max(0, ...rows.values()) + 1;
@@ -83,11 +54,11 @@ function layOut(nodes, links, labels, bounds, nColumns) {
     const inside = used.filter((i) => column.get(i) === c);
     const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows, bendAt);
     const order = orderRows(net, segments);
-    const halves = inside.map((i) => widths.get(i)).filter((w) => w < VERY_WIDE).map((w) => w / 2);
-    const end = Math.max(0, ...halves) + END_ROOM;
-    const [share, separations] = roomiest(order, widths, right - left - 2 * end);
+    const half = (vertex) => (widths.get(vertex) ?? 0) / 2 + END_ROOM;
+    const ends = order.map((row) => (row.length ? [left + half(row[0]), right - half(row[row.length - 1])] : []));
+    const [share, separations] = roomiest(order, widths, ends);
     spacing = Math.min(spacing, share);
-    const placed = placeRows(order, segments, separations, [left + end, right - end]);
+    const placed = placeRows(order, segments, separations, ends);
     placed.forEach((at, vertex) => { x[vertex] = at; });
   });
   const heights = rowHeights(used, level, rows, nRows);
@@ -113,15 +84,20 @@ function nodeWidths(nodes, used, links, labels, room) {
   }));
 }
 
-function columnEnds(used, column, widths, [left, right], nColumns) {
-  const total = Array(nColumns).fill(0), widest = Array(nColumns).fill(0);
+// Every column has room for its nodes with the trunks beside them and, if all have, for its heading.
+function columnEnds(used, column, widths, [left, right], headings) {
+  const nColumns = headings.length || 1, [total, widest, count] = [0, 0, 0].map((n) => Array(nColumns).fill(n));
   for (const i of used) {
     const c = column.get(i), width = widths.get(i);
     total[c] += width;
     widest[c] = Math.max(widest[c], width);
+    count[c] += 1;
   }
   const sum = (values) => values.reduce((a, b) => a + b, 0);
-  const least = widest.map((width) => (width ? width + 26 : 26));
+  let least = widest.map((width, c) => width + 26 + Math.min(3 * Math.max(0, count[c] - 3), 60));
+  const wider = headings.map((text, c) =>
+    Math.max(least[c], Math.min(1.1 * textWidth(text, 12) + 8, WIDEST_HEADING)));
+  if (sum(wider) <= right - left && headings.length) least = wider;
   const spare = Math.max(0, right - left - sum(least)), shares = total.map(Math.sqrt);
   const whole = sum(shares) || 1;
   let end = left;
@@ -208,22 +184,22 @@ function network(inside, rows, top, upwards, column, widths, nRows, bendAt) {
   return { segments, net: net.map((row) => row.sort((a, b) => a[0] - b[0]).map((v) => v[1])) };
 }
 
-function roomiest(order, widths, room) {
+function roomiest(order, widths, ends) {
   let separations, share;
   for (share of SPACINGS) {
     const f = share, gaps = [9 * f, 2 + 7 * f, 4 + 22 * f];
-    let widest = 0;
-    separations = order.map((row) => {
+    let fits = true;
+    separations = order.map((row, r) => {
       const halves = row.map((v) => (widths.get(v) ?? 0) / 2);
       const found = [];
       for (let i = 1; i < halves.length; i++) {
         const [a, b] = [halves[i - 1], halves[i]];
         found.push(a + b + gaps[(a > 0) + (b > 0)]);
       }
-      widest = Math.max(widest, found.reduce((p, q) => p + q, 0));
+      fits &&= found.reduce((p, q) => p + q, 0) <= Math.max(0, ends[r][1] - ends[r][0] || 0);
       return found;
     });
-    if (widest <= room) break;
+    if (fits) break;
   }
   return [share, separations];
 }

@@ -1,8 +1,7 @@
 // Positions of the panels of a component diagram: side by side if all are then legible, otherwise
 // one above the other. All have the same layout.
 
-const LEFT = 8, TOP = 8, TITLE = 34, GAP = 18, HEADING = 54, LINE = 16, COLUMN_HEADING = 22;
-const ARROW_LEFT = 76, ARROW_ABOVE = 50;
+const HEADING = 54, LINE = 16, COLUMN_HEADING = 22, ARROW_ABOVE = 50;
 // Least width of a panel beside others, and least spacing of its lines, in units of 9 px.
 const [LEAST_PANEL, LEAST_SPACING] = [420, 0.3];
 
@@ -22,7 +21,7 @@ function viewOf(data, view, width) {
   // The layout of a panel from x = left to x = right, and the right edge that its columns need.
   const between = (left, right) => {
     const bounds = [left + 14 + label, right - 8];
-    const layout = layOut(nodes, union, view.labels, bounds, data.columns.length || 1);
+    const layout = layOut(nodes, union, view.labels, bounds, data.columns);
     return { left, right: Math.round(layout.columns[layout.columns.length - 1][1] + 8), layout };
   };
   const n = panels.length, moved = data.transition && n > 1, share = (width - 2 * LEFT + GAP) / n - GAP;
@@ -43,31 +42,17 @@ function viewOf(data, view, width) {
 }
 
 // An arrow from each panel to the next, and their common text.
-function arrowsOf({ panels, height, left, right, beside, width }, data) {
-  const first = panels[0].top, parts = [], { ink } = data.colours;
-  const arrow = (line, head) => parts.push(
-    svgElement("path", { fill: "none", stroke: ink, "stroke-width": beside ? 4 : 5, d: line }),
-    svgElement("path", { d: head, fill: ink }));
-  for (let i = 1; i < panels.length; i++) {
-    if (beside) {
-      const edge = first - 5, [start, end] = [right - 70, left + 70 + GAP + right - left]
-        .map((x) => x + panels[i - 1].shift);
-      arrow(`M${start} ${edge}C${start + 12} ${edge - 30} ${end - 18} ${edge - 30} ${end - 3} ${edge - 9}`,
-        `M${end + 2} ${edge + 2}l-16 -6l8 -4l4 -8z`);
-    } else {
-      const edge = left - 6, start = panels[i - 1].top + 0.62 * height, end = panels[i].top + 0.38 * height;
-      arrow(`M${edge} ${start}C${edge - 52} ${start + 12} ${edge - 52} ${end - 12} ${edge - 11} ${end - 2}`,
-        `M${edge + 2} ${end}l-17 -12l2 9l-6 9z`);
-    }
-  }
-  const room = beside ? width - 2 * LEFT : panels[panels.length - 1].top + height - first - 10;
-  const most = beside ? 14 : 17;
-  const size = Math.max(12, Math.min(most, most * room / Math.max(textWidth(data.transition, most), 1)));
-  const turned = `translate(24 ${first + room / 2}) rotate(-90)`;
-  parts.push(svgText({ "text-anchor": "middle", "font-size": size, "font-weight": "bold",
-    transform: beside ? `translate(${width / 2} ${first - 36})` : turned },
-  clipText(data.transition, size, room)));
-  return parts;
+function arrowsOf({ panels, height, left, right, beside, width }, { transition, colours: { ink } }) {
+  if (!beside) return arrowsDown(panels.map(({ top }) => ({ top, height })), left, transition, ink);
+  const { top } = panels[0], edge = top - 5;
+  const arrows = panels.slice(1).flatMap((_, i) => {
+    const [start, end] = [right - 70, left + 70 + GAP + right - left].map((x) => x + panels[i].shift);
+    return arrowOf(
+      `M${start} ${edge}C${start + 12} ${edge - 30} ${end - 18} ${edge - 30} ${end - 3} ${edge - 9}`,
+      `M${end + 2} ${edge + 2}l-16 -6l8 -4l4 -8z`, 4, ink);
+  });
+  const place = { transform: `translate(${width / 2} ${top - 36})` };
+  return [...arrows, arrowText(transition, 14, width - 2 * LEFT, place)];
 }
 
 // The shapes in another panel that are the same part of the same links as a shape of this panel.

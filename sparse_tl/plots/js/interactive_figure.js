@@ -28,15 +28,15 @@ function makePath(attributes) {
 // The panels of a figure, each with its SVG group, its parts by role, and a path over its lines
 // that marks the line under the pointer.
 function findPanels(svg, data, pointed) {
-  return data.panels.map((panel, index) => {
-    const group = svg.querySelector(`g[data-panel="${index}"]`);
+  return data.panels.map((panel) => {
+    const group = svg.querySelector(`g[data-panel="${panel.index}"]`);
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
     const hover = makePath({
       "data-role": "hover", fill: "none", stroke: pointed, "stroke-linecap": "round",
       "pointer-events": "none",
     });
     part("nodes").before(hover);
-    return { ...panel, index, group, part, hover };
+    return { ...panel, group, part, hover };
   });
 }
 
@@ -98,7 +98,8 @@ function onEscape(root, reset) {
 }
 
 function panelAt(panels, { target }) {
-  return panels[target.closest("g[data-panel]")?.dataset.panel];
+  const { panel } = target.closest("g[data-panel]")?.dataset ?? {};
+  return panels.find(({ index }) => String(index) === panel);
 }
 
 function hideTip(root, panels) {

@@ -95,16 +95,16 @@ function countCrossings(rows, gaps) {
   return total;
 }
 
-function placeRows(rows, segments, separations, [left, right]) {
+function placeRows(rows, segments, separations, ends) {
   const { below, above } = pullsOf(segments);
   const offsets = rows.map((row, r) => {
     const found = [0];
     for (const gap of separations[r]) found.push(found[found.length - 1] + gap);
     return found;
   });
-  const middle = (left + right) / 2, x = [];
+  const x = [];
   rows.forEach((row, r) => row.forEach((vertex, i) => {
-    x[vertex] = middle - offsets[r][offsets[r].length - 1] / 2 + offsets[r][i];
+    x[vertex] = (ends[r][0] + ends[r][1] - offsets[r][offsets[r].length - 1]) / 2 + offsets[r][i];
   }));
   for (let sweep = 0; sweep < PLACE_SWEEPS; sweep++) {
     for (let step = 0; step < rows.length; step++) {
@@ -121,7 +121,7 @@ function placeRows(rows, segments, separations, [left, right]) {
         targets.push((total ? wanted / total : x[vertex]) - offset[i]);
         weights.push(total || FREE_WEIGHT);
       });
-      let low = left, high = right - offset[offset.length - 1];
+      let [low, high] = [ends[r][0], ends[r][1] - offset[offset.length - 1]];
       if (low > high) low = high = (low + high) / 2;
       const placed = isotonic(targets, weights);
       row.forEach((vertex, i) => {

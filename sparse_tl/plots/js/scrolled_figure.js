@@ -1,7 +1,7 @@
 // Scrolls a figure that is wider than its container to its prediction, and keeps its names in view.
-//   names     elements at its left, which move along
+//   names()   elements at its left, which move along
 //   between() the ends of the range to show, in pixels of the figure
-// Returns a function that scrolls to that range again.
+// Returns a function for a figure that was drawn again, which can scroll to that range.
 function followScrolling(svg, names, between) {
   const MARGIN = 8;
   const canvas = svg.parentElement;
@@ -18,7 +18,7 @@ function followScrolling(svg, names, between) {
 
   function moveNames() {
     const start = edge() + MARGIN;
-    for (const name of names) {
+    for (const name of names()) {
       const x = canvas.scrollLeft && Math.max(0, start - name.getBBox().x);
       setAttributes(name, { transform: x ? `translate(${x} 0)` : null });
     }
@@ -31,5 +31,5 @@ function followScrolling(svg, names, between) {
     known = canvas.clientWidth;
     if (known !== before) (!before && canvas.scrollLeft ? moveNames : reveal)();
   }).observe(canvas);
-  return reveal;
+  return (toRange) => (toRange ? reveal : moveNames)();
 }

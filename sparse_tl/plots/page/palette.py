@@ -23,8 +23,6 @@ FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, s
 
 TITLE_SIZE = 18.0
 """Font size of a figure's title in pixels, like all sizes here."""
-FRAME_TITLE_SIZE = 16.0
-"""Title of a framed panel, as in diagrams."""
 PANEL_TITLE_SIZE = 14.0
 """Title of one plot among several, as in curves."""
 LABEL_SIZE = 12.0
@@ -34,7 +32,6 @@ LEGEND_SIZE = 11.5
 
 # ---- weights of lines, in pixels ---------------------------------------------------------------
 
-FRAME_WEIGHT = 1.3
 RULE_WEIGHT = 1.4
 """Lines that encode no number: residual streams, levels, node outlines."""
 CURVE_WEIGHT = 2.0
@@ -55,7 +52,6 @@ BAND: Colour = "#f6f7f9"
 INK: Colour = "#16181d"
 MUTED: Colour = "#5c6470"
 """Captions, legends and ticks."""
-CONTROL_INK: Colour = "#3d434d"
 ACCENT: Colour = "#0b3a86"
 """Selected items: the predicted token, nodes on its path, heads."""
 
@@ -153,7 +149,7 @@ MLP_NODE = ("#efe9dc", "#6d5a2e")
 END_NODE = (BACKGROUND, INK)
 OPEN_NODE = (BACKGROUND, "#b9c0ca")
 ABSENT_NODE = (BACKGROUND, "#e3e6eb")
-OPEN_NODE_INK, ABSENT_NODE_INK = CONTROL_INK, "#6b7380"
+OPEN_NODE_INK, ABSENT_NODE_INK = "#3d434d", "#6b7380"
 
 # ---- mixing ------------------------------------------------------------------------------------
 
@@ -168,11 +164,6 @@ def blend(start: Colour, end: Colour, share: float) -> Colour:
     """The colour at a given share of the way from `start` to `end`."""
     ends = zip(channels(start), channels(end), strict=True)
     return _hex(round(a + (b - a) * share) for a, b in ends)
-
-
-def dots(width: float) -> str:
-    """Dashes of a dotted line of a given width, with round ends."""
-    return f"{width:.3g} {2.5 * width + 1:.3g}"
 
 
 # ---- dark --------------------------------------------------------------------------------------

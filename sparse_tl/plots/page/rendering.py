@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
@@ -47,6 +46,16 @@ DARK_NOTEBOOKS = (
 _ADDRESS_SPACE = 2**41
 
 Kind = TypeVar("Kind", bound="Figure")
+Shown = TypeVar("Shown")
+
+
+def by_title(given: Shown | Mapping[str, Shown], alone: str = "Model") -> dict[str, Shown]:
+    """What is shown, by panel title; `alone` is the title of a single thing."""
+    if not isinstance(given, Mapping):
+        return {alone: given}
+    if not given:
+        raise ValueError("there is nothing to show: pass one, or several by title")
+    return {str(title): shown for title, shown in given.items()}
 
 
 class Figure:
@@ -277,11 +286,9 @@ def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
 
 MARGIN = 8
 TITLE_HEIGHT = 34
-TRANSITION_WIDTH = 76
 
 
-@dataclass(frozen=True)
-class Surround:
+class Surround(NamedTuple):
     """The surroundings of a diagram's panels.
 
     Args:
@@ -294,41 +301,45 @@ class Surround:
     title: str | None = None
     transition: str | None = None
 
-    @property
-    def left(self) -> int:
-        """Left edge of the frames."""
-        has_arrow = self.transition is not None and len(self.names) > 1
-        return MARGIN + (TRANSITION_WIDTH if has_arrow else 0)
-
-    @property
-    def top(self) -> int:
-        """Top edge of the first frame."""
-        return MARGIN + (TITLE_HEIGHT if self.title else 0)
-
 
 class PanelFigure(SelfContainedFigure):
     """A figure of framed panels that displays in notebooks and can be saved to files.
 
+    The script that draws it on a page also draws the static figure.
+
     Args:
-        svg: static figure.
-        json: data for its script, from `script_json`.
+        data: data for the script.
         surround: title and arrows around the panels.
+        options: arguments of its function ``firstView``.
     """
 
+    drawing: tuple[str, ...]
+    """Scripts that draw, on a page and in Python."""
     scripts: tuple[str, ...]
+    """Further scripts of a page."""
     styles: tuple[str, ...] = (STYLE,)
 
-    def __init__(self, svg: str, json: str, surround: Surround) -> None:
-        content = (
+    def __init__(self, data: Mapping[str, Any], surround: Surround, *options: Any) -> None:
+        names, title, transition = surround
+        words = {"title": title, "transition": transition}
+        shown = {key: visible_text((text or "")[:200]) for key, text in words.items()}
+        self.panel_names, self.json = names, script_json({**data, **shown})
+        width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *options)
+        svg = "\n".join([svg_start(width, height, names, title), markup, "</svg>"])
+        self.content = (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'
             f'<div class="canvas">\n{svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
-        script = read_assets("interactive_figure.js", *self.scripts)
-        html = interactive_html('class="sparse-tl-circuit"', content, script, json)
-        super().__init__(svg, html, shorten(visible_text(surround.title or "Circuit diagram")))
-        self.panel_names, self.json, self.content = surround.names, json, content
+        script = self.page_script()
+        html = interactive_html('class="sparse-tl-circuit"', self.content, script, self.json)
+        super().__init__(svg, html, shorten(visible_text(title or "Circuit diagram")))
+
+    @classmethod
+    def page_script(cls) -> str:
+        """JavaScript that defines the function ``start(root, data)``."""
+        return read_assets("interactive_figure.js", *cls.drawing, *cls.scripts)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from sparse_tl.plots.panels import grid
 Parts = Literal["heads", "circuit_edges"]
 Curves = Sequence[SeedCurves]
 
-_GAP, _WIDEST = 24, 420
+_GAP = 24
 # Least number of pixels per unit of effect, and the maximum height of a plot.
 _UNIT, _MAX_HEIGHT = 147, 300
 # Height of a line of text above the curves, and the margin around them in units of effect.
@@ -76,7 +76,7 @@ def effect_figure(
     effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
     low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
     rows = grid.in_rows(list(panels))
-    width = grid.fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
+    width = grid.fitting_width(len(rows[0]), gap=_GAP)
     unit = min(max(_UNIT, width / 2), (_MAX_HEIGHT - label_height) / (high - low))
     span = (low, high + label_height / unit)
     figure = grid.panel_figure(
@@ -250,7 +250,6 @@ _PALE, _PALE_WEIGHT = 0.45, 1.0
 _CROWDED = 0.7
 _NARROW = 18
 """Gap between panels of a grid."""
-_WIDEST_ABLATION = 400
 _MOST_BESIDE_LEGEND = 4  # columns
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
@@ -283,7 +282,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     legend_width, legend_height = grid.legend_size(list(legend))
     is_beside = len(columns) <= _MOST_BESIDE_LEGEND
     beside = (grid.ROW_TITLE_WIDTH if any(rows) else 0) + (legend_width if is_beside else 0)
-    width = grid.fitting_width(len(columns), gap=_NARROW, most=_WIDEST_ABLATION, beside=beside)
+    width = grid.fitting_width(len(columns), gap=_NARROW, beside=beside)
     least = legend_height if len(rows) == 1 and is_beside else 0
     figure = grid.panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
@@ -291,7 +290,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         x="",
         y="",
         width=width,
-        height=max(140, width / 2, least),
+        height=min(max(140, width / 2, least), _MAX_HEIGHT),
         gap=_NARROW,
     )
     # Samples in full colour, even if the lines of the first panel are pale.
@@ -366,7 +365,7 @@ def gate_trajectories(roles: HeadRoles) -> grid.GridFigure:
     heads = {role: (strongest == index).nonzero().tolist() for index, role in enumerate(ROLES)}
     heads = {role: members for role, members in heads.items() if members}
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
-    width = grid.fitting_width(len(titles), gap=_NARROW, most=200)
+    width = grid.fitting_width(len(titles), gap=_NARROW)
     figure = grid.panel_figure(
         [titles], x="Update", y="Mean Gate", width=width, height=160, gap=_NARROW
     )

@@ -6,6 +6,7 @@ Lengths are in pixels. Rows and columns are counted from 1, as in plotly.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
@@ -202,7 +203,9 @@ def panel_positions(rows: Sequence[Sequence[Any]]) -> list[Position]:
     return [(r, c) for r, row in enumerate(rows, 1) for c, _ in enumerate(row, 1)]
 
 
-def fitting_width(n_columns: int, *, gap: float, most: float, beside: float = 0) -> float:
+def fitting_width(
+    n_columns: int, *, gap: float, most: float = math.inf, beside: float = 0
+) -> float:
     """Width of each of several plots in a row, so that the figure has at most `MAX_WIDTH`.
 
     Args:
@@ -412,6 +415,7 @@ def add_cells(
     axes, (inner_width, inner_height) = figure.get_subplot(row, column), _inner_size(figure.layout)
     width, _ = panel_size(figure, position)
     shown = plain_text(clip_text(visible_text(label), palette.TICK_SIZE, width))
+    ticks = [limits[0], sum(limits) / 2, limits[1]]
     bar = {
         "orientation": "h",
         "x": axes.xaxis.domain[0] + _BAR_INSET / inner_width,
@@ -427,7 +431,8 @@ def add_cells(
         "ticks": "",
         "tickfont": {"size": palette.TICK_SIZE, "color": palette.MUTED},
         "tickangle": 0,
-        "nticks": 4,
+        "tickvals": ticks,
+        "ticktext": [f"{tick:.3g}".replace("-", "\N{MINUS SIGN}") for tick in ticks],
         "title": {"text": shown, "side": "bottom", "font": {"size": palette.TICK_SIZE}},
     }
     figure.add_heatmap(

@@ -8,6 +8,7 @@ from typing import Any
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import NeuronEffects, ScoreCheck
 from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
+from sparse_tl.plots.page.rendering import by_title
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
 from sparse_tl.plots.panels import grid
 from sparse_tl.tasks import SkillComparison
@@ -24,7 +25,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 # ---- scores against exact effects --------------------------------------------------------------
 
-_SCORE_GAP, _WIDEST_SCORES = 40, 300
+_SCORE_GAP, _WIDEST_SCORES = 56, 400
 _SCORE_NAMES = {"strongest": "Strongest", "random": "Drawn at Random"}
 
 
@@ -39,8 +40,7 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> grid.Gr
     Raises:
         ValueError: there is no panel.
     """
-    if not checks:
-        raise ValueError("there is no panel; pass checked scores by title")
+    checks = by_title(checks)
     rows, suffix = grid.in_rows(list(checks)), f" ({unit})" if unit else ""
     width = grid.fitting_width(len(rows[0]), gap=_SCORE_GAP, most=_WIDEST_SCORES)
     axes = {"x": f"Exact Effect{suffix}", "y": f"Score{suffix}"}
@@ -68,7 +68,7 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> grid.Gr
 
 # ---- neurons -----------------------------------------------------------------------------------
 
-_NEURON_WIDTH, _NEURON_ROW = 360, 18
+_NEURON_ROW = 18
 
 
 @checked
@@ -83,7 +83,9 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     table = neurons.to_pandas().head(len(neurons.tokens))
     n, suffix = len(table), f" ({unit})" if unit else ""
     axes = {"x": f"Effect{suffix}", "y": f"Neuron of {neurons.mlp}"}
-    figure = grid.panel_figure([[title]], **axes, width=_NEURON_WIDTH, height=_NEURON_ROW * n)
+    figure = grid.panel_figure(
+        [[title]], **axes, width=grid.fitting_width(1, gap=0), height=_NEURON_ROW * n
+    )
     values = [0.0, *table["effect"], *table["score"]]
     ends, rows = _padded(min(values), max(values)), list(range(n))
     figure.update_xaxes(range=ends, nticks=5)
@@ -114,7 +116,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
 
 # ---- skills ------------------------------------------------------------------------------------
 
-_SKILL_GAP, _SKILL_ROW, _WIDEST_SKILLS, _LABELS = 24, 22, 280, 52
+_SKILL_GAP, _SKILL_ROW, _LABELS = 24, 22, 52
 _OFFSET, _TICK, _PALE = 0.16, 0.3, 0.45
 
 
@@ -125,7 +127,7 @@ def skill_figure(compared: SkillComparison) -> grid.GridFigure:
     Pale lines are 95 % intervals.
 
     Args:
-        compared: what `measure_skills` returned.
+        compared: what `compare_skills` returned.
 
     Raises:
         ValueError: no family was measured.
@@ -138,7 +140,7 @@ def skill_figure(compared: SkillComparison) -> grid.GridFigure:
     labels = [clip_text(title, TICK_SIZE, grid.LONGEST_NAME + _LABELS) for title in titles]
     more = max(0.0, *(text_width(label, TICK_SIZE) - _LABELS for label in labels))
     n, panels = len(table), ["Right above Wrong (%)", "Divergence (nats)"]
-    width = grid.fitting_width(2, gap=_SKILL_GAP, most=_WIDEST_SKILLS, beside=more)
+    width = grid.fitting_width(2, gap=_SKILL_GAP, beside=more)
     sizes = {"width": width, "height": _SKILL_ROW * n, "gap": _SKILL_GAP}
     figure = grid.panel_figure([panels], x="", y="", **sizes)
     margin, total = figure.layout.margin.l + more, round(figure.layout.width + more)
