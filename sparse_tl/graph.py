@@ -67,7 +67,7 @@ class Node(_Named):
             raise ValueError(f'{name!r} is no node such as "input", "a3.h2", "a3.kv1" or "m3"')
         plain, mlp, layer, kind, head = match.groups()
         if plain:
-            return Node(plain)
+            return Node("input" if plain == "input" else "logits")
         if mlp:
             return Node("mlp", int(mlp))
         return Node("head" if kind == "h" else "kv_head", int(layer), int(head))
