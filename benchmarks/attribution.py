@@ -35,7 +35,6 @@ from sparse_tl.circuits import (
     attribute_heads,
     evaluate_circuit_edges,
 )
-from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.metrics import logit_difference
 from sparse_tl.tasks import TASKS_BY_NAME
@@ -61,7 +60,7 @@ def _measured(name: str, args: argparse.Namespace) -> tuple[Model, PromptPairs]:
 def _jobs(model: Model, pairs: PromptPairs) -> dict[str, Callable[[], Any]]:
     scores = None
 
-    adapter, read = adapt(model), read_mask(pairs)
+    adapter, read = adapt(model), pairs.forced.read
 
     def forward() -> None:
         with torch.no_grad():

@@ -98,7 +98,9 @@ from .tasks import (
     IOILongTask as IOILongTask,
     IOITask as IOITask,
     SubjectVerbTask as SubjectVerbTask,
+    compare_continuations as compare_continuations,
     compare_skills as compare_skills,
+    continuations as continuations,
     task_report as task_report,
 )
 from .training import (

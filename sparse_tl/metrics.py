@@ -1,7 +1,9 @@
-"""Metrics: one number per prompt pair from the logits at its position; and the explained effect.
+"""Metrics: one number per prompt pair from the logits that it reads; and the explained effect.
 
 A metric takes logits and pairs, and returns one value per pair; larger means better performance on
-the task. A divergence is 0 at its reference, and larger values are farther from it.
+the task. The logits are those of `PromptPairs.read`: one row per pair where answers have one token,
+otherwise one for each token of an answer, read after the tokens before it. A divergence is 0 at its
+reference, and larger values are farther from it.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.arguments import checked
+from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
 _ADVICE = "there is no effect to explain. Check the corruption, and that the model does the task."
 
-Logits = Float[Tensor, "pair vocab"]
+Logits = Float[Tensor, "label vocab"]
 PerPair = Float[Tensor, " pair"]
 Metric = Callable[[Logits, PromptPairs], PerPair]
 
@@ -31,53 +34,79 @@ UNITS = {
 
 
 @checked
+def answer_log_probabilities(
+    logits: Logits, pairs: PromptPairs
+) -> tuple[Float[Tensor, "pair answer"], Float[Tensor, "pair wrong"]]:
+    """The log-probability of each right and each wrong answer as a whole, in nats.
+
+        sum over k of log P(token k | prompt, tokens before k)
+
+    It is -inf where a pair has fewer answers than others.
+    """
+    return _by_answer(log_probabilities(logits), pairs)
+
+
+@checked
 def logit_difference(logits: Logits, pairs: PromptPairs) -> PerPair:
-    """Mean logit of the answers minus mean logit of the wrong answers, in logits."""
-    return _mean(logits, pairs.answers) - _mean(logits, pairs.wrong)
+    """Mean logit of the answers minus mean logit of the wrong answers, in logits.
+
+    For answers of several tokens, the mean log-probability of the answers minus that of the wrong
+    ones, in nats. With one token it is the same number, since all share the normaliser.
+    """
+    right, wrong = _compared(logits, pairs)
+    return _mean(right) - _mean(wrong)
 
 
 @checked
 def answer_logit(logits: Logits, pairs: PromptPairs) -> PerPair:
-    """Mean logit of the answers, in logits.
+    """Mean logit of the answers, which have one token each, in logits.
 
     A change that all logits share affects this metric, although it affects no prediction.
     """
-    return _mean(logits, pairs.answers)
+    pairs = pairs.of_one_token("answer_logit reads one logit; take log_probability")
+    return _mean(_by_answer(logits, pairs)[0])
 
 
 @checked
 def margin(logits: Logits, pairs: PromptPairs) -> PerPair:
-    """Mean logit of the answers minus the largest logit of a wrong answer, in logits."""
-    return _mean(logits, pairs.answers) - _largest(logits, pairs.wrong)
+    """Mean logit of the answers minus the largest logit of a wrong answer, in logits.
+
+    For answers of several tokens, log-probabilities in nats, as in `logit_difference`.
+    """
+    right, wrong = _compared(logits, pairs)
+    return _mean(right) - wrong.amax(dim=1)
 
 
 @checked
 def probability_difference(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Probability of the answers minus that of the wrong answers, each summed; -1 to 1."""
-    probabilities = logits.softmax(dim=-1)
-    return _sum(probabilities, pairs.answers) - _sum(probabilities, pairs.wrong)
+    right, wrong = answer_log_probabilities(logits, pairs)
+    return right.exp().sum(dim=1) - wrong.exp().sum(dim=1)
 
 
 @checked
 def log_probability(logits: Logits, pairs: PromptPairs) -> PerPair:
     """Log of the summed probability of the answers, in nats."""
-    picked, given = _picked(logits.log_softmax(dim=-1), pairs.answers)
-    return picked.masked_fill(~given, -torch.inf).logsumexp(dim=1)
+    return answer_log_probabilities(logits, pairs)[0].logsumexp(dim=1)
 
 
 def is_right(logits: Logits, pairs: PromptPairs) -> Bool[Tensor, " pair"]:
-    """Whether the most likely token is an answer."""
-    return (logits.argmax(dim=-1, keepdim=True) == pairs.answers).any(dim=1)
+    """Whether each token of an answer is the most likely one, as when it is generated greedily."""
+    tokens = pairs.tokens[:, : pairs.answers.shape[1]]
+    top = logits.argmax(dim=-1)[pairs.forced.where[:, : tokens.shape[1]]]
+    same = ((top == tokens) | (tokens == NO_TOKEN)).all(dim=2)
+    return (same & (tokens[..., 0] != NO_TOKEN)).any(dim=1)
 
 
 def chooses_right(logits: Logits, pairs: PromptPairs) -> Bool[Tensor, " pair"]:
     """Whether the likeliest of the right and the wrong answers is a right one."""
-    return _largest(logits, pairs.answers) > _largest(logits, pairs.wrong)
+    right, wrong = _compared(logits, pairs)
+    return right.amax(dim=1) > wrong.amax(dim=1)
 
 
 def check_wrong(pairs: PromptPairs) -> None:
     """Check that every pair has a wrong answer, to compare the right ones with."""
-    none = (pairs.wrong == NO_TOKEN).all(dim=1)
+    none = (pairs.wrong == NO_TOKEN).flatten(1).all(dim=1)
     if none.any():
         raise ValueError(
             f"pair {int(none.int().argmax())} has no wrong answer to compare the right ones with"
@@ -153,27 +182,38 @@ def check_changed(changed: bool) -> None:
         )
 
 
-def _picked(
-    values: Logits, tokens: Int[Tensor, "pair token"]
-) -> tuple[Float[Tensor, "pair token"], Bool[Tensor, "pair token"]]:
-    n_vocab = values.shape[1]
+def _compared(logits: Logits, pairs: PromptPairs) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of answers; or their logits if all have one token, and one normaliser."""
+    several = pairs.tokens.shape[2] > 1
+    return _by_answer(log_probabilities(logits) if several else logits, pairs)
+
+
+def _by_answer(
+    values: Logits, pairs: PromptPairs
+) -> tuple[Float[Tensor, "pair answer"], Float[Tensor, "pair wrong"]]:
+    """Values summed over the tokens of each right and each wrong answer; -inf where there is none.
+
+    The values are those of every output at the positions that the pairs read.
+    """
+    tokens, n_vocab, n_labels = pairs.tokens, values.shape[1], int(pairs.forced.read.sum())
     if bool((tokens >= n_vocab).any()):
         raise ValueError(
             f"the model predicts {n_vocab:,} tokens, and the answer {int(tokens.max())} is none of "
             "them. Where d_vocab_out differs from d_vocab, output tokens have their own numbers."
         )
-    return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
+    if len(values) != n_labels:
+        raise ValueError(
+            f"these pairs read {n_labels} positions, and the logits are of {len(values)}: take "
+            "pairs.read(model(pairs.forced.clean))"
+        )
+    picked = values[pairs.forced.where, tokens.clamp(min=0)]
+    sums = picked.where(tokens != NO_TOKEN, 0).sum(dim=2)
+    sums = sums.masked_fill(tokens[..., 0] == NO_TOKEN, -torch.inf)
+    right, wrong = sums.split([pairs.answers.shape[1], pairs.wrong.shape[1]], dim=1)
+    return right, wrong
 
 
-def _largest(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
-    picked, given = _picked(values, tokens)
-    return picked.masked_fill(~given, -torch.inf).amax(dim=1)
-
-
-def _sum(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
-    picked, given = _picked(values, tokens)
-    return (picked * given).sum(dim=1)
-
-
-def _mean(values: Logits, tokens: Int[Tensor, "pair token"]) -> PerPair:
-    return _sum(values, tokens) / (tokens != NO_TOKEN).sum(dim=1)
+def _mean(values: Float[Tensor, "pair answer"]) -> PerPair:
+    """The mean over the answers that a pair has."""
+    given = values != -torch.inf
+    return values.where(given, 0).sum(dim=1) / given.sum(dim=1)

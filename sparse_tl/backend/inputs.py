@@ -85,10 +85,15 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     show it: a prompt may repeat its first token. A single padding token at the start of every
     prompt counts as BOS.
     """
-    both = torch.cat([pairs.clean, pairs.corrupted])
-    check_tokens(adapter, both)
-    check_padding(adapter, pairs.attention_mask)
-    begins = _paddings(adapter, both)
+    rows = pairs.forced
+    check_tokens(adapter, torch.cat([rows.clean, rows.corrupted]))
+    check_padding(adapter, rows.attention_mask)
+    if rows.clean.shape[1] > pairs.clean.shape[1] and not adapter.causal:
+        raise ValueError(
+            f"{adapter.name!r} attends in both directions, and would see the tokens of an answer "
+            "that it is to predict: give answers of one token"
+        )
+    begins = _paddings(adapter, torch.cat([pairs.clean, pairs.corrupted]))
     if int(begins.max()) > 1 or int(begins.min()) != int(begins.max()):
         row = int(begins.argmax())
         raise ValueError(

@@ -244,6 +244,8 @@ def head_behaviour(
     check_tokens(adapter, tokens)
     batches = tokens.split(batch_size)
     note = ""
+    if pairs is not None:
+        pairs = pairs.of_one_token("heads move one token: leave out the pairs")
     if pairs is not None and not _answer_positions(pairs)[0].any():
         pairs, note = None, "no movers, since no clean prompt contains its answer"
     n_of_pairs = 0 if pairs is None else -(-len(pairs) // batch_size)

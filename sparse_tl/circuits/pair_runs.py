@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.backend import Adapter, HookedModel, adapt, check_pairs
@@ -63,20 +62,27 @@ class PairRuns:
         self._patch: Patch = "corrupted" if needs_reference(patch) else patch
         if patch == "mean":
             pairs.of_one_length()  # raises if they are not
-            clean = [batch.clean for batch in self.batches]
+            if len(pairs.forced.ends.unique()) > 1:
+                raise ValueError(
+                    'patch="mean" averages over prompts with answers by position: give answers of '
+                    'one number of tokens, or patch="corrupted"'
+                )
+            clean = [batch.forced.clean for batch in self.batches]
             self._patch = mean_activations(self.adapter, clean, self.points, site.order)
         self.others: Sequence[Tensor] = ()
         if patch == "corrupted":
-            self.others = [batch.corrupted for batch in self.batches]
+            self.others = [batch.forced.corrupted for batch in self.batches]
         elif patch == "resample":
-            others = pairs.clean[_other_rows(pairs.positions.cpu())]
-            self.others = others.to(self.adapter.device).split(batch_size)
+            others = replace(pairs, corrupted=pairs.clean[_other_rows(pairs.positions.cpu())])
+            others = others.to(self.adapter.device).split(batch_size)
+            self.others = [batch.forced.corrupted for batch in others]
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
             written = len(self.adapter.graph.sources) if site.keeps_changes else 0
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
-            self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
+            n_tokens = max(batch.forced.clean.numel() for batch in self.batches)
+            self._n_kept = max(1, STATES_AT_ONCE // (n_tokens * per_token))
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -94,16 +100,16 @@ class PairRuns:
         """A `GatedRun` of one batch."""
         if index in self._runs:
             return self._runs[index]
-        batch = self.batches[index]
+        rows = self.batches[index].forced
         site: Any = self.site
-        site = replace(site, spans=batch.spans) if self._by_span else site
-        run = GatedRun(self.model, site, batch.clean, read_mask(batch), self.record_patch(index))
+        site = replace(site, spans=rows.spans) if self._by_span else site
+        run = GatedRun(self.model, site, rows.clean, rows.read, self.record_patch(index))
         if index < self._n_kept:
             self._runs[index] = run
         return run
 
     @torch.no_grad()
-    def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
+    def everything_patched(self, run: GatedRun) -> Float[Tensor, "label vocab"]:
         """Logits of a batch with everything patched: of the corrupted run, under corrupted patches.
 
         With all heads patched, MLPs would still read the clean prompt.
@@ -140,7 +146,7 @@ def settings_at_once(n_prompts: int) -> int:
 
 def closing_each(
     run: GatedRun, gates: Sequence[tuple[int, ...]], shape: Sequence[int]
-) -> Iterator[Float[Tensor, "pair vocab"]]:
+) -> Iterator[Float[Tensor, "label vocab"]]:
     """Logits of a batch with one gate closed at a time, of those given by index, of `shape`."""
     n = settings_at_once(len(run.tokens))
     for start in range(0, len(gates), n):
@@ -153,28 +159,23 @@ def closing_each(
 
 def clean_logits(
     model: HookedModel, pairs: PromptPairs, batch_size: int, *, progress: bool = False
-) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
+) -> Iterator[tuple[PromptPairs, Float[Tensor, "label vocab"]]]:
     """Logits of clean prompts at the positions read, batch by batch."""
     adapter = adapt(model)
     batches = batches_of(adapter, pairs, batch_size)
     with tracked("running prompts", len(batches), progress) as step:
         for batch in batches:
-            yield batch, clean_outputs(adapter, batch.clean, read_mask(batch))[1]
+            yield batch, clean_outputs(adapter, batch.forced.clean, batch.forced.read)[1]
             step()
 
 
 def value_of(
     metric: Metric | Literal["kl"], logits: Tensor, batch: PromptPairs, run: GatedRun
 ) -> Float[Tensor, " pair"]:
-    """The metric, or the divergence from the clean run, of each pair of a batch."""
+    """The metric of each pair of a batch, or the mean divergence from the clean run."""
     if isinstance(metric, str):
-        return divergence(logits, run.clean_logits)
+        return batch.forced.per_pair(divergence(logits, run.clean_logits))
     return measure(metric, logits, batch)
-
-
-def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
-    """Mask of the position that is read in each pair."""
-    return F.one_hot(batch.positions, batch.clean.shape[1]).bool()
 
 
 def _other_rows(ends: Int[Tensor, " row"]) -> Int[Tensor, " row"]:

@@ -1,8 +1,9 @@
 """How well a model does a task, and whether it does it at all.
 
-*Accuracy* is the share of clean prompts whose most likely next token is a right answer. *Choice* is
-the share in which a right answer is more likely than every wrong one, and *chance* is what a random
-choice among right and wrong answers would give. A model does a task if
+*Accuracy* is the share of clean prompts that the model continues by a right answer, if it always
+takes the most likely token. *Choice* is the share in which a right answer, as a whole, is more
+likely than every wrong one, and *chance* is what a random choice among right and wrong answers
+would give. A model does a task if
 
 1. its choice is above chance by more than two standard errors of a random choice, and by at least
    `MARGIN`; and
@@ -25,7 +26,6 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel, in_evaluation_mode
 from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
-from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
 from sparse_tl.results import Result
 
@@ -40,7 +40,7 @@ class Skill(Result):
     """How well a model does a task.
 
     Args:
-        accuracy: share of clean prompts whose most likely next token is a right answer.
+        accuracy: share of clean prompts that the model continues by a right answer.
         right: whether the most likely of all right and wrong answers is right, per clean prompt.
         chance: mean share of right answers among all answers.
         clean: metric of each clean prompt.
@@ -126,7 +126,6 @@ def measure_skill(
         ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
     """
     check_wrong(pairs)
-    n_right, n_wrong = ((tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong))
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     measures = is_right, chooses_right, partial(measure, metric)
     on_clean, on_corrupted = (
@@ -139,15 +138,15 @@ def measure_skill(
     top, right, clean = map(torch.cat, zip(*on_clean, strict=True))
     _, _, corrupted = map(torch.cat, zip(*on_corrupted, strict=True))
     clean, corrupted = clean.double(), corrupted.double()
-    chance = (n_right / (n_right + n_wrong)).double().mean().item()
-    return Skill(top.double().mean().item(), right, chance, clean, corrupted, pairs.start)
+    return Skill(top.double().mean().item(), right, pairs.chance, clean, corrupted, pairs.start)
 
 
 @checked
 @in_evaluation_mode
 @torch.no_grad()
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
-    """The share of clean prompts, 0 to 1, whose most likely next token is an answer.
+    """The share of clean prompts, 0 to 1, that a model continues by an answer: its most likely
+    next token, or tokens one after the other, are those of the answer.
 
     `measure_skill` also says how often an answer is more likely than every wrong answer, and
     compares this with chance.

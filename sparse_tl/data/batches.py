@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -28,8 +28,7 @@ class Rows:
     """Base of frozen dataclasses whose tensors have one row per prompt."""
 
     def __len__(self) -> int:
-        first: Any = next(iter(vars(self).values()))
-        return len(first)
+        return len(next(iter(self._fields().values())))
 
     @checked
     def to(self: Kind, device: torch.device | str) -> Kind:
@@ -44,20 +43,24 @@ class Rows:
 
     def digest(self) -> str:
         """A short hash of the rows."""
-        tensors = dict(vars(self))
-        for name, value in vars(self).items():
+        tensors = self._fields()
+        for name, value in self._fields().items():
             if isinstance(value, Rows):
-                tensors |= {f"{name}.{key}": inner for key, inner in vars(value).items()}
+                tensors |= {f"{name}.{key}": inner for key, inner in value._fields().items()}
         return digest({name: t for name, t in tensors.items() if isinstance(t, Tensor)})
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
         changed = {
             name: change(value) if isinstance(value, Tensor) else value._each(change)
-            for name, value in vars(self).items()
+            for name, value in self._fields().items()
             if isinstance(value, Tensor | Rows)
         }
         rows: Any = self
         return replace(rows, **changed)
+
+    def _fields(self) -> dict[str, Any]:
+        rows: Any = self
+        return {field.name: getattr(rows, field.name) for field in fields(rows)}
 
 
 def refuse_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -23,13 +24,12 @@ from sparse_tl.data.prompts import (
     added_text,
     chat_start,
     check_known,
-    continued,
     continues_a_word,
     in_tokens,
     prepends_bos,
     prompt_start,
-    single_token,
     start_in_words,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ REST = "rest"
 @checked
 @dataclass(frozen=True, eq=False)
 class Spans(Rows):
-    """The span of every token; padding belongs to the span of the last token.
+    """The span of every token, also of answers; padding belongs to the span of the last token.
 
     Args:
         at: index into `names`.
@@ -62,10 +62,54 @@ class Spans(Rows):
         return f"Spans({', '.join(self.names)})"
 
 
+@dataclass(frozen=True, eq=False)
+class Forced:
+    """Prompt pairs as a model runs them: each prompt followed by an answer but for its last token.
+
+    Under this *teacher forcing*, a single pass gives the probability of every token of an answer
+    after those before it. A pair has a row for each answer, unless a row of another answer begins
+    with the same tokens: answers of one token need no row but the prompt. What the model predicts
+    at the positions that are read, row by row, are the *labels*; no two of a pair follow the same
+    text.
+
+    Args:
+        clean: clean prompts with answers.
+        corrupted: corrupted prompts with the same answers.
+        pair: the pair of each row.
+        ends: position of each row's last token.
+        read: the positions that are read.
+        where: label of each token of the right answers and, after them, the wrong ones; 0 at
+            padding.
+        spans: the span of every token, if the pairs have spans.
+    """
+
+    clean: Int[Tensor, "row pos"]
+    corrupted: Int[Tensor, "row pos"]
+    pair: Int[Tensor, " row"]
+    ends: Int[Tensor, " row"]
+    read: Bool[Tensor, "row pos"]
+    where: Int[Tensor, "pair answer token"]
+    spans: Spans | None
+
+    @property
+    def attention_mask(self) -> Int[Tensor, "row pos"] | None:
+        """0 at the padding after each row; ``None`` if nothing is padded."""
+        return mask_of_padding(self.ends, self.clean.shape[1])
+
+    def per_pair(self, values: Float[Tensor, " label"]) -> Float[Tensor, " pair"]:
+        """The mean over the labels of each pair."""
+        pairs = self.pair[:, None].expand_as(self.read)[self.read]
+        total = values.new_zeros(len(self.where)).index_add(0, pairs, values)
+        return total / pairs.bincount()
+
+
 @checked
 @dataclass(frozen=True, eq=False)
 class PromptPairs(Rows):
     """Clean prompts with corrupted counterparts of the same length, row by row.
+
+    An answer is a row of tokens. Its probability is that of the whole: the product of those of its
+    tokens, each after the ones before it.
 
     Prompts of different lengths are padded *on the right*: in a causal model, padding after the
     read position cannot affect it, so it changes no metric and needs no attention mask. Analyses
@@ -74,24 +118,25 @@ class PromptPairs(Rows):
     Args:
         clean: tokens of the clean prompts.
         corrupted: tokens with the information removed.
-        answers: correct tokens of each pair, padded with `NO_TOKEN`; a token counts once.
-        wrong: incorrect tokens of each pair, likewise.
-        positions: position of each prompt's last token, where logits are read. Answers at several
-            positions of a prompt make several pairs: repeat the prompt, once for each position.
+        answers: correct answers of each pair: tokens, ``[pair, answer]``, or rows of several
+            tokens, ``[pair, answer, token]``; padded with `NO_TOKEN`. An answer counts once.
+        wrong: incorrect answers of each pair, likewise.
+        positions: position of each prompt's last token, which predicts the answer. Answers at
+            several positions of a prompt make several pairs: repeat the prompt, once for each.
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
         start: text of the tokens that begin every prompt, such as BOS; ``None`` if unknown, as for
             prompts given as tokens.
         note: a task's remark on its prompts, such as which words it left out.
 
     Raises:
-        ValueError: shapes do not match, there is no pair, a row has no answer, a negative one or
-            one that is also wrong, or a position is out of range.
+        ValueError: shapes do not match, there is no pair, a row has no answer, a negative token,
+            an answer that is also wrong or begins with another one, or a position is out of range.
     """
 
     clean: Int[Tensor, "pair pos"]
     corrupted: Int[Tensor, "pair pos"]
-    answers: Int[Tensor, "pair answer"]
-    wrong: Int[Tensor, "pair wrong"]
+    answers: Int[Tensor, "pair answer *token"]
+    wrong: Int[Tensor, "pair wrong *token"]
     positions: Int[Tensor, " pair"]
     spans: Spans | None = None
     start: str | None = None
@@ -101,16 +146,22 @@ class PromptPairs(Rows):
         if len(self.clean) == 0:
             raise ValueError("there is no prompt pair")
         for name in ("answers", "wrong"):
-            tokens = getattr(self, name)
-            refuse_rows((tokens < NO_TOKEN).any(dim=1), f"a token of `{name}` is negative", tokens)
-            object.__setattr__(self, name, tokens.masked_fill(_repeats(tokens), NO_TOKEN))
-        sides = torch.cat([self.answers, self.wrong], dim=1)
-        refuse_rows(_repeats(sides).any(dim=1), "an answer is a wrong answer too", sides)
-        refuse_rows((self.answers < 0).all(dim=1), "there is no answer", self.answers)
+            given = getattr(self, name)
+            tokens = given if given.ndim == 3 else given[..., None]
+            negative = (tokens < NO_TOKEN).flatten(1).any(dim=1)
+            refuse_rows(negative, f"a token of `{name}` is negative", given)
+            tokens = tokens.masked_fill(_repeats(tokens)[..., None], NO_TOKEN)
+            object.__setattr__(self, name, tokens.view_as(given))
+        both = torch.cat([self.answers, self.wrong], dim=1)
+        refuse_rows(_repeats(self.tokens).any(dim=1), "an answer is a wrong answer too", both)
+        refuse_rows((self.answers < 0).flatten(1).all(dim=1), "there is no answer", self.answers)
         width, at = self.clean.shape[1], self.positions
         refuse_rows((at < 0) | (at >= width), f"positions are in 0..{width - 1}", at)
-        if self.spans is not None and self.spans.at.shape != self.clean.shape:
+        n_more = self.tokens.shape[2] - 1
+        if self.spans is not None and self.spans.at.shape != (len(at), width + n_more):
             raise ValueError("spans need the prompts' shape; use pairs.with_spans(...)")
+        if n_more:
+            _ = self.forced  # refuses answers that begin with another
 
     @staticmethod
     def from_texts(
@@ -129,8 +180,8 @@ class PromptPairs(Rows):
             model: dense or sparse model, whose tokenizer is used.
             rows: dictionaries, or a data frame, with the columns ``clean`` and ``corrupted``, the
                 prompts up to the predicted token; ``answer``, the correct continuation (" Mary"),
-                one token; and ``wrong``, an incorrect one, which may be left out if no metric
-                needs it. The last two may be lists of texts.
+                of any number of tokens; and ``wrong``, an incorrect one, which may be left out if
+                no metric needs it. The last two may be lists of texts.
             prepend_bos: whether prompts start with the BOS token; by default as the model's own
                 prompts do (``model.cfg.default_prepend_bos``, see `load_model`).
             chat: whether each prompt begins the assistant's answer in a chat, written by the
@@ -141,7 +192,7 @@ class PromptPairs(Rows):
                 `prepend_bos` and `chat` are given. Or, in a row that the message names: a column is
                 missing or unknown, a cell is not a text, a prompt is empty, the tokenizer does not
                 know part of a text, the clean and the corrupted prompt differ in token length, or
-                an answer is not one token, or shares a token with a prompt.
+                an answer shares a token with a prompt or begins with another answer.
 
         Warns:
             UserWarning: an answer without a space continues the prompt's last word.
@@ -158,13 +209,14 @@ class PromptPairs(Rows):
             spans: the columns of each span by its name, such as ``{"S1": 3, "END": -1}`` or
                 ``{"subject": range(1, 4)}``, where negative columns count from the prompt's last
                 token. One mapping for all pairs, or one per pair, all with the same names. Tokens
-                in no span form another one, "rest".
+                in no span form another one, "rest". Those of answers belong to the span of the
+                prompt's last token.
 
         Raises:
             ValueError: spans overlap or exceed the prompt, pairs have different names, or a name is
                 a number.
         """
-        ends, width = self.positions.cpu(), self.clean.shape[1]
+        ends, width = self.positions.cpu(), self.clean.shape[1] + self.tokens.shape[2] - 1
         rows = [spans] * len(self) if isinstance(spans, Mapping) else spans
         names = tuple(rows[0])
         if any(name.isdigit() for name in names):
@@ -201,7 +253,7 @@ class PromptPairs(Rows):
     def spans_of(self, positions: Positions) -> Spans:
         """The spans that an analysis's ``positions=`` asks for."""
         if positions == "tokens":
-            ends, width = self.positions, self.clean.shape[1]
+            ends, n_more = self.positions, self.tokens.shape[2] - 1
             end = int(ends[0])
             if bool((ends != end).any()):
                 raise ValueError(
@@ -209,8 +261,9 @@ class PromptPairs(Rows):
                     f"{int(ends.min()) + 1} to {int(ends.max()) + 1} tokens. Select those of one "
                     'length, or name spans: pairs.with_spans(...) and positions="spans"'
                 )
-            columns = torch.arange(width, device=ends.device).clamp(max=end)
-            return Spans(columns.repeat(len(self), 1), tuple(map(str, range(end + 1))))
+            last = end + n_more
+            columns = torch.arange(self.clean.shape[1] + n_more, device=ends.device).clamp(max=last)
+            return Spans(columns.repeat(len(self), 1), tuple(map(str, range(last + 1))))
         if self.spans is None:
             raise ValueError(
                 'expected pairs with spans for positions="spans"; name them by '
@@ -223,7 +276,9 @@ class PromptPairs(Rows):
         by_length = list[PromptPairs]()
         for end in self.positions.unique().tolist():
             pairs, cut = self.select(self.positions == end), slice(end + 1)
-            spans = pairs.spans and replace(pairs.spans, at=pairs.spans.at[:, cut])
+            spans = pairs.spans
+            if spans is not None:
+                spans = replace(spans, at=spans.at[:, : end + self.tokens.shape[2]])
             sides = {"clean": pairs.clean[:, cut], "corrupted": pairs.corrupted[:, cut]}
             by_length.append(replace(pairs, **sides, spans=spans))
         return by_length
@@ -245,47 +300,116 @@ class PromptPairs(Rows):
             )
         return by_length[0]
 
-    def answer_rows(self) -> TokenBatch:
-        """The clean prompts as rows for training, with a loss on the first answer."""
-        first = (self.answers != NO_TOKEN).int().argmax(dim=1, keepdim=True)
-        labels = self.clean.roll(-1, dims=1)
-        labels = labels.scatter(1, self.positions[:, None], self.answers.gather(1, first))
-        read = F.one_hot(self.positions, self.clean.shape[1]).bool()
-        return TokenBatch(self.clean, labels, read, self.attention_mask)
+    def answer_rows(self, which: Int[Tensor, " pair"] | None = None) -> TokenBatch:
+        """The clean prompts with one answer each as rows for training, with a loss on the answer.
+
+        `which` is the column of each pair's answer; by default, it is the first answer.
+        """
+        rows = torch.arange(len(self), device=self.positions.device)
+        answers = self.tokens[:, : self.answers.shape[1]]
+        which = (answers[..., 0] != NO_TOKEN).int().argmax(dim=1) if which is None else which
+        answer = answers[rows, which.to(rows.device)][:, None]
+        forced = replace(self, answers=answer, wrong=answer[:, :0], spans=None).forced
+        labels = forced.clean.roll(-1, dims=1)
+        labels[forced.read] = answer[answer != NO_TOKEN]
+        return TokenBatch(forced.clean, labels, forced.read, forced.attention_mask)
 
     @property
     def attention_mask(self) -> Int[Tensor, "pair pos"] | None:
         """0 at the padding after each prompt; ``None`` if nothing is padded."""
-        columns = torch.arange(self.clean.shape[1], device=self.positions.device)
-        real = columns <= self.positions[:, None]
-        return None if bool(real.all()) else real.long()
+        return mask_of_padding(self.positions, self.clean.shape[1])
+
+    @property
+    def tokens(self) -> Int[Tensor, "pair both token"]:
+        """The tokens of the right answers and, after them, the wrong ones, padded at the end."""
+        both = torch.cat([self.answers, self.wrong], dim=1)
+        return both if both.ndim == 3 else both[..., None]
 
     def split(self, size: AtLeastOne) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
 
-    def read(self, logits: Float[Tensor, "pair pos vocab"]) -> Float[Tensor, "pair vocab"]:
-        """The logits at each pair's position."""
-        if logits.shape[:2] != self.clean.shape:
+    @property
+    def chance(self) -> float:
+        """The mean share of right answers among all answers of a pair."""
+        given = self.tokens[..., 0] != NO_TOKEN
+        right = given[:, : self.answers.shape[1]].sum(dim=1)
+        return (right / given.sum(dim=1)).double().mean().item()
+
+    def of_one_token(self, why: str) -> PromptPairs:
+        """The pairs, if all answers have one token; otherwise a ValueError, which says why."""
+        if bool((self.tokens[..., 1:] != NO_TOKEN).any()):
+            raise ValueError(f"expected answers of a single token, since {why}")
+        sides = self.tokens[..., 0].split([self.answers.shape[1], self.wrong.shape[1]], dim=1)
+        return replace(self, answers=sides[0], wrong=sides[1])
+
+    @cached_property
+    def forced(self) -> Forced:
+        """The rows that a model runs: see `Forced`."""
+        rows, where, n_labels = list[tuple[int, int, Tokens]](), list[list[int]](), 0
+        for pair, both in enumerate(self.tokens.tolist()):
+            answers = [tuple(token for token in answer if token != NO_TOKEN) for answer in both]
+            labels = dict[Tokens, int]()  # by the tokens of an answer that come before
+            befores = dict.fromkeys(answer[:-1] for answer in answers)
+            for before in sorted(befores, key=len, reverse=True):
+                new = [n for n in range(len(before) + 1) if before[:n] not in labels]
+                if new:
+                    rows.append((pair, new[0], before))
+                    labels |= {before[:n]: n_labels + i for i, n in enumerate(new)}
+                    n_labels += len(new)
+            if begun := [[*answer] for answer in answers if answer and answer in labels]:
+                raise ValueError(
+                    f"row {pair}: an answer begins with another one, {begun[0]}, which includes "
+                    "it: leave out one of them"
+                )
+            where += ([labels[answer[:n]] for n in range(len(answer))] for answer in answers)
+        device, n_more = self.clean.device, self.tokens.shape[2] - 1
+        columns = [*zip(*rows, strict=True)]
+        pair, first = (torch.tensor(column, device=device) for column in columns[:2])
+        before = padded([[*before, NO_TOKEN] for before in columns[2]], NO_TOKEN).to(device)
+        length, ends = (before != NO_TOKEN).sum(dim=1), self.positions[pair]
+        n = torch.arange(self.clean.shape[1] + n_more, device=device) - ends[:, None]
+        added = before.gather(1, (n - 1).clamp(0, before.shape[1] - 1))
+        clean, corrupted = (
+            added.where((n > 0) & (added != NO_TOKEN), F.pad(prompts[pair], (0, n_more)))
+            for prompts in (self.clean, self.corrupted)
+        )
+        read = (n >= first[:, None]) & (n <= length[:, None])
+        at = padded([[*labels, *[0] * (n_more + 1 - len(labels))] for labels in where], 0)
+        spans = self.spans and self.spans.select(pair)
+        at = at.view(self.tokens.shape).to(device)
+        return Forced(clean, corrupted, pair, ends + length, read, at, spans)
+
+    def read(self, logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "label vocab"]:
+        """The logits that metrics read, of the rows `forced.clean`.
+
+        Where all answers have one token, these are the clean prompts, read at `positions`.
+        """
+        n_rows, n_tokens = self.forced.clean.shape
+        if logits.shape[:2] != (n_rows, n_tokens):
             raise ValueError(
-                f"logits of shape {tuple(logits.shape)} are not those of {len(self)} prompts of "
-                f"{self.clean.shape[1]} tokens"
+                f"logits of shape {tuple(logits.shape)} are not those of {n_rows} prompts of "
+                f"{n_tokens} tokens"
             )
-        return logits[torch.arange(len(logits), device=logits.device), self.positions]
+        return logits[self.forced.read]
 
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
         """The pairs as texts: clean and corrupted prompts, and lists of right and wrong answers.
 
         Prompts include the tokens that they begin with, such as BOS. An answer is the text that its
-        token adds to the clean prompt.
+        tokens add to the clean prompt.
         """
         records = []
         for row in range(len(self)):
             end = int(self.positions[row]) + 1
             clean = self.clean[row, :end].tolist()
             sides = (
-                [added_text(tokenizer, clean, token) for token in tokens.tolist() if token >= 0]
-                for tokens in (self.answers[row], self.wrong[row])
+                [
+                    added_text(tokenizer, clean, answer[answer != NO_TOKEN].tolist())
+                    for answer in side
+                    if answer[0] != NO_TOKEN
+                ]
+                for side in self.tokens[row].split([self.answers.shape[1], self.wrong.shape[1]])
             )
             corrupted = tokenizer.decode(self.corrupted[row, :end].tolist())
             texts = (tokenizer.decode(clean), corrupted, *sides)
@@ -298,11 +422,21 @@ class PromptPairs(Rows):
         return f"PromptPairs({len(self)} pairs of up to {longest} tokens{start}{note})"
 
 
-def _repeats(tokens: Int[Tensor, "pair token"]) -> Bool[Tensor, "pair token"]:
-    """Where a row repeats one of its earlier tokens."""
-    ordered, order = tokens.sort(dim=1, stable=True)
+def _repeats(answers: Int[Tensor, "pair answer token"]) -> Bool[Tensor, "pair answer"]:
+    """Where a pair repeats one of its earlier answers."""
+    number, *more = answers.unbind(dim=2)
+    for column in more:
+        number = (number * 2**32 + column).unique(return_inverse=True)[1]
+    number = number.masked_fill(answers[..., 0] == NO_TOKEN, NO_TOKEN)
+    ordered, order = number.sort(dim=1, stable=True)
     same = F.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0)) & (ordered != NO_TOKEN)
     return torch.zeros_like(same).scatter(1, order, same)
+
+
+def mask_of_padding(ends: Int[Tensor, " row"], width: int) -> Int[Tensor, "row pos"] | None:
+    """0 after the last token of each row; ``None`` if nothing is padded."""
+    real = torch.arange(width, device=ends.device) <= ends[:, None]
+    return None if bool(real.all()) else real.long()
 
 
 def pairs_of_texts(
@@ -321,10 +455,21 @@ def pairs_of_texts(
         before = tokenizer.decode(list(start))
     clean, corrupted, answers, wrong = zip(*tokens_of_pairs(tokenizer, pairs, start), strict=True)
     last = torch.tensor([len(prompt) - 1 for prompt in clean])
-    sides = padded(answers, NO_TOKEN), padded([tokens or [NO_TOKEN] for tokens in wrong], NO_TOKEN)
+    longest = max(len(answer) for side in (answers, wrong) for row in side for answer in row)
+    sides = _answer_tensor(answers, longest), _answer_tensor(wrong, longest)
     fill = tokenizer.pad_token_id or 0  # a token that checks recognise as padding
     texts = padded(clean, fill), padded(corrupted, fill)
     return PromptPairs(*texts, *sides, last, start=before)
+
+
+def _answer_tensor(
+    rows: Sequence[Sequence[Tokens]], longest: int
+) -> Int[Tensor, "pair answer *token"]:
+    """The answers of pairs as one tensor; a pair without any has one that is only padding."""
+    width, missing = max(1, *map(len, rows)), (NO_TOKEN,) * longest
+    filled = [(*row, *[missing] * (width - len(row))) for row in rows]
+    answers = torch.tensor([[(*one, *missing)[:longest] for one in row] for row in filled])
+    return answers[..., 0] if longest == 1 else answers
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:
@@ -337,7 +482,7 @@ COLUMNS = ("clean", "corrupted", "answer", "wrong")
 
 
 class PairTexts(NamedTuple):
-    """A clean prompt, its corrupted counterpart, and right and wrong single-token answers."""
+    """A clean prompt, its corrupted counterpart, and right and wrong answers."""
 
     clean: str
     corrupted: str
@@ -429,12 +574,12 @@ def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
 
 def tokens_of_pairs(
     tokenizer: Any, pairs: Sequence[PairTexts], start: Tokens
-) -> Iterator[tuple[Sequence[int], ...]]:
+) -> Iterator[tuple[Tokens, Tokens, list[Tokens], list[Tokens]]]:
     """The tokens of `PairTexts`, row by row: both prompts after `start`, right and wrong answers.
 
     Raises:
-        ValueError: the prompts of a row differ in token length, or an answer is not the same single
-            token after both prompts.
+        ValueError: the prompts of a row differ in token length, or an answer is not the same tokens
+            after both.
     """
     encode = Encoder(tokenizer)
     for row, pair in enumerate(pairs):
@@ -443,7 +588,7 @@ def tokens_of_pairs(
             prompts, by_text = _continued(encode, pair, where)
         else:
             prompts = [encode(text) for text in pair[:2]]
-            by_text = {text: single_token(encode, text, where) for text in pair.both_sides}
+            by_text = {text: encode(text) for text in pair.both_sides}
         answers, wrong = ([by_text[text] for text in texts] for texts in pair[2:4])
         one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
@@ -455,14 +600,16 @@ def tokens_of_pairs(
         yield one, other, answers, wrong
 
 
-def _continued(encode: Encoder, pair: PairTexts, where: str) -> tuple[list[Tokens], dict[str, int]]:
+def _continued(
+    encode: Encoder, pair: PairTexts, where: str
+) -> tuple[list[Tokens], dict[str, Tokens]]:
     """The tokens of both prompts, and by text those of the answers that continue both of them."""
     encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *pair.both_sides))
-    prompts, by_text = list[Tokens](), dict[str, int]()
+    prompts, by_text = list[Tokens](), dict[str, Tokens]()
     for name, prompt in zip(COLUMNS, pair[:2], strict=False):
         known: Tokens | None = None
         for text in pair.both_sides:
-            before, token = continued(encode, prompt, text, where)
+            before, tokens = together(encode, prompt, text, f"{where}an answer")
             if known not in (None, before):
                 raise ValueError(
                     f"{where}expected a {name} prompt that all answers continue; {prompt!r:.200} "
@@ -470,10 +617,10 @@ def _continued(encode: Encoder, pair: PairTexts, where: str) -> tuple[list[Token
                     "to the start of the answers"
                 )
             known = before
-            if by_text.setdefault(text, token) != token:
+            if by_text.setdefault(text, tokens) != tokens:
                 raise ValueError(
-                    f"{where}expected an answer that is one token after both prompts; {text!r} is "
-                    f"a different one after {prompt!r:.200}"
+                    f"{where}expected an answer that is the same tokens after both prompts; "
+                    f"{text!r} is others after {prompt!r:.200}"
                 )
         prompts.append(encode(prompt) if known is None else known)
     return prompts, by_text

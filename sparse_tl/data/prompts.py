@@ -245,7 +245,9 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
     if not (prompt[-1].isalpha() and answer[:1].isalpha()):
         return False
     glued, spaced = (_split(encode, prompt, text) for text in (answer, f" {answer}"))
-    return spaced is not None and len(spaced[1]) == 1 and glued != spaced
+    if glued is None or spaced is None:
+        return False
+    return len(spaced[1]) <= len(glued[1]) and glued != spaced
 
 
 def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -294,10 +296,10 @@ def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     return decode_tokens(tokenizer, [*before[1 - _MOST :], token])[-1]
 
 
-def added_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
-    """The text that a token adds after others, including a leading space."""
-    start, full = tokenizer.decode(list(before)), tokenizer.decode([*before, token])
-    return full[len(start) :] if full.startswith(start) else tokenizer.decode([token])
+def added_text(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that tokens add after others, including a leading space."""
+    start, full = tokenizer.decode(list(before)), tokenizer.decode([*before, *tokens])
+    return full[len(start) :] if full.startswith(start) else tokenizer.decode(list(tokens))
 
 
 def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:

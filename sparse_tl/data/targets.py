@@ -165,10 +165,9 @@ class TargetDataset(Rows):
     def from_pairs(pairs: PromptPairs, *, seed: Seed = 0) -> TargetDataset:
         """The clean prompts with one answer each, drawn at random if there are several."""
         generator = torch.Generator().manual_seed(seed)
-        weights = (pairs.answers != NO_TOKEN).float()
-        drawn = torch.multinomial(weights, 1, generator=generator)
-        one = replace(pairs, answers=pairs.answers.gather(1, drawn))
-        return TargetDataset(one.answer_rows(), pairs.start)
+        given = pairs.tokens[:, : pairs.answers.shape[1], 0] != NO_TOKEN
+        drawn = torch.multinomial(given.float(), 1, generator=generator)[:, 0]
+        return TargetDataset(pairs.answer_rows(drawn), pairs.start)
 
     @staticmethod
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:

@@ -2,6 +2,11 @@
 
 from sparse_tl.tasks.addition import AdditionTask as AdditionTask
 from sparse_tl.tasks.docstring import DocstringTask as DocstringTask
+from sparse_tl.tasks.generation import (
+    Continuations as Continuations,
+    compare_continuations as compare_continuations,
+    continuations as continuations,
+)
 from sparse_tl.tasks.greater_than import GreaterThanTask as GreaterThanTask
 from sparse_tl.tasks.induction import InductionTask as InductionTask
 from sparse_tl.tasks.ioi import (

@@ -289,10 +289,8 @@ def _measured(
             torch.stack([*edges, counts.tokens]).double(),
         ]
         parts.append([values.cpu() for values in part])
-    n_right, n_wrong = ((side >= 0).sum(dim=1) for side in (pairs.answers, pairs.wrong))
-    chance = (n_right / (n_right + n_wrong)).double().mean().item()
     by_prompt = [torch.cat(values, dim=-1) for values in zip(*parts, strict=True)]
-    return numbers(chance, *by_prompt)
+    return numbers(pairs.chance, *by_prompt)
 
 
 def numbers(

@@ -248,7 +248,9 @@ class CompletionTask(Task):
         usable = []
         for prompt in self.prompts:
             with suppress(ValueError):
-                usable += [prompt for _ in tokens_of_pairs(tokenizer, [prompt], ())]
+                ((_, _, *sides),) = tokens_of_pairs(tokenizer, [prompt], ())
+                if all(len(answer) == 1 for side in sides for answer in side):
+                    usable.append(prompt)
         if not usable:
             raise ValueError(
                 f"no prompt of {self.name} has answers that are single tokens under this tokenizer"

@@ -62,7 +62,7 @@ class Planted:
         return mask_of(self.graph, self.edges)
 
 
-def induction() -> Planted:
+def induction(length: int = 6) -> Planted:
     """``x a b y z a`` is continued by b: a previous-token head feeds an induction head's keys.
 
     Two layers of three heads and an MLP. ``a0.h0`` copies to each place the token before it;
@@ -70,7 +70,7 @@ def induction() -> Planted:
     there to the output. Corrupted prompts have the same form with other tokens, so that no edge
     can do without the others: a patched query or key finds no match, a patched value is wrong.
     """
-    vocab, length = 10, 6
+    vocab = 10
     space = spaces(token=vocab, place=length, before=vocab, output=vocab, unread=9)
     model = blank_model(
         n_layers=2,

@@ -20,7 +20,6 @@ from sparse_tl.circuits import (
     evaluate,
     patch_activations,
 )
-from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.circuits.prompt.attention import LeaveOneOut
 from sparse_tl.data import TokenBatch
 from sparse_tl.explorer.exploration import Exploration
@@ -38,7 +37,7 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
     model: Any = shaken(build_tiny(dtype="float64"))
     model = SparseTransformer(model, initial_bias=0.5) if sparse else model
     pairs, graph = random_pairs(), adapt(model).graph
-    read = read_mask(pairs)
+    read = pairs.forced.read
     close = {"rtol": 1e-9, "atol": 1e-10}
 
     def silence(z: torch.Tensor, hook: Any) -> torch.Tensor:

@@ -108,7 +108,10 @@ def test_wrong_answers_may_be_left_out() -> None:
             {"corrupted": "the dog ran sat"},
             r"row 1: .* 4 and 5 tokens: \['<s>', 'the', 'cat', 'sat'\] / .*'ran'",
         ),
-        ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
+        (
+            {"answer": "far", "wrong": "far ran"},
+            r"row 1: an answer begins with another one, \[6\], which includes it",
+        ),
         ({"answer": ["far", "ran"]}, r"row 1: an answer is a wrong answer too; it has \[6, 5, 5"),
         ({"clean": ""}, "row 1: the clean prompt is empty"),
     ],
@@ -137,7 +140,7 @@ def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "gpt2")
     reader = _reader(tokenizer=tokenizer)
     row = {"clean": "Then Mary met", "corrupted": "Then John met", "answer": " Joshua"}
-    with pytest.raises(ValueError, match=r"'Allison' has 2, \['All', 'ison'\]; ' Allison' is one"):
+    with pytest.warns(UserWarning, match="'Allison' of row 0.*'metAllison'.*write ' Allison'"):
         PromptPairs.from_texts(reader, [{**row, "answer": "Allison"}])
     with pytest.warns(UserWarning, match="'Joshua' of row 0.*'metJoshua'.*write ' Joshua'"):
         PromptPairs.from_texts(reader, [{**row, "answer": "Joshua"}])

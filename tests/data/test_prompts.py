@@ -116,9 +116,7 @@ def test_prompts_whose_answers_do_not_agree() -> None:
         PromptPairs.from_texts(_model(BYTES), [row])
     row = {"clean": "x", "corrupted": "Once ", "answer": "x"}
     other = byte_level(" x", "Once")
-    with pytest.raises(
-        ValueError, match="one token after both prompts; 'x' is a different one after"
-    ):
+    with pytest.raises(ValueError, match="the same tokens after both prompts; 'x' is others after"):
         PromptPairs.from_texts(_model(other), [row])
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -54,7 +54,7 @@ from sparse_tl.backend import (
     source_outputs,
 )
 from sparse_tl.circuits.circuit import Scores
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.contexts import autograd
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.devices import SizeByDevice
@@ -126,27 +126,26 @@ def attribute_circuit_edges(
         NoEffectError: patching everything changes the metric of no pair.
     """
     spans = None if positions is None else pairs.spans_of(positions)
-    adapter = adapt(model)
+    pairs, adapter = replace(pairs, spans=spans), adapt(model)
     graph = adapter.graph
     patched = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     check_sums_under_hooks(adapter, patched.batches[0].clean)
     grid = graph if spans is None else PositionedGraph(graph, spans.names)
     n_kept, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
     scores = torch.zeros(n_kept * n_positions, *graph.exists.shape, dtype=torch.float64)
-    # The pair and position to which each token contributes.
-    groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
-    if by_pair:
-        groups = groups + n_positions * torch.arange(n_kept, device=groups.device)[:, None]
-    grouped = groups.to(adapter.device).split(patched.batch_size)
     plan = AttributionPasses.of_edges(patched, metric, method, steps)
     tracking = tracked("scoring circuit edges", plan.count, progress)
     with tracking as step, frozen(adapter.core):
-        for index in range(len(patched)):
+        for index, batch in enumerate(patched.batches):
             change, passes = plan.batch(index, step)
-            back = ReadGradients(adapter)
+            back, rows = ReadGradients(adapter), batch.forced
             for one in passes:
                 back.add(one)
-            contract(scores, back, change, grouped[index])
+            # The pair and position to which each token contributes.
+            groups = torch.zeros_like(rows.clean) if rows.spans is None else rows.spans.at
+            if by_pair:
+                groups = groups + n_positions * (index * batch_size + rows.pair)[:, None]
+            contract(scores, back, change, groups)
     check_changed(plan.changed)
     shape = [n_kept] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
@@ -203,7 +202,7 @@ def attribute_attention_edges(
     padding score 0. The patch is 0, as at a closed gate, or the corrupted prompt's pattern. Other
     arguments and errors are those that `attribute_circuit_edges` has too.
     """
-    adapter, length = adapt(model), pairs.clean.shape[1]
+    adapter, length = adapt(model), pairs.forced.clean.shape[1]
     names = AttentionEdges().points(adapter)
     patched = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
     plan = AttributionPasses(patched, metric, method, steps, names)
@@ -215,12 +214,14 @@ def attribute_attention_edges(
         frozen(adapter.core),
     ):
         for index in range(len(patched)):
-            reference = patched.batches[index].corrupted if patch == "corrupted" else None
+            rows = patched.batches[index].forced
+            reference = rows.corrupted if patch == "corrupted" else None
             patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
-            effects = _effects(plan, index, step, patches)
+            effects = _effects(plan, index, step, patches).transpose(0, 1).cpu().double()
             allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
-            found.append((effects.transpose(0, 1).cpu().double(), allowed))
+            of_pairs = effects.new_zeros(len(patched.batches[index]), *effects.shape[1:])
+            found.append((of_pairs.index_add_(0, rows.pair.cpu(), effects), allowed))
     if patch == "corrupted":
         check_changed(plan.changed)
     values, allowed = zip(*found, strict=True)
@@ -253,10 +254,10 @@ class GradientPass:
     copies: int
     by_relevance: bool
     kept: dict[str, Tensor]
-    values: Float[Tensor, " rows"]
+    values: Float[Tensor, " pairs"]
     gradients: dict[str, Tensor]
 
-    def over_copies(self, value: Float[Tensor, "rows ..."]) -> Float[Tensor, "pair ..."]:
+    def over_copies(self, value: Float[Tensor, "rows ..."]) -> Float[Tensor, "row ..."]:
         return value if self.copies == 1 else value.unflatten(0, (self.copies, -1)).sum(dim=0)
 
 
@@ -333,14 +334,14 @@ class AttributionPasses:
         self,
         batch: PromptPairs,
         one: GradientPass,
-        change: Float[Tensor, "pair pos d_model"],
+        change: Float[Tensor, "row pos d_model"],
         step: Callable[[], object],
     ) -> Iterator[GradientPass]:
         """The pass of the clean prompts, and those with some of the change of their embeddings."""
         # Hooks may fit one copy of the prompts only.
         most = TOKENS_AT_ONCE.on(self.adapter.device)
         hooked = hooks_besides(self.adapter, gate_hooks(self.adapter))
-        n = 1 if hooked else max(1, most // batch.clean.numel())
+        n = 1 if hooked else max(1, most // batch.forced.clean.numel())
         clean = one.kept[EMBEDDED]
         yield from _lent(one, step)
         for last in range(self.steps - 1, 0, -n):
@@ -356,7 +357,8 @@ class AttributionPasses:
     ) -> GradientPass:
         """Run copies of the prompts with replaced activations, and differentiate the metric."""
         replaced, by_relevance = dict(replaced or {}), self.method == "relp"
-        run = partial(record, self.adapter, batch.clean, first=self._first, copies=copies)
+        rows = batch.forced.clean
+        run = partial(record, self.adapter, rows, first=self._first, copies=copies)
         # Attached before all other hooks: what is recorded after a norm gets the rules' gradient.
         with relevance_rules(self.adapter) if by_relevance else nullcontext():
             kept, final = run(self._names, replaced=replaced, differentiable=True)
@@ -399,10 +401,11 @@ class AttributionPasses:
 
     def _measured(
         self, final: Float[Tensor, "rows pos d_model"], batch: PromptPairs
-    ) -> Float[Tensor, " rows"]:
-        """The metric of each pair, given the final residual stream of copies of the prompts."""
-        copies = len(final) // len(batch)
-        logits = self.adapter.logits_at(final, repeated(read_mask(batch), copies))
+    ) -> Float[Tensor, " pairs"]:
+        """The metric of each pair, given the final residual stream of copies of the rows."""
+        read = batch.forced.read
+        copies = len(final) // len(read)
+        logits = self.adapter.logits_at(final, repeated(read, copies))
         return torch.cat([measure(self.metric, one, batch) for one in logits.chunk(copies)])
 
 

@@ -35,7 +35,7 @@ from sparse_tl.backend import (
 from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask, settings_at_once
+from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.circuits.prompt.tokens import LISTED, largest_outputs, text_around
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
@@ -242,12 +242,12 @@ def _tokens(
 ) -> tuple[DrivingToken, ...]:
     """The tokens at which a neuron acts most, over all pairs."""
     order = scores.abs().argsort(descending=True, stable=True)[:LISTED]
-    tokens = list[DrivingToken]()
-    for pair in order[scores[order] != 0].tolist():
-        position, end = int(positions[pair]), int(pairs.positions[pair])
-        texts = text_around(model, pairs.clean[pair, : end + 1], position)
-        values = (each[pair].item() for each in (*activations, scores))
-        tokens.append(DrivingToken(pair, position, *texts, *values))
+    tokens, rows = list[DrivingToken](), pairs.forced
+    for row in order[scores[order] != 0].tolist():
+        position, end = int(positions[row]), int(rows.ends[row])
+        texts = text_around(model, rows.clean[row, : end + 1], position)
+        values = (each[row].item() for each in (*activations, scores))
+        tokens.append(DrivingToken(int(rows.pair[row]), position, *texts, *values))
     return tuple(tokens)
 
 
@@ -261,35 +261,36 @@ def _rank(
 ) -> tuple[Float[Tensor, " neuron"], list[Tensor]]:
     """The first-order score of every neuron, and what it comes from.
 
-    That is, for each pair and neuron, ``[pair, neuron]``: the largest ``|score|`` of a token, the
-    token's position, and the neuron's activation there in the clean and the corrupted prompt.
+    That is, for each row (see `Forced`) and neuron, ``[row, neuron]``: the largest ``|score|`` of a
+    token, the token's position, and the neuron's activation there in the clean and the corrupted
+    prompt.
     """
     adapter, plan = runs.adapter, AttributionPasses.of_edges(runs, metric, "eap", 1)
     total, by_batch = torch.zeros(len(directions), dtype=torch.float64), list[list[Tensor]]()
     reads = reads.to(adapter.device)
     with tracked("ranking neurons", len(runs), progress) as step:
-        for index, batch in enumerate(runs.batches):
+        for index, rows in enumerate(batch.forced for batch in runs.batches):
             clean, corrupted = (
-                _activations(adapter, layer, tokens) for tokens in (batch.clean, batch.corrupted)
+                _activations(adapter, layer, tokens) for tokens in (rows.clean, rows.corrupted)
             )
             back = ReadGradients(adapter)
             for one in plan.batch(index, step)[1]:
                 back.add(one)
-            if reads.ndim > 1 and batch.spans is not None:
-                at = reads[batch.spans.at]
+            if reads.ndim > 1 and rows.spans is not None:
+                at = reads[rows.spans.at]
             else:
-                at = reads.expand(*batch.clean.shape, -1)
+                at = reads.expand(*rows.clean.shape, -1)
             scores = (corrupted[1] - clean[1]) * (back.summed(at) @ directions.T)
             total += scores.sum(dim=(0, 1)).cpu().double()
             size, position = scores.abs().max(dim=1)
-            # Without any change, take the position that is read.
-            position = position.where(size > 0, batch.positions[:, None])[:, None]
+            # Without any change, take the last position that is read.
+            position = position.where(size > 0, rows.ends[:, None])[:, None]
             values = (scores, clean[0], corrupted[0])
             score, *activations = (each.gather(1, position)[:, 0].cpu() for each in values)
             by_batch.append([score, position[:, 0].cpu(), *activations])
     check_changed(plan.changed)
     peaks = [torch.cat(each) for each in zip(*by_batch, strict=True)]
-    return total / len(peaks[0]), peaks
+    return total / sum(map(len, runs.batches)), peaks
 
 
 @torch.no_grad()
@@ -307,12 +308,13 @@ def _patch(
     row, effects = adapter.graph.source_index(mlp), torch.zeros(len(neurons)).double()
     with tracked("patching neurons", len(neurons) * len(runs), progress) as step:
         for batch in runs.batches:
+            rows = batch.forced
             (_, clean), (_, corrupted) = (
-                _activations(adapter, layer, tokens) for tokens in (batch.clean, batch.corrupted)
+                _activations(adapter, layer, tokens) for tokens in (rows.clean, rows.corrupted)
             )
             patch = NeuronPatch(adapter, layer, corrupted - clean, directions)
-            site = EdgesOfNeurons(batch.spans if reads.ndim > 1 else None, layer)
-            run = GatedRun(runs.model, site, batch.clean, read_mask(batch), patch)
+            site = EdgesOfNeurons(rows.spans if reads.ndim > 1 else None, layer)
+            run = GatedRun(runs.model, site, rows.clean, rows.read, patch)
             unpatched = measure(metric, run.start_from(None), batch)
             changes = list[Tensor]()
             for patched in neurons.split(settings_at_once(len(batch))):

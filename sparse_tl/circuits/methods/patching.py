@@ -323,8 +323,8 @@ def patch_activations(
     runs = PairRuns(model, site, run_pairs, "corrupted", batch_size, positions=gated_at)
     both = list[tuple[Tensor, ...]]()
     for batch, run in runs:
-        other_logits = adapter.logits_at(adapter.final(batch.corrupted, read=run.read), run.read)
-        both_logits = run.clean_logits, other_logits
+        final = adapter.final(batch.forced.corrupted, read=run.read)
+        both_logits = run.clean_logits, adapter.logits_at(final, run.read)
         both.append(tuple(measure(metric, one, batch).cpu().double() for one in both_logits))
     run_alone, other = map(torch.cat, zip(*both, strict=True))
     explained_effect(other, other, run_alone)  # raises before any patching
@@ -346,8 +346,9 @@ def patch_activations(
     if not by_head and positions == "spans":
         columns = pairs.spans_of(positions).names
     elif not by_head:
-        differ = (pairs.clean != pairs.clean[0]).any(dim=0).nonzero()[:, 0].tolist()
-        texts = enumerate(token_texts(model, pairs.clean[0]))
+        rows = pairs.forced.clean
+        differ = (rows != rows[0]).any(dim=0).nonzero()[:, 0].tolist()
+        texts = enumerate(token_texts(model, rows[0]))
         columns = [f"@{column}" if column in differ else text for column, text in texts]
     return ActivationPatching(at, into, columns, values, clean, corrupted, pairs.start, positions)
 
@@ -360,7 +361,8 @@ def _site(
     if at in _HEAD_AXIS:
         check_gates(adapter)
         return HookPoints(names, (_HEAD_AXIS[at],)), [*range(adapter.n_heads)]
-    spans = pairs.spans_of(positions)
+    rows = replace(pairs, spans=pairs.spans_of(positions)).forced
+    assert rows.spans is not None
     # In a causal model, both runs are equal before the first token that differs.
-    may_differ = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
-    return HookPoints(names, (1,)), spans.at[may_differ].unique().tolist()
+    may_differ = (rows.clean != rows.corrupted).cumsum(dim=1) >= int(adapter.causal)
+    return HookPoints(names, (1,)), rows.spans.at[may_differ].unique().tolist()

@@ -24,7 +24,7 @@ arXiv 2510.06811. Both reach the target with a Lagrange multiplier instead.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Literal
 
@@ -41,7 +41,7 @@ from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
 from sparse_tl.circuits.methods.faithfulness import SearchResult, outcome, runs_of_search
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
-from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.metrics import Metric, divergence, log_probability
@@ -346,10 +346,12 @@ def prune_circuit_edges(
 def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
     """EAP-IG scores for the log-probability of the model's predictions."""
     predicted = torch.cat([run.clean_logits.argmax(dim=-1) for _, run in runs])[:, None]
-    answers = predicted.to(pairs.answers)
+    answers, rows = predicted.to(pairs.answers), pairs.forced
+    row, at = rows.read.nonzero().unbind(dim=1)
+    sides = rows.clean[row], rows.corrupted[row], answers, answers[:, :0]
     return attribute_circuit_edges(
         runs.model,
-        replace(pairs, answers=answers, wrong=torch.full_like(answers, NO_TOKEN)),
+        PromptPairs(*sides, at, start=pairs.start),
         log_probability,
         patch=runs.patch,
         batch_size=runs.batch_size,

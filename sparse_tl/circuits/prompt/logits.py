@@ -23,7 +23,7 @@ from sparse_tl.backend import (
     source_outputs,
     tolerance,
 )
-from sparse_tl.circuits.pair_runs import batches_of, read_mask
+from sparse_tl.circuits.pair_runs import batches_of
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
@@ -211,18 +211,21 @@ def attribute_logits(
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; without wrong answers, the logit of the answers is attributed.
+        pairs: prompt pairs whose answers have one token; without wrong answers, the logit of the
+            answers is attributed.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the model is not the sum of its components, or cannot run the prompts.
+        ValueError: the model is not the sum of its components, or cannot run the prompts, or an
+            answer has several tokens.
 
     Reference: Elhage et al., "A Mathematical Framework for Transformer Circuits", 2021.
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    batches = batches_of(adapter, pairs, batch_size)
+    one_token = pairs.of_one_token("logits are attributed at one position: evaluate a circuit")
+    batches = batches_of(adapter, one_token, batch_size)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     by_batch: list[Tensor] = []
@@ -230,7 +233,7 @@ def attribute_logits(
         for batch in batches:
             check_sums_under_hooks(adapter, batch.clean)
             kept, final = record(adapter, batch.clean, names)
-            read = read_mask(batch)
+            read = batch.forced.read
             at_read = {name: kept[name][read][:, None] for name in names}
             written = source_outputs(adapter, at_read)
             b_O = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])

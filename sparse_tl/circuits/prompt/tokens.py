@@ -60,7 +60,7 @@ def text_around(
         return "".join(f"{n} " for n in before), str(token), "".join(f" {n}" for n in after)
     decode = model.tokenizer.decode
     end = len(decode(numbers[: position + 1]))
-    text = prompts.added_text(model.tokenizer, before, token)
+    text = prompts.added_text(model.tokenizer, before, [token])
     return decode(before), text, decode(numbers)[end:]
 
 
