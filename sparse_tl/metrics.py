@@ -92,7 +92,7 @@ def log_probability(logits: Logits, pairs: PromptPairs) -> PerPair:
 
 def is_right(logits: Logits, pairs: PromptPairs) -> Bool[Tensor, " pair"]:
     """Whether each token of an answer is the most likely one, as when it is generated greedily."""
-    tokens = pairs.tokens[:, : pairs.answers.shape[1]]
+    tokens = pairs.sides[0]
     top = logits.argmax(dim=-1)[pairs.forced.where[:, : tokens.shape[1]]]
     same = ((top == tokens) | (tokens == NO_TOKEN)).all(dim=2)
     return (same & (tokens[..., 0] != NO_TOKEN)).any(dim=1)
@@ -195,16 +195,11 @@ def _by_answer(
 
     The values are those of every output at the positions that the pairs read.
     """
-    tokens, n_vocab, n_labels = pairs.tokens, values.shape[1], int(pairs.forced.read.sum())
+    tokens, n_vocab = pairs.tokens, values.shape[1]
     if bool((tokens >= n_vocab).any()):
         raise ValueError(
             f"the model predicts {n_vocab:,} tokens, and the answer {int(tokens.max())} is none of "
             "them. Where d_vocab_out differs from d_vocab, output tokens have their own numbers."
-        )
-    if len(values) != n_labels:
-        raise ValueError(
-            f"these pairs read {n_labels} positions, and the logits are of {len(values)}: take "
-            "pairs.read(model(pairs.forced.clean))"
         )
     picked = values[pairs.forced.where, tokens.clamp(min=0)]
     sums = picked.where(tokens != NO_TOKEN, 0).sum(dim=2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_tl.backend.interface import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
+from sparse_tl.data.pairs import mask_of_padding
 from sparse_tl.graph import Node
 
 HeadOrName = tuple[int, int] | str
@@ -87,7 +88,7 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     """
     rows = pairs.forced
     check_tokens(adapter, torch.cat([rows.clean, rows.corrupted]))
-    check_padding(adapter, rows.attention_mask)
+    check_padding(adapter, mask_of_padding(rows.ends, rows.clean.shape[1]))
     if rows.clean.shape[1] > pairs.clean.shape[1] and not adapter.causal:
         raise ValueError(
             f"{adapter.name!r} attends in both directions, and would see the tokens of an answer "

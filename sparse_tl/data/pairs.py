@@ -91,11 +91,6 @@ class Forced:
     where: Int[Tensor, "pair answer token"]
     spans: Spans | None
 
-    @property
-    def attention_mask(self) -> Int[Tensor, "row pos"] | None:
-        """0 at the padding after each row; ``None`` if nothing is padded."""
-        return mask_of_padding(self.ends, self.clean.shape[1])
-
     def per_pair(self, values: Float[Tensor, " label"]) -> Float[Tensor, " pair"]:
         """The mean over the labels of each pair."""
         pairs = self.pair[:, None].expand_as(self.read)[self.read]
@@ -145,13 +140,13 @@ class PromptPairs(Rows):
     def __post_init__(self) -> None:
         if len(self.clean) == 0:
             raise ValueError("there is no prompt pair")
-        for name in ("answers", "wrong"):
-            given = getattr(self, name)
-            tokens = given if given.ndim == 3 else given[..., None]
-            negative = (tokens < NO_TOKEN).flatten(1).any(dim=1)
-            refuse_rows(negative, f"a token of `{name}` is negative", given)
-            tokens = tokens.masked_fill(_repeats(tokens)[..., None], NO_TOKEN)
-            object.__setattr__(self, name, tokens.view_as(given))
+        for name, tokens in zip(("answers", "wrong"), self.sides, strict=True):
+            given = tokens != NO_TOKEN
+            faulty = (given & (tokens < 0)).any(dim=2) | (given.diff(dim=2) & given[..., 1:]).any(2)
+            fault = f"`{name}` has a token that is negative, or that follows padding"
+            refuse_rows(faulty.any(dim=1), fault, tokens)
+            once = tokens.masked_fill(_repeats(tokens)[..., None], NO_TOKEN)
+            object.__setattr__(self, name, once.view_as(getattr(self, name)))
         both = torch.cat([self.answers, self.wrong], dim=1)
         refuse_rows(_repeats(self.tokens).any(dim=1), "an answer is a wrong answer too", both)
         refuse_rows((self.answers < 0).flatten(1).all(dim=1), "there is no answer", self.answers)
@@ -306,13 +301,14 @@ class PromptPairs(Rows):
         `which` is the column of each pair's answer; by default, it is the first answer.
         """
         rows = torch.arange(len(self), device=self.positions.device)
-        answers = self.tokens[:, : self.answers.shape[1]]
-        which = (answers[..., 0] != NO_TOKEN).int().argmax(dim=1) if which is None else which
-        answer = answers[rows, which.to(rows.device)][:, None]
+        if which is None:
+            which = (self.sides[0][..., 0] != NO_TOKEN).int().argmax(dim=1)
+        answer = self.sides[0][rows, which.to(rows.device)][:, None]
         forced = replace(self, answers=answer, wrong=answer[:, :0], spans=None).forced
         labels = forced.clean.roll(-1, dims=1)
         labels[forced.read] = answer[answer != NO_TOKEN]
-        return TokenBatch(forced.clean, labels, forced.read, forced.attention_mask)
+        mask = mask_of_padding(forced.ends, labels.shape[1])
+        return TokenBatch(forced.clean, labels, forced.read, mask)
 
     @property
     def attention_mask(self) -> Int[Tensor, "pair pos"] | None:
@@ -320,10 +316,15 @@ class PromptPairs(Rows):
         return mask_of_padding(self.positions, self.clean.shape[1])
 
     @property
+    def sides(self) -> tuple[Int[Tensor, "pair answer token"], Int[Tensor, "pair wrong token"]]:
+        """The tokens of the right and of the wrong answers, also if all have one."""
+        right, wrong = self.answers, self.wrong
+        return (right, wrong) if right.ndim == 3 else (right[..., None], wrong[..., None])
+
+    @property
     def tokens(self) -> Int[Tensor, "pair both token"]:
-        """The tokens of the right answers and, after them, the wrong ones, padded at the end."""
-        both = torch.cat([self.answers, self.wrong], dim=1)
-        return both if both.ndim == 3 else both[..., None]
+        """The tokens of the right answers and, after them, the wrong ones."""
+        return torch.cat(self.sides, dim=1)
 
     def split(self, size: AtLeastOne) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs."""
@@ -332,16 +333,15 @@ class PromptPairs(Rows):
     @property
     def chance(self) -> float:
         """The mean share of right answers among all answers of a pair."""
-        given = self.tokens[..., 0] != NO_TOKEN
-        right = given[:, : self.answers.shape[1]].sum(dim=1)
-        return (right / given.sum(dim=1)).double().mean().item()
+        right, wrong = ((side[..., 0] != NO_TOKEN).sum(dim=1) for side in self.sides)
+        return (right / (right + wrong)).double().mean().item()
 
     def of_one_token(self, why: str) -> PromptPairs:
         """The pairs, if all answers have one token; otherwise a ValueError, which says why."""
         if bool((self.tokens[..., 1:] != NO_TOKEN).any()):
             raise ValueError(f"expected answers of a single token, since {why}")
-        sides = self.tokens[..., 0].split([self.answers.shape[1], self.wrong.shape[1]], dim=1)
-        return replace(self, answers=sides[0], wrong=sides[1])
+        answers, wrong = (side[..., 0] for side in self.sides)
+        return replace(self, answers=answers, wrong=wrong)
 
     @cached_property
     def forced(self) -> Forced:
@@ -404,12 +404,8 @@ class PromptPairs(Rows):
             end = int(self.positions[row]) + 1
             clean = self.clean[row, :end].tolist()
             sides = (
-                [
-                    added_text(tokenizer, clean, answer[answer != NO_TOKEN].tolist())
-                    for answer in side
-                    if answer[0] != NO_TOKEN
-                ]
-                for side in self.tokens[row].split([self.answers.shape[1], self.wrong.shape[1]])
+                [added_text(tokenizer, clean, answer[answer >= 0].tolist()) for answer in given]
+                for given in (side[row][side[row, :, 0] >= 0] for side in self.sides)
             )
             corrupted = tokenizer.decode(self.corrupted[row, :end].tolist())
             texts = (tokenizer.decode(clean), corrupted, *sides)

@@ -165,8 +165,8 @@ class TargetDataset(Rows):
     def from_pairs(pairs: PromptPairs, *, seed: Seed = 0) -> TargetDataset:
         """The clean prompts with one answer each, drawn at random if there are several."""
         generator = torch.Generator().manual_seed(seed)
-        given = pairs.tokens[:, : pairs.answers.shape[1], 0] != NO_TOKEN
-        drawn = torch.multinomial(given.float(), 1, generator=generator)[:, 0]
+        weights = (pairs.sides[0][..., 0] != NO_TOKEN).float()
+        drawn = torch.multinomial(weights, 1, generator=generator)[:, 0]
         return TargetDataset(pairs.answer_rows(drawn), pairs.start)
 
     @staticmethod

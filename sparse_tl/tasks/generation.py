@@ -17,9 +17,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import HookedModel, adapt, check_tokens, in_evaluation_mode
-from sparse_tl.data import PromptPairs
-from sparse_tl.data.pairs import NO_TOKEN, padded
+from sparse_tl.backend import (
+    HookedModel,
+    adapt,
+    check_padding,
+    check_tokens,
+    in_evaluation_mode,
+)
+from sparse_tl.data.pairs import NO_TOKEN, mask_of_padding, padded
 from sparse_tl.data.prompts import added_text, check_known, check_tokenizer, start_of_prompts
 from sparse_tl.gates.run import clean_outputs
 from sparse_tl.progress import tracked
@@ -70,7 +75,7 @@ class Continuations(Result):
 @torch.no_grad()
 def continuations(
     model: HookedModel,
-    prompts: Sequence[str] | PromptPairs,
+    prompts: Sequence[str],
     n_tokens: AtLeastOne = 20,
     *,
     prepend_bos: bool | None = None,
@@ -84,9 +89,10 @@ def continuations(
 
     Args:
         model: dense or sparse model, also with heads ablated or under interventions.
-        prompts: texts; or prompt pairs, whose clean prompts are continued.
+        prompts: texts. Those from `PromptPairs.to_records` begin with BOS already, if the pairs do:
+            give ``prepend_bos=False``.
         n_tokens: maximum number of tokens.
-        prepend_bos: whether texts start with the BOS token; by default as the model's own do.
+        prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
         batch_size: prompts per forward pass.
         progress: whether to show a progress bar.
 
@@ -96,16 +102,12 @@ def continuations(
     """
     adapter, tokenizer = adapt(model), model.tokenizer
     check_tokenizer(tokenizer)
-    if isinstance(prompts, PromptPairs):
-        ends = prompts.positions.tolist()
-        rows = [row[: end + 1] for row, end in zip(prompts.clean.tolist(), ends, strict=True)]
-    else:
-        start, _ = start_of_prompts(model, prepend_bos)
-        for row, text in enumerate(prompts):
-            check_known(tokenizer, text, f"prompt {row}: ")
-        rows = [[*start, *tokenizer.encode(one, add_special_tokens=False)] for one in prompts]
-    if not rows:
-        raise ValueError("there is no prompt to continue")
+    start, _ = start_of_prompts(model, prepend_bos)
+    for row, text in enumerate(prompts):
+        check_known(tokenizer, text, f"prompt {row}: ")
+    rows = [[*start, *tokenizer.encode(text, add_special_tokens=False)] for text in prompts]
+    if not rows or not adapter.causal:
+        raise ValueError("there is no prompt to continue, or the model attends in both directions")
     found = list[Tensor]()
     with tracked("generating", -(-len(rows) // batch_size) * n_tokens, progress) as step:
         for first in range(0, len(rows), batch_size):
@@ -113,6 +115,7 @@ def continuations(
             tokens = padded([[*row, *[0] * n_tokens] for row in some], 0).to(adapter.device)
             check_tokens(adapter, tokens)
             lengths = torch.tensor([*map(len, some)], device=tokens.device)
+            check_padding(adapter, mask_of_padding(lengths + n_tokens - 1, tokens.shape[1]))
             for n in range(n_tokens):
                 width = int(lengths.max()) + n
                 read = F.one_hot(lengths + n - 1, width).bool()
@@ -165,6 +168,10 @@ def compare_continuations(
         row = dict[str, float]()
         for name, hits in shares.items():
             ends = wilson_interval(int(hits.sum()), len(hits))
-            row |= zip((name, f"{name}_low", f"{name}_high"), (hits.double().mean().item(), *ends))
+            row |= {
+                name: hits.double().mean().item(),
+                f"{name}_low": ends[0],
+                f"{name}_high": ends[1],
+            }
         rows.append({**row, "agreement": agreement.double().mean().item()})
     return pd.DataFrame(rows, index=[*runs])

@@ -373,6 +373,8 @@ def test_what_reads_one_token(build_tiny: Build) -> None:
     ):
         with pytest.raises(ValueError, match="answers of a single token"):
             act()
-    logits = torch.zeros(3, 13)
-    with pytest.raises(ValueError, match="read 10 positions, and the logits are of 3"):
-        log_probability(logits, pairs)
+    with pytest.raises(ValueError, match="those of 4 prompts of 8 tokens"):
+        pairs.read(torch.zeros(3, 6, 13))
+    behind = torch.tensor([[[5, N, 6]]] * 3)
+    with pytest.raises(ValueError, match="row 0: `answers` has a token that .* follows padding"):
+        _changed(pairs, behind, NO_WRONG)

@@ -92,10 +92,13 @@ def test_pairs_are_the_tokens_of_one_text_or_refused(name: str, request: Any) ->
                 except ValueError:
                     continue
             n_read += 1
-            tokens = [*pairs.clean[0].tolist(), *pairs.answers[0].tolist()]
+            after = pairs.tokens[0, 0].tolist()
+            tokens = [*pairs.clean[0].tolist(), *after]
             start = len(tokenizer("")["input_ids"])
             assert tokens[start:] == _tokens(tokenizer, prompt + answer)
-            assert tokens[start:-1] in [_tokens(tokenizer, some) for some in (prompt, prompt[:-1])]
+            assert tokens[start : -len(after)] in [
+                _tokens(tokenizer, some) for some in (prompt, prompt[:-1])
+            ]
     assert n_read > 4
 
 
