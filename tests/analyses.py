@@ -61,9 +61,9 @@ def taking(wanted: type) -> dict[str, Callable[..., Any]]:
 
 
 def of_prompts() -> dict[str, Callable[..., Any]]:
-    """Every analysis of pairs or targets, by name; the others take pairs as reference prompts."""
+    """Every analysis of pairs or targets, by name; the others take pairs as prompts alone."""
     found = {**taking(PromptPairs), **taking(TargetDataset)}
-    others = ("gated", "ablate_heads", "GatedRun")
+    others = ("gated", "ablate_heads", "GatedRun", "continuations")
     return {name: function for name, function in found.items() if name not in others}
 
 

@@ -21,10 +21,11 @@ from sparse_tl.backend import (
     HookedModel,
     adapt,
     check_padding,
+    check_pairs,
     check_tokens,
     in_evaluation_mode,
 )
-from sparse_tl.data.pairs import NO_TOKEN, mask_of_padding, padded
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, mask_of_padding, padded
 from sparse_tl.data.prompts import added_text, check_known, check_tokenizer, start_of_prompts
 from sparse_tl.gates.run import clean_outputs
 from sparse_tl.progress import tracked
@@ -75,7 +76,7 @@ class Continuations(Result):
 @torch.no_grad()
 def continuations(
     model: HookedModel,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | PromptPairs,
     n_tokens: AtLeastOne = 20,
     *,
     prepend_bos: bool | None = None,
@@ -89,10 +90,9 @@ def continuations(
 
     Args:
         model: dense or sparse model, also with heads ablated or under interventions.
-        prompts: texts. Those from `PromptPairs.to_records` begin with BOS already, if the pairs do:
-            give ``prepend_bos=False``.
+        prompts: texts; or prompt pairs, whose clean prompts are continued.
         n_tokens: maximum number of tokens.
-        prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
+        prepend_bos: whether texts start with the BOS token; by default as the model's own do.
         batch_size: prompts per forward pass.
         progress: whether to show a progress bar.
 
@@ -102,10 +102,15 @@ def continuations(
     """
     adapter, tokenizer = adapt(model), model.tokenizer
     check_tokenizer(tokenizer)
-    start, _ = start_of_prompts(model, prepend_bos)
-    for row, text in enumerate(prompts):
-        check_known(tokenizer, text, f"prompt {row}: ")
-    rows = [[*start, *tokenizer.encode(text, add_special_tokens=False)] for text in prompts]
+    if isinstance(prompts, PromptPairs):
+        check_pairs(adapter, prompts)
+        ends = prompts.positions.tolist()
+        rows = [row[: end + 1] for row, end in zip(prompts.clean.tolist(), ends, strict=True)]
+    else:
+        start, _ = start_of_prompts(model, prepend_bos)
+        for row, text in enumerate(prompts):
+            check_known(tokenizer, text, f"prompt {row}: ")
+        rows = [[*start, *tokenizer.encode(text, add_special_tokens=False)] for text in prompts]
     if not rows or not adapter.causal:
         raise ValueError("there is no prompt to continue, or the model attends in both directions")
     found = list[Tensor]()

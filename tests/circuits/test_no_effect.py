@@ -17,7 +17,7 @@ from sparse_tl.circuits import Evaluation, MIBEvaluation, attribute_attention_ed
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 Build = Callable[..., Model]
-UNPATCHED = ("accuracy", "attribute_logits", "head_behaviour", "measure_skill")
+UNPATCHED = ("accuracy", "attribute_logits", "continuations", "head_behaviour", "measure_skill")
 """They run the prompts as they are, or divide by no effect."""
 PATCHING = {
     name: function

@@ -57,7 +57,7 @@ def outcome(function: Any, model: Any, pairs: PromptPairs, options: dict[str, An
 
 def test_analyses_are_found_by_their_signatures() -> None:
     assert {"acdc", "evaluate_mib", "patch_exactly", "fit_head_gates"} <= set(ANALYSES)
-    assert {"ablate_heads", "gated", "GatedRun"} == REFERENCED
+    assert {"ablate_heads", "gated", "GatedRun", "continuations"} == REFERENCED
     assert {"patch": "resample"} in list(choices(evaluate_heads))
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from analyses import call, check_same, of_prompts
 from oracle import mask_of, run_patched, slow_scores
+from random_models import random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl import (
@@ -164,6 +166,33 @@ def test_one_token_is_the_case_of_length_one(build_tiny: Build) -> None:
         assert torch.equal(found, same)
         torch.testing.assert_close(alike, found, atol=1e-12, rtol=1e-9)
     assert len(flat.forced.clean) == 3 and torch.equal(flat.forced.clean, pairs.clean)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(of_prompts()))
+def test_every_analysis_takes_them_or_says_why_not(
+    build_tiny: Build, name: str, unchecked_types: None
+) -> None:
+    """Room for more tokens changes no number; answers that have more are run, or refused."""
+    function, model = of_prompts()[name], shaken(build_tiny(dtype="float64"))
+    some = random_pairs(6)
+    prompts, at = (some.clean, some.corrupted), torch.full((6,), 5)
+
+    def with_more(*more: int) -> PromptPairs:
+        answers, wrong = (
+            torch.stack([side, *(torch.where(side == N, N, token) for token in more)], dim=2)
+            for side in (some.answers, some.wrong)
+        )
+        return PromptPairs(*prompts, answers, wrong, at)
+
+    flat = PromptPairs(*prompts, some.answers, some.wrong, at)
+    check_same(call(function, model, flat), call(function, model, with_more(N, N)))
+    longer = with_more(3, 4)
+    if name in ("attribute_logits", "head_behaviour"):
+        with pytest.raises(ValueError, match="answers of a single token"):
+            call(function, model, longer)
+    else:
+        call(function, model, longer)
 
 
 def test_answers_that_begin_alike_share_a_row() -> None:

@@ -49,8 +49,7 @@ def test_the_likeliest_token_again_and_again(model: Any) -> None:
         assert generated[0, -12:].tolist() == tokens
     rows = [{"clean": text, "corrupted": text, "answer": " x"} for text in PROMPTS]
     pairs = PromptPairs.from_texts(model, rows)
-    texts = [record["clean"] for record in pairs.to_records(model.tokenizer)]
-    again = continuations(model, texts, 12, prepend_bos=False, progress=False)
+    again = continuations(model, pairs, 12, progress=False)
     assert torch.equal(again.tokens, found.tokens) and again.prompts == found.prompts
 
 
