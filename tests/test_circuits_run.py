@@ -201,6 +201,22 @@ def test_a_wrong_file_of_prompt_pairs(name: str, tmp_path: Path) -> None:
     assert type(caught.value) is ValueError and named in str(caught.value)
 
 
+def test_answers_of_several_tokens_of_a_file(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Whole years, of two tokens: the first is the same in all, and the second decides."""
+    model, file = load_model(models[0], device="cpu"), tmp_path / "whole.jsonl"
+    rows = GreaterThanTask().pairs(model, 12).to_records(model.tokenizer)
+    for row in rows:
+        row["clean"], begun = row["clean"].rsplit(" ", 1)
+        row["corrupted"] = row["corrupted"].rsplit(" ", 1)[0]
+        for side in ("answer", "wrong"):
+            row[side] = [f" {begun}{rest.strip()}" for rest in row[side]]
+    pd.DataFrame(rows).to_json(file, orient="records", lines=True)
+    assert OwnPairs.read(file).pairs(model, 12).answers.shape[2] == 2
+    outcome = _run(tmp_path / "out", models, sparse=None, tasks=(), pairs=None, pairs_file=file)
+    said = outcome.metrics["whole"]["dense"]
+    assert said["choice"] > 0.9 and said["circuit_effect"] >= 0.9
+
+
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
     models = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
     out, tasks = tmp_path / "out", ["greater_than", "ioi"]

@@ -173,7 +173,7 @@ def test_one_token_is_the_case_of_length_one(build_tiny: Build) -> None:
 def test_every_analysis_takes_them_or_says_why_not(
     build_tiny: Build, name: str, unchecked_types: None
 ) -> None:
-    """Room for more tokens changes no number; answers that have more are run, or refused."""
+    """An axis for one token changes no number; answers of more tokens are run, or refused."""
     function, model = of_prompts()[name], shaken(build_tiny(dtype="float64"))
     some = random_pairs(6)
     prompts, at = (some.clean, some.corrupted), torch.full((6,), 5)
@@ -186,7 +186,7 @@ def test_every_analysis_takes_them_or_says_why_not(
         return PromptPairs(*prompts, answers, wrong, at)
 
     flat = PromptPairs(*prompts, some.answers, some.wrong, at)
-    check_same(call(function, model, flat), call(function, model, with_more(N, N)))
+    check_same(call(function, model, flat), call(function, model, with_more()))
     longer = with_more(3, 4)
     if name in ("attribute_logits", "head_behaviour"):
         with pytest.raises(ValueError, match="answers of a single token"):
