@@ -462,10 +462,10 @@ def _answer_tensor(
     rows: Sequence[Sequence[Tokens]], longest: int
 ) -> Int[Tensor, "pair answer *token"]:
     """The answers of pairs as one tensor; a pair without any has one that is only padding."""
-    width, missing = max(1, *map(len, rows)), (NO_TOKEN,) * longest
-    filled = [(*row, *[missing] * (width - len(row))) for row in rows]
-    answers = torch.tensor([[(*one, *missing)[:longest] for one in row] for row in filled])
-    return answers[..., 0] if longest == 1 else answers
+    width = max(1, *map(len, rows))
+    filled = [answer for row in rows for answer in [*row, *[()] * (width - len(row))]]
+    answers = padded([[*answer, *[NO_TOKEN] * (longest - len(answer))] for answer in filled], 0)
+    return answers.view(len(rows), width, *[longest] * (longest > 1))
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:

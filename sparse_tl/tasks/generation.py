@@ -145,38 +145,31 @@ def compare_continuations(
     runs: Mapping[str, Continuations],
     *,
     contains: str | Sequence[str] | None = None,
-    reference: str | None = None,
 ) -> pd.DataFrame:
     """What models, or one model under ablations, write on the same prompts.
 
     Args:
-        runs: continuations by name.
+        runs: continuations by name; the others are compared with the first, such as the dense
+            model's.
         contains: a text to look for in the continuations: one for all prompts, or one for each.
-        reference: the run to compare with, such as that of the dense model; the first by default.
 
     Returns:
         One row per run. Shares of prompts, each with the ends of its 95 % interval (``_low``,
-        ``_high``): ``contains``; ``stops``; ``agrees``, the same tokens as the reference
+        ``_high``): ``contains``; ``stops``; ``agrees``, the same tokens as the first run
         throughout. And ``agreement``, the mean number of tokens before the first difference.
 
     Raises:
-        ValueError: there is no run or no such reference, or as in `Continuations.agreement`.
+        ValueError: as in `Continuations.agreement`.
     """
-    if not runs or reference is not None and reference not in runs:
-        raise ValueError(f"there is no run {reference or 'to compare'} in {list(runs)}")
-    compared = next(iter(runs.values())) if reference is None else runs[reference]
+    first, *_ = runs.values()
     rows = []
     for run in runs.values():
-        agreement = run.agreement(compared)
+        agreement = run.agreement(first)
         shares = {} if contains is None else {"contains": run.contains(contains)}
         shares |= {"stops": run.stops, "agrees": agreement == run.tokens.shape[1]}
         row = dict[str, float]()
         for name, hits in shares.items():
-            ends = wilson_interval(int(hits.sum()), len(hits))
-            row |= {
-                name: hits.double().mean().item(),
-                f"{name}_low": ends[0],
-                f"{name}_high": ends[1],
-            }
+            share, ends = hits.double().mean().item(), wilson_interval(int(hits.sum()), len(hits))
+            row[name], row[f"{name}_low"], row[f"{name}_high"] = share, *ends
         rows.append({**row, "agreement": agreement.double().mean().item()})
     return pd.DataFrame(rows, index=[*runs])
