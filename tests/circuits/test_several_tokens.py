@@ -358,7 +358,7 @@ def test_a_circuit_of_answers_of_two_tokens() -> None:
     pairs = _changed(tokens, answers, wrong)
     found = find_circuit(planted.model, pairs, logit_difference, held_out=pairs, progress=False)
     assert {str(edge) for edge in found.circuit.edges} == planted.edges
-    assert found.held_out.explained_effect > 0.95
+    assert found.held_out.effect.item() > 0.95
     assert accuracy(planted.model, pairs) == 1
     pruned = prune_circuit_edges(planted.model, pairs, size=5, steps=20, metric=logit_difference)
     assert {str(edge) for edge in pruned.circuit.edges} <= planted.edges
