@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -146,23 +145,32 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _separated(path: Path, separator: str) -> Iterator[str]:
     """The texts between separators; only one of them is in memory at a time."""
     mark, start = separator.encode(), 0
-    if path.stat().st_size == 0:  # which cannot be mapped
-        return
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-    ):
-        while start <= len(content):
-            found = content.find(mark, start)
-            end = len(content) if found < 0 else found
-            try:
-                # A file may begin with a byte-order mark.
-                text = content[start:end].decode("utf-8" if start else "utf-8-sig")
-            except UnicodeDecodeError as error:
-                at = start + error.start
-                raise ValueError(f"{path} is not UTF-8 text at byte {at:,}: {error}") from error
-            yield text.replace("\r\n", "\n").replace("\r", "\n")
-            start = end + len(mark)
+    for content in _between(path, mark):
+        try:
+            # A file may begin with a byte-order mark.
+            text = content.decode("utf-8" if start else "utf-8-sig")
+        except UnicodeDecodeError as error:
+            at = start + error.start
+            raise ValueError(f"{path} is not UTF-8 text at byte {at:,}: {error}") from error
+        yield text.replace("\r\n", "\n").replace("\r", "\n")
+        start += len(content) + len(mark)
+
+
+def _between(path: Path, mark: bytes) -> Iterator[bytearray]:
+    """The parts of a file between marks.
+
+    The file is not mapped: whoever shortened it while it is read would end the process.
+    """
+    content, searched = bytearray(), 0
+    with path.open("rb") as file:
+        while read := file.read(2**20):
+            content += read
+            while (end := content.find(mark, searched)) >= 0:
+                yield content[:end]
+                del content[: end + len(mark)]
+                searched = 0
+            searched = max(0, len(content) - len(mark) + 1)
+    yield content
 
 
 PIECE = 2**17

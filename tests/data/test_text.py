@@ -45,6 +45,17 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_may_be_shortened_while_it_is_read(tmp_path: Path) -> None:
+    """Which kills a process that has mapped it; separators may lie across what is read at once."""
+    path, mark = tmp_path / "long.txt", "<|endoftext|>"
+    texts = ["a " * 2**18 + "b" * n for n in range(2, 8)]
+    path.write_text(mark.join(texts), encoding="utf-8")
+    found = iter(read_documents(path))
+    assert [next(found), next(found)] == texts[:2]
+    path.write_text("short")
+    assert len(list(found)) < 4
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One<|endoftext|>\ufeffTwo", encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text('{"text": "Three\u2028\x85"}', encoding="utf-8-sig")
