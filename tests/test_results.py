@@ -47,6 +47,7 @@ from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.jobs import Comparison, SparseRun
 from sparse_tl.results import Result, table_html
 from sparse_tl.tasks import SkillComparison, TaskReport
+from sparse_tl.tasks.generation import Continuations
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import Target
 from sparse_tl.zoo import build_addition_model
@@ -162,6 +163,9 @@ RESULTS: dict[str, Any] = {
         pd.DataFrame(
             {"family": ["units", "facts"], "outcome": ["kept", "left out"], "change": [0.0, None]}
         )
+    ),
+    "continuations": Continuations(
+        ("a", "b c"), (" d", ""), torch.tensor([[3, -1], [-1, -1]]), torch.tensor([False, True])
     ),
     "report of tasks": TaskReport({"ioi": SKILL}, {"ioi": "", "capitals": "expected more words"}),
     "contrastive": ContrastiveGates((0, 7), -0.1, SEEDS, torch.rand(2), torch.rand(2), 0.1, 0.25),
@@ -307,7 +311,8 @@ def test_a_run_shows_both_models():
 
 def test_a_comparison_has_a_row_per_task_and_kind_of_part():
     effects = {f"{name}_effect{end}": 0.5 for name in ("shown", "circuit") for end in ENDS}
-    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None, "shown": 1, "circuit": 2}
+    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None, "shown": 1, "circuit": 3}
+    side["drawn"] = 2
     side |= {**effects, "heads": {"mover": ["a1.h0"]}}
     said = {
         "dense": side,
@@ -320,8 +325,9 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],
         ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
-        ["ioi", "circuit_edges, searched", "2", "2", "NaN"],
+        ["ioi", "circuit_edges, searched", "3", "3", "NaN"],
     ]
     found = run.findings[0]
-    assert "all 2 edges explain 0.50 (0.50 to 0.50) of the effect" in found
-    assert "the 1 shown first 0.50" in found and found.endswith(" Mover: a1.h0.")
+    assert "all 3 edges explain 0.50 (0.50 to 0.50) of the effect" in found
+    assert "the 1 shown first 0.50" in found and "only the 2 that help" in found
+    assert found.endswith(" Mover: a1.h0.")

@@ -102,6 +102,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "circuit_sizes_per_prompt": lambda m: (
         st.circuit_sizes_per_prompt(m, PAIRS, metric, method="eap", sizes=[9], **Q).sizes
     ),
+    "continuations": lambda m: st.continuations(m, PAIRS, 3, **Q).tokens,
     "evaluate": lambda m: st.evaluate(m, PAIRS, metric, CIRCUIT, **Q).values,
     "evaluate_circuit_edges": lambda m: (
         st.evaluate_circuit_edges(m, PAIRS, metric, edges(m), [9], **Q).values

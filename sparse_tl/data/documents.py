@@ -163,7 +163,7 @@ def _between(path: Path, mark: bytes) -> Iterator[bytearray]:
     """
     content, searched = bytearray(), 0
     with path.open("rb") as file:
-        while read := file.read(2**20):
+        while read := file.read(2**16):
             content += read
             while (end := content.find(mark, searched)) >= 0:
                 yield content[:end]

@@ -41,7 +41,7 @@ from sparse_tl.circuits.curves import median_size
 from sparse_tl.circuits.methods.attribution import Method
 from sparse_tl.circuits.task_skill import accuracy, measure_skill
 from sparse_tl.data import PromptPairs
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates import Patch, SparseTransformer
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
 from sparse_tl.jobs.own_pairs import OwnPairs
 from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, Running, takes
@@ -197,14 +197,20 @@ def measure(
 
 
 def _drawn(
-    model: HookedModel, pairs: PromptPairs, metric: Metric, found: FoundCircuit, **options: Any
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    found: FoundCircuit,
+    *,
+    patch: Patch = "corrupted",
+    **options: Any,
 ) -> Circuit:
     """The circuit found, or its edges that help: whose first view is closer to the whole effect."""
     helping = Circuit(found.circuit.grid, found.circuit.mask & (found.scores.values < 0))
-    helping = helping.connected(patch=options["patch"])
+    helping = helping.connected(patch=patch)
     both = [found.circuit, helping] if len(helping) else [found.circuit]
     first = [shown_first(some, found.scores) for some in both]
-    off = (1 - evaluate(model, pairs, metric, first, **options).effect).abs()
+    off = (1 - evaluate(model, pairs, metric, first, patch=patch, **options).effect).abs()
     return both[int(off.argmin())]
 
 

@@ -148,7 +148,8 @@ def search(subject: Subject) -> str:
                 moved.append(history["moved"].iloc[test])
             now = now if kept else without
         near(moved, expected, FLOAT64, "a change of the divergence")
-        near(found.value, diverges(found.circuit.mask), FLOAT64, "the divergence of the circuit")
+        divergences = found.searched.values.mean().item()
+        near(divergences, diverges(found.circuit.mask), FLOAT64, "the divergence of the circuit")
     require(all(history["kept"] == (history["moved"] >= threshold)), "a wrong decision")
     require(0 < len(found.circuit) < graph.n_edges, "the circuit is empty, or everything")
     return f"{len(found.circuit)} of {graph.n_edges}"
