@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
@@ -53,8 +53,8 @@ def logit_difference(logits: Logits, pairs: PromptPairs) -> PerPair:
     For answers of several tokens, the mean log-probability of the answers minus that of the wrong
     ones, in nats. With one token it is the same number, since all share the normaliser.
     """
-    right, wrong = _compared(logits, pairs)
-    return _mean(right) - _mean(wrong)
+    right, wrong = map(_mean, _compared(logits, pairs), pairs.sides)
+    return right - wrong
 
 
 @checked
@@ -64,7 +64,7 @@ def answer_logit(logits: Logits, pairs: PromptPairs) -> PerPair:
     A change that all logits share affects this metric, although it affects no prediction.
     """
     pairs = pairs.of_one_token("answer_logit reads one logit; take log_probability")
-    return _mean(_by_answer(logits, pairs)[0])
+    return _mean(_by_answer(logits, pairs)[0], pairs.sides[0])
 
 
 @checked
@@ -74,7 +74,7 @@ def margin(logits: Logits, pairs: PromptPairs) -> PerPair:
     For answers of several tokens, log-probabilities in nats, as in `logit_difference`.
     """
     right, wrong = _compared(logits, pairs)
-    return _mean(right) - wrong.amax(dim=1)
+    return _mean(right, pairs.sides[0]) - wrong.amax(dim=1)
 
 
 @checked
@@ -208,7 +208,9 @@ def _by_answer(
     return right, wrong
 
 
-def _mean(values: Float[Tensor, "pair answer"]) -> PerPair:
+def _mean(
+    values: Float[Tensor, "pair answer"], tokens: Int[Tensor, "pair answer token"]
+) -> PerPair:
     """The mean over the answers that a pair has."""
-    given = values != -torch.inf
+    given = tokens[..., 0] != NO_TOKEN
     return values.where(given, 0).sum(dim=1) / given.sum(dim=1)

@@ -407,3 +407,12 @@ def test_what_reads_one_token(build_tiny: Build) -> None:
     behind = torch.tensor([[[5, N, 6]]] * 3)
     with pytest.raises(ValueError, match="row 0: `answers` has a token that .* follows padding"):
         _changed(pairs, behind, NO_WRONG)
+
+
+def test_an_answer_that_cannot_be_predicted_counts_in_means() -> None:
+    """A logit of -inf is that of an answer, not of a place without one."""
+    columns = [torch.tensor([row]) for row in ([1, 2], [1, 3], [0, 1], [2])]
+    pairs = PromptPairs(*columns, torch.tensor([1]))
+    logits = torch.tensor([[1.0, -torch.inf, 0.5, 0.0]])
+    for metric in (logit_difference, margin):
+        assert metric(logits, pairs).tolist() == [-torch.inf]
