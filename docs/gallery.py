@@ -90,7 +90,7 @@ def addition(runs: Path) -> Figure:
 
 
 def addition_attribution(runs: Path) -> Figure:
-    """The same sum by effect on the log-probability of the 6: blue edges help, orange ones hurt."""
+    """The same sum by effect on the log-probability of the 6: all that is drawn helps."""
     dense, sparse = load_addition_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
     style = {"weight": "effect", "threshold": 0.05, "transition": None}
@@ -121,13 +121,13 @@ def circuit_docstring(runs: Path) -> Figure:
 
 def circuit_sign(runs: Path) -> Figure:
     """A circuit for indirect objects, by whether an edge helps or hurts the right answer."""
-    circuits, scores = measured_circuits(runs / "circuits/ioi_long/seed-0")
+    circuits, scores = measured_circuits(runs / "circuits/ioi/seed-0")
     name = "Sparse Task Model"
     return circuits[name].figure(scores=scores[name], max_circuit_edges=25, colour="sign")
 
 
 def language_model(runs: Path) -> Figure:
-    """SmolLM2 on one prompt: all edges of the dense model above, those of the sparse one below."""
+    """SmolLM2 on one prompt: attention edges of the dense model above, of the sparse one below."""
     dense, sparse = load_language_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
     return circuit_diagram(models, PROMPT, positions=[-1], size=(960, 1100))
@@ -163,13 +163,12 @@ def activation_patching(runs: Path) -> Figure:
     task, (dense, sparse) = IOITask(), load_language_models()
     pairs = task.pairs(dense, 16)
     models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
-    return layer_map(
-        {name: patch_activations(m, pairs, task.metric, "z") for name, m in models.items()}
-    )
+    effects = {name: patch_activations(m, pairs, task.metric, "z") for name, m in models.items()}
+    return layer_map(effects)
 
 
 def lens(runs: Path) -> Figure:
-    """What each layer of SmolLM2 would predict, if it were the last one."""
+    """What SmolLM2 would predict if it ended before a layer; after the last layer on top."""
     dense, _ = load_language_models()
     return logit_lens(dense, PROMPT, answer=" Mary").figure(title="SmolLM2")
 
@@ -331,10 +330,13 @@ def measured(runs: Path, run: str) -> str:
         return WITHOUT_RUN[run]
     said = read_json(runs / run / "run.json")
     left_out = ("command", "format", "model", "models", "sparse", "tasks")
-    chosen = {k: v for k, v in said["settings"].items() if k not in left_out}
+    chosen = {k: v for k, v in said["settings"].items() if k not in left_out and v is not None}
     if run == "circuits":
         chosen["seeds"] = ", ".join(map(str, SEEDS))
-    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
+    words = ", ".join(
+        f"{name.replace('_', ' ').strip()} {str(value).removesuffix('.0')}"
+        for name, value in chosen.items()
+    )
     minutes = sum(said["seconds"].values()) / 60
     return (
         f"`sparse-tl {run}` with {words}; tasks {', '.join(said['settings']['tasks'])}. All of it "

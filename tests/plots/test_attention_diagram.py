@@ -259,6 +259,7 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
         ("6", "6"),
         (" the", "·the"),
         ("  ", "␣␣"),
+        ("\u00a0", "⍽"),
         ("\n", "↵"),
         ("\ud800\ufffe\u202e\u2028", "\ufffd" * 4),
     ],

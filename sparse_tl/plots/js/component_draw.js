@@ -170,7 +170,8 @@ function legendOf(data, view, { panels, nodes }) {
     words = Object.entries(colours.words).map(([slot, text]) => [colours.slots[slot], text]);
   }
   const entries = words.filter(([colour]) => used.has(colour)).map(([colour, text]) => [colour, 3, text]);
-  if (entries.length > 1) entries.push([colours.shared, 2, "trunk of several"]);
+  const isTrunk = ({ stroke }) => stroke === colours.shared;
+  if (panels.some(({ shapes }) => shapes.some(isTrunk))) entries.push([colours.shared, 2, "trunk of several"]);
   if (links.some((k) => !k.onPath)) entries.push([colours.open, 2, "on no path from input to logits"]);
   if (links.length && data.panels.some((panel) => panel.scores)) {
     entries.push([colours.plain, lineWidth(1), `largest |${data.words.value}|`], [colours.plain, lineWidth(0.25), "\u00bc of it"]);

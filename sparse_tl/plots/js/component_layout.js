@@ -17,7 +17,7 @@
 // would be smaller than a pixel. None bundles the edges of a source.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
-const SHARE_OF_NODES = 0.72, SPREAD = 7, WIDEST_HEADING = 60;
+const SHARE_OF_NODES = 0.72, SPREAD = 7, WIDEST_HEADING = 60, MOST_WIDENED = 1.15;
 const SPACINGS = [1, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0];
 
 function nodeText(node, labels) {
@@ -84,7 +84,8 @@ function nodeWidths(nodes, used, links, labels, room) {
   }));
 }
 
-// Every column has room for its nodes with the trunks beside them and, if all have, for its heading.
+// Every column has room for its nodes with the trunks beside them and, if that fits or makes the
+// figure little wider, for its heading.
 function columnEnds(used, column, widths, [left, right], headings) {
   const nColumns = headings.length || 1, [total, widest, count] = [0, 0, 0].map((n) => Array(nColumns).fill(n));
   for (const i of used) {
@@ -97,7 +98,8 @@ function columnEnds(used, column, widths, [left, right], headings) {
   let least = widest.map((width, c) => width + 26 + Math.min(3 * Math.max(0, count[c] - 3), 60));
   const wider = headings.map((text, c) =>
     Math.max(least[c], Math.min(1.1 * textWidth(text, 12) + 8, WIDEST_HEADING)));
-  if (sum(wider) <= right - left && headings.length) least = wider;
+  const most = Math.max(right - left, MOST_WIDENED * sum(least));
+  if (sum(wider) <= most && headings.length) least = wider;
   const spare = Math.max(0, right - left - sum(least)), shares = total.map(Math.sqrt);
   const whole = sum(shares) || 1;
   let end = left;

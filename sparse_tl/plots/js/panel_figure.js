@@ -2,7 +2,7 @@
 // the legend. In the browser, and in Python for static files.
 
 const LEFT = 8, TOP = 8, TITLE = 34, GAP = 18, ARROW_LEFT = 76;
-const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026\u2423");
+const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026\u2423\u237d");
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 // Characters that are invisible, change the direction of a text, or are not allowed in XML.
 const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufffe\uffff]/gu;

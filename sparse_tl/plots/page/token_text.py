@@ -14,6 +14,8 @@ SMALLEST_SIZE = 11.0
 SPACE = "\N{MIDDLE DOT}"
 # Next to punctuation, or alone, a dot would look like a full stop.
 SPACE_IN_PUNCTUATION = "\N{OPEN BOX}"
+OTHER_SPACE = "\N{SHOULDERED OPEN BOX}"
+"""For no-break spaces and all others that would be blank."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _WHITESPACE = {
@@ -24,7 +26,7 @@ _WHITESPACE = {
 # this table fits in all of them.
 _NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
 _NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
-_WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS + SPACE_IN_PUNCTUATION)
+_WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS + SPACE_IN_PUNCTUATION + OTHER_SPACE)
 # Format characters are invisible, and some reorder the text around them: a label would misrepresent
 # the token.
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -34,10 +36,10 @@ _LONGEST_TEXT = 200
 def visible_text(token: str) -> str:
     """The token for a figure, with every character visible and valid in XML.
 
-    Spaces at the ends become middle dots, or open boxes in a token without letters and digits. Line
-    feeds and tabs become arrows, other control characters their Unicode pictures. Characters that
-    are invisible, invalid in XML, or change the direction of the text become the replacement
-    character.
+    Spaces at the ends become middle dots, or open boxes in a token without letters and digits.
+    No-break and other spaces become open boxes with shoulders. Line feeds and tabs become arrows,
+    other control characters their Unicode pictures. Characters that are invisible, invalid in XML,
+    or change the direction of the text become the replacement character.
     """
     space = SPACE if any(map(str.isalnum, token)) else SPACE_IN_PUNCTUATION
     inner = token.strip(" ")
@@ -45,7 +47,12 @@ def visible_text(token: str) -> str:
         return space * len(token)
     leading = len(token) - len(token.lstrip(" "))
     trailing = len(token) - len(token.rstrip(" "))
-    return space * leading + "".join(map(_visible_character, inner)) + space * trailing
+    shown = "".join(OTHER_SPACE if _is_other_space(c) else _visible_character(c) for c in inner)
+    return space * leading + shown + space * trailing
+
+
+def _is_other_space(character: str) -> bool:
+    return character != " " and unicodedata.category(character) == "Zs"
 
 
 def running_text(text: str) -> str:
