@@ -62,7 +62,7 @@ def gates(edges: Tensor, units: Tensor, least: Tensor) -> Gates:
     """In each row, 1 for the edges and neurons whose flow has at least a size."""
     kept_edges = (edges >= least.view(-1, 1, 1, 1, 1)).float()
     kept_units = (units >= least.view(-1, 1, 1, 1)).float()
-    return Gates(kept_edges, kept_units, torch.ones(len(least), *units.shape[:2]))
+    return kept_edges, kept_units
 
 
 def measure(model: Any, clean: Tensor, corrupted: Tensor, target: Any) -> dict[str, float]:
@@ -86,7 +86,7 @@ def _shares(run: GraphRun, edges: Tensor, units: Tensor, corrupted: Tensor) -> d
     least[-1] = 0.0  # also what has no flow, such as closed edges
     everything = torch.zeros(1)
     low, others = run.values(gates(edges, units, everything), corrupted)
-    high, own = run.values(gates(edges, units, everything))
+    high, own = run.whole
     flowing = edges[edges > 0]
     in_graph = (flowing >= least[:, None]).sum(dim=1).tolist()
     row: dict[str, float] = {f"edges of {n}": in_graph[k] for k, n in enumerate(SHOWN)}

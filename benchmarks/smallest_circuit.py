@@ -50,10 +50,9 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", default="ioi", choices=[task.name for task in TASKS])
     parser.add_argument("--pairs", type=int, default=16, help="to search on; and to hold out")
     parser.add_argument("--level", type=float, default=0.9)
-    parser.add_argument("--seconds", type=float, help="after which elimination stops")
+    parser.add_argument("--seconds", type=float, help="time limit of find_circuit")
     parser.add_argument("--others", action="store_true", help="run other methods at the same size")
     parser.add_argument("--pruning-steps", type=int, default=300)
-    parser.add_argument("--checkpoint", help="folder of find_circuit's checkpoints")
     parser.add_argument("--device")
     return parser.parse_args(words)
 
@@ -96,10 +95,8 @@ def main(words: Sequence[str] | None = None) -> None:
         pairs.select(slice(args.pairs, None)),
     )
     began = time.monotonic()
-    options = {"seconds": args.seconds, "checkpoint": args.checkpoint}
-    found = find_circuit(
-        model, searched, task.metric, at=args.level, held_out=held_out, **options, **QUIET
-    )
+    options = {"at": args.level, "held_out": held_out, "seconds": args.seconds, **QUIET}
+    found = find_circuit(model, searched, task.metric, **options)
     whole = time.monotonic() - began
     print("| model | task | method | circuit edges | explained effect, held out | seconds |")
     print("|---|---|---|---|---|---|")

@@ -143,7 +143,7 @@ def table_html(table: pd.DataFrame, sentence: str = "") -> str:
 
 def short(number: Any) -> str:
     """Four digits of a number, and all of a large one: 123,457 instead of 1.235e+05."""
-    return format(number, ",.0f" if abs(number) >= 1e4 else ".4g")
+    return format(number, ",.0f" if abs(number) >= 1e4 else ",.4g")
 
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:

@@ -336,10 +336,8 @@ def to_circuit_tracer(graph: AttributionGraph, *, slug: str = "graph") -> dict[s
         "node_threshold": 1.0,
         "schema_version": 1,
     }
-    supernodes = [
-        [name, *(node for node, row in zip(ids, rows, strict=True) if row["name"] in members)]
-        for name, members in graph.groups.items()
-    ]
+    by_name = dict(zip(graph.nodes["name"], ids, strict=True))
+    supernodes = [[group, *map(by_name.get, names)] for group, names in graph.groups.items()]
     view = {
         "pinnedIds": [node for _, *members in supernodes for node in members],  # only these group
         "supernodes": supernodes,

@@ -126,8 +126,7 @@ def head_behaviour(job: HeadBehaviourJob, out: Path, how: dict[str, Any]) -> Non
 )
 def graph(job: GraphJob, out: Path, how: dict[str, Any]) -> None:
     for title, found in jobs.run_graph(out, job, **how).items():
-        nodes = found.to_pandas()
-        nodes = nodes[nodes["kind"] != "target"]
+        nodes = found.to_pandas().query("kind != 'target'")
         told = nodes.assign(promotes=nodes["promotes"].map(", ".join))
         logits = f"{title}: {found.target}, {found.value:.2f} logits"
         listed = told[["name", "flow", "promotes"]].head(10)

@@ -73,8 +73,7 @@ class GraphExplorer(anywidget.AnyWidget):
                 continue
             effects[row] = ""
             if factors:
-                model = self._models[name]
-                before, after = scale_nodes(model, graph, factors, basis=self._basis)
+                before, after = scale_nodes(self._models[name], graph, factors, basis=self._basis)
                 scaled = ", ".join(f"{factor:g} \u00d7 {node}" for node, factor in factors.items())
                 effects[row] = (
                     f"{visible_text(name)}: {visible_text(graph.target)} {before:+.3f} \u2192 "

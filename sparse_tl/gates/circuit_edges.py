@@ -347,6 +347,7 @@ class _Changes:
         self.edges = edges
         self._n_stack = len(edges.source_closed)
         self._parts: list[Tensor] = []
+        self._by_parts = edges.learned or torch.is_grad_enabled()
         self._filled = 0
         self._sum: Tensor | None = None
         self._waiting = deque[tuple[int, Tensor]]()
@@ -363,7 +364,7 @@ class _Changes:
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
         """Add the changes of the next separated sources."""
         self._check(len(part[0]) // self._n_stack, part.shape[2])
-        if self.edges.learned:
+        if self._by_parts:
             self._parts.append(part)
             return
         if not self._parts:
@@ -420,7 +421,7 @@ class _Changes:
                 changes = part.view(len(part), self._n_stack, *tokens.shape[2:])
                 changes = changes[:, :, places].flatten(2)
                 if self._n_stack == 1:
-                    reads = torch.addmm(reads[0], weights[0].T, changes[:, 0])[None]
+                    reads = torch.addmm(reads[0], weights[0].T, changes.flatten(1))[None]
                 else:
                     reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1))
             found.append(reads)
@@ -456,7 +457,7 @@ class _Changes:
         """Rows that any of these destinations uses, a few at a time; others may be among them."""
         used = self.edges.used(columns)
         count = used[-1] + 1 if used else 0
-        if not self.edges.learned and _FEW_ROWS * len(used) <= count:
+        if not self._by_parts and _FEW_ROWS * len(used) <= count:
             if used:
                 yield used, self._parts[0][used]
             return
@@ -464,7 +465,9 @@ class _Changes:
         for part in self._parts:
             if start < count:
                 stop = min(start + len(part), count)
-                yield range(start, stop), part[: stop - start]
+                # The gradient of a slice is as large as what it is taken from.
+                whole = stop - start == len(part)
+                yield range(start, stop), part if whole else part[: stop - start]
                 start = stop
 
     def _check(self, batch: int, pos: int) -> None:

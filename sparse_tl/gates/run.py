@@ -188,7 +188,8 @@ class GatedRun:
         self._base: Tensor | None = None
         self._expected: Tensor | None = None
         self._entering: list[Tensor] = []
-        self._changes: Tensor | None = None
+        self.changes: Float[Tensor, "source batch pos d_model"] | None = None
+        """What the patch changes at every source, under the setting of `start_from`."""
 
     @property
     def clean_logits(self) -> Float[Tensor, "label vocab"]:
@@ -223,7 +224,7 @@ class GatedRun:
             kept, final = record(adapter, self.tokens, points, attention_mask=self.attention_mask)
         self._entering, self._base = [*entering, final], stack
         changes = {name: self.patch.change(name, kept[name]) for name in points}
-        self._changes = source_outputs(adapter, changes) if points else None
+        self.changes = source_outputs(adapter, changes) if points else None
         self._expected = None
         final = self.final(gates)
         self._expected = final if hooks_besides(adapter, OWN) else None
@@ -254,7 +255,7 @@ class GatedRun:
 
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
         adapter, first = self.adapter, self._first_layer(stack)
-        now = GatedPass(n_stack, first, changes=self._changes if first else None)
+        now = GatedPass(n_stack, first, changes=self.changes if first else None)
         hooks = self.site.hooks(adapter, stack, self.patch, now)
         acting = any(name != "cached_columns" for name, *_ in hooks)
         if n_stack == 1 and not first and not acting and not torch.is_grad_enabled():

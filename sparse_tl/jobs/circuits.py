@@ -150,7 +150,7 @@ def _explained(numbers: Mapping[str, Any]) -> str:
     if numbers["shown"] < numbers["circuit"]:
         words += f", the {numbers['shown']:,} shown first {shown}"
     if numbers["drawn"] < numbers["circuit"]:
-        words += f"; only the {numbers['drawn']:,} that help are drawn"
+        words += f"; only the {numbers['drawn']:,} whose scores say that they help are drawn"
     return words
 
 
@@ -374,7 +374,7 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     asked = dict.fromkeys(job.tasks or get_args(BuiltInTask))
     own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
-    recorded = job.settings(format=8, tasks=[task.name for task in chosen])
+    recorded = job.settings(format=9, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)
     if own is not None:
         n_pairs = job.pairs or len(own.rows)

@@ -43,7 +43,7 @@ INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
 OWN = "own"
 """Name of the text that the model generates."""
-PAIRS, OWN_PAIRS = 128, 16
+PAIRS, OWN_PAIRS = 128, 32
 """Default numbers of prompt pairs: for the built-in models, and for models that the user names."""
 BuiltInTask = Literal["greater_than", "ioi", "ioi_long", "docstring"]
 """Tasks of the built-in models, in the order of their panels."""

@@ -307,6 +307,22 @@ def test_nodes_are_scaled_all_at_once() -> None:
             scale_nodes(model, graph, {name: 0.0})
 
 
+def test_a_graph_of_another_model_is_refused() -> None:
+    """Of the same sizes: a dense model beside its sparse version."""
+    model, other = (boot(plain_transformer("llama", "float64")) for _ in range(2))
+    graph = attribution_graph(model, TOKENS, max_nodes=20)
+    with torch.no_grad():
+        other.unembed.W_U.mul_(2)
+    name = next(name for name in graph.nodes["name"] if name.startswith("m0."))
+    for check in (
+        lambda: check_graph(other, graph),
+        lambda: scale_nodes(other, graph, {name: 0.0}),
+        lambda: graph_effect(other, graph, TOKENS.flip(0)),
+    ):
+        with pytest.raises(ValueError, match="pass the model"):
+            check()
+
+
 def test_labels_are_kept_and_exported(tmp_path: Path) -> None:
     graph = attribution_graph(boot(plain_transformer("llama", "float64")), TOKENS, max_nodes=20)
     names = graph.nodes["name"].tolist()[6:10]

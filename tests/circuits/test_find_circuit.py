@@ -17,16 +17,18 @@ from torch import Tensor
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
+    Circuit,
     Evaluation,
     FoundCircuit,
     Scores,
     attribute_circuit_edges,
-    evaluate,
     evaluate_circuit_edges,
     find_circuit,
     pair_runs,
 )
-from sparse_tl.circuits.methods import search
+from sparse_tl.circuits.evaluation import evaluated
+from sparse_tl.circuits.methods import greedy, search
+from sparse_tl.circuits.methods.greedy import Elimination, SearchedPairs
 from sparse_tl.circuits.methods.search import reached
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
@@ -87,7 +89,8 @@ def test_a_smaller_circuit_than_the_planted_one() -> None:
     effect = explained(planted.model, planted.graph, planted.pairs, planted.metric, mask)
     assert effect == pytest.approx(1, abs=1e-6)
     # With patched queries but not keys, the ranking's 4 edges have no effect; 5 have it all.
-    assert found.to_pandas()["size"].tolist() == [2, 5]
+    by_method = found.to_pandas().set_index("method")["size"]
+    assert by_method.to_dict() == {"selection": 2, "elimination": 2, "eap-ig": 5}
 
 
 @pytest.mark.long
@@ -112,18 +115,18 @@ def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs
 
 @pytest.mark.long
 @PARTS
-def test_no_search_sees_held_out_pairs(
+def test_no_ranking_sees_held_out_pairs(
     small: Model, many: PromptPairs, parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With other held-out pairs, all rankings are the same."""
+    """Other held-out pairs may choose other sizes, and so where the elimination starts."""
     rankings = list[Scores]()
-    cut = search._Ranking.cut
+    shrink = search._Judged.shrink
 
     def recorded(own: Any, *args: Any) -> Any:
-        rankings.append(own.scores)
-        return cut(own, *args)
+        rankings.append(own._ranking.scores)
+        return shrink(own, *args)
 
-    monkeypatch.setattr(search._Ranking, "cut", recorded)
+    monkeypatch.setattr(search._Judged, "shrink", recorded)
     searched, others = many.select(slice(0, 4)), many.select(slice(4, None))
     poisoned = replace(others, clean=others.corrupted, corrupted=others.clean)
     seen = list[dict[str, Tensor]]()
@@ -132,9 +135,9 @@ def test_no_search_sees_held_out_pairs(
         find_circuit(small, searched, logit_difference, **how)
         seen.append({scores.method: scores.values for scores in rankings})
         rankings.clear()
-    assert seen[0].keys() == seen[1].keys() >= {"eap-ig", "elimination"}
-    for method, values in seen[0].items():
-        assert torch.equal(values, seen[1][method])
+    methods = ["eap-ig"] + ["exact"] * (parts == "heads")
+    for method in methods:
+        assert torch.equal(seen[0][method], seen[1][method])
 
 
 @pytest.mark.long
@@ -220,7 +223,7 @@ def test_the_elimination_stops_below_the_level(small: Model, many: PromptPairs) 
     curve = found.evaluations["elimination"]
     assert len(curve.sizes) > 3
     assert all(small < large for small, large in pairwise(curve.sizes))
-    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * search.MARGIN + 1e-6
+    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * greedy.MARGIN + 1e-6
 
 
 def test_a_small_circuit_is_not_found_if_a_larger_one_of_its_ranking_falls_short(
@@ -248,13 +251,21 @@ def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: Pr
     assert [*found.evaluations] == ["eap-ig"]
 
 
+@pytest.fixture
+def searched(small: Model) -> SearchedPairs:
+    """Several batches of pairs of a model, and all edges."""
+    runs = PairRuns(small, CircuitEdges(), random_pairs(), "corrupted", 2, keep=True)
+    return SearchedPairs(runs, logit_difference, adapt(small).graph)
+
+
 @pytest.mark.long
-def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(small: Model) -> None:
+def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(
+    small: Model, searched: SearchedPairs
+) -> None:
     """Mean over pairs of ``|m(C) - m(clean)|``, in units of the whole effect."""
     pairs, graph = random_pairs(), adapt(small).graph
-    runs = PairRuns(small, CircuitEdges(), pairs, "corrupted", 2, keep=True)
     scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
-    found = search.Elimination(runs, logit_difference, scores, 0.6)
+    found = Elimination(searched, scores, 0.6, Circuit(graph, graph.exists))
     found.run(progress=False)
     assert len(found.effects) > 2
     masks = (graph.exists, torch.zeros_like(graph.exists), found.mask)
@@ -263,6 +274,43 @@ def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(small:
     )
     expected = (left - whole).abs().mean() / (whole - none).mean().abs()
     assert found.deviation == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
+    small: Model, searched: SearchedPairs
+) -> None:
+    pairs, graph = random_pairs(), adapt(small).graph
+    scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
+    mask = scores.top(graph.n_edges // 3).connected().mask
+    gradient = searched.gradient(mask)
+    closed = (graph.exists & ~mask).nonzero()
+    step, found = 1e-5, list[float]()
+    for place in closed[:: max(1, len(closed) // 30)].tolist():
+        ends = list[float]()
+        for moved in (step, -step):
+            gates = mask.double()
+            gates[tuple(place)] += moved
+            ends.append(explained(small, graph, pairs, logit_difference, gates))
+        found.append((ends[0] - ends[1]) / (2 * step))
+        assert gradient[tuple(place)].item() == pytest.approx(found[-1], rel=1e-5, abs=1e-8)
+    assert sum(abs(value) > 1e-4 for value in found) > 10
+
+
+def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPairs) -> None:
+    """Each circuit contains the one before; the last explains all, unless the gradients end."""
+    scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
+    start = scores.top(searched.grid.n_parts // 4).connected().mask
+    (first, effect), *larger = found = searched.larger(start)
+    assert torch.equal(first, start)
+    assert effect < 1
+    gain = searched.gradient(start).masked_fill(start | ~searched.grid.exists, 0)
+    best = gain.flatten().argsort(descending=True)[: int((larger[0][0] & ~start).count_nonzero())]
+    assert (larger[0][0] & ~start).flatten()[best].all()
+    for (mask, _), (more, value) in pairwise(found):
+        assert not (mask & ~more).any()
+        assert value == pytest.approx(searched.effects(more[None])[0])
+    gradients = len([value for _, value in found[1:] if value < 1])
+    assert found[-1][1] >= 1 or gradients >= greedy.ROUNDS
 
 
 @pytest.mark.long
@@ -286,25 +334,40 @@ def test_edges_whose_effects_cancel_over_the_pairs_of_a_search_are_ranked_by_the
 def test_a_search_leaves_time_to_evaluate_what_it_finds(
     small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a second for each group and for each circuit that is evaluated."""
+    """At a second for each group and each circuit that is run, and three for each gradient."""
     now, groups = [0.0], list[Any]()
-    attempt = search.Elimination._try
+    attempt = Elimination._try
 
-    def slow_try(own: search.Elimination, group: Any) -> None:
+    def slow_try(own: Elimination, group: Any) -> None:
         now[0] += 1
         groups.append(group)
         attempt(own, group)
 
-    def slow_evaluate(*args: Any, **options: Any) -> Evaluation:
-        now[0] += len(args[3])
-        return evaluate(*args, **options)
+    def slow_evaluated(*args: Any) -> Evaluation:
+        now[0] += len(args[2])
+        return evaluated(*args)
 
+    def slow_gradient(own: SearchedPairs, mask: Tensor) -> Tensor:
+        now[0] += 3
+        return gradient(own, mask)
+
+    def slow_effects(own: SearchedPairs, masks: Tensor) -> list[float]:
+        now[0] += len(masks)
+        return effects(own, masks)
+
+    gradient, effects = SearchedPairs.gradient, SearchedPairs.effects
+    monkeypatch.setattr(SearchedPairs, "gradient", slow_gradient)
+    monkeypatch.setattr(SearchedPairs, "effects", slow_effects)
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(search.Elimination, "_try", slow_try)
-    monkeypatch.setattr(search, "evaluate", slow_evaluate)
+    monkeypatch.setattr(Elimination, "_try", slow_try)
+    monkeypatch.setattr(search, "evaluated", slow_evaluated)
     monkeypatch.setattr(search, "time", clock)
+    monkeypatch.setattr(greedy, "time", clock)
     find_circuit(small, many, logit_difference, at=0.6, seconds=60, **QUIET)
     assert groups and now[0] <= 60
+    now[0] = 0.0
+    find_circuit(small, many, logit_difference, at=0.6, seconds=20, **QUIET)
+    assert now[0] <= 20 + 2  # the whole model is run once more, by the first and last searches
 
 
 def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:

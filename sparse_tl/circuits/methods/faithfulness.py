@@ -32,8 +32,9 @@ def runs_of_search(
     metric: Metric | Literal["kl"],
 ) -> tuple[PairRuns, PairRuns | None]:
     """Runs of the pairs of a search, and of held-out pairs, if any; checked to have an effect."""
-    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
-    others = None if held_out is None else PairRuns(model, site, held_out, patch, batch_size)
+    runs, others = PairRuns(model, site, pairs, patch, batch_size, keep=True), None
+    if held_out is not None:
+        others = PairRuns(model, site, held_out, patch, batch_size, keep=True)
     for some in filter(None, (runs, others)):
         some.check_effect(metric)
     return runs, others

@@ -1,55 +1,42 @@
 """Find small circuits, of a task and of each prompt.
 
-`find_circuit` ranks all parts on one half of the pairs: circuit edges by the mean over pairs of the
-absolute EAP-IG score, heads by EAP-IG and by their exact effects, and both by backward elimination.
-It cuts every ranking at falling sizes and returns the smallest circuit that, like all larger ones
-of its ranking, reaches the level on the other half. `circuit_sizes_per_prompt` does this for the
-ranking of each single pair, on that pair.
+`find_circuit` makes circuits on one half of the pairs: of the best circuit edges by the mean over
+pairs of the absolute EAP-IG score, of the best heads by EAP-IG and by their exact effects, and of
+both by the greedy searches of `greedy`, which start from these. Of every method, circuits of
+falling sizes are run on the other half, and the smallest is returned that, like all larger ones of
+its method, reaches the level. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on
+that pair.
 
-*Backward elimination* (`Elimination`) starts from the best parts by score, goes through groups of
-parts, from coarse to fine and late ones first, and runs every circuit that it considers. Of a
-group, or its weaker half, it drops whichever gains more, if that gains anything and loses at most
-`STEP` of the explained effect:
-
-    gain = price * (number of parts dropped) - (increase of the mean deviation)
-
-The mean deviation, ``mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|`` with means over pairs,
-also counts what would cancel between pairs in the explained effect. Of N parts, the start keeps the
-n with the largest ``left * log(N / n) - (loss of explained effect)``, where ``left`` is what may
-still be lost: down to the level minus `MARGIN`, since other pairs may need more parts. The price
-rises from pass to pass, each of which loses at most half of ``left``. ``docs/circuits.md`` says
-why.
-
-Under a time limit, a pass leaves out finer groups that would take more than a fraction `FINE` of
-the time left, unless no coarser group can be dropped at any price; a third of the time that the
-rankings leave, or what `EVALUATED` circuits take, is kept for evaluation.
+Under a time limit, forward selection ends after a fraction `SELECTED` of it; a third of the time
+that elimination then has, or what `EVALUATED` circuits take, is kept for evaluation.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
-from itertools import accumulate
 from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.circuit import Circuit, Grid, Scores
+from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.curves import EffectCurve
-from sparse_tl.circuits.evaluation import Evaluation, evaluate, evaluated, log_sizes
+from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.faithfulness import runs_of_search
+from sparse_tl.circuits.methods.greedy import MARGIN, Elimination, SearchedPairs
 from sparse_tl.circuits.methods.patching import patch_exactly
-from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
@@ -61,20 +48,17 @@ SHRINKS = 0.93
 """Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
 CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this fraction."""
+FIRST = 0.72
+"""Explained effect of the circuit that the first forward selection adds to, as a fraction of the
+level."""
+LEAST = 16
+"""Number of circuits whose evaluation takes about as long as a forward selection."""
+SELECTED = 0.6
+"""Fraction of the time after which forward selection ends."""
 RATIOS = 4
 """Number of equal ratios into which the gap between two sizes is divided."""
 EVALUATED = 32
 """Maximum number of circuits that an elimination under a time limit leaves time to evaluate."""
-MARGIN = 0.05
-"""How far below the level the search goes on, in explained effect."""
-STEP = 0.02
-"""Largest loss of explained effect in one step; doubled whenever no group loses less."""
-RATIO = 1.3
-"""Ratio between adjacent sizes of the grid that the start is chosen from."""
-FINE = 1 / 4
-"""Maximum fraction of the time left that finer groups may take: the price has yet to rise."""
-SHARES = (0, 1 / 2)
-"""Fractions of a group that are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +73,8 @@ class FoundCircuit(Result):
         at: explained effect that was asked for.
         searched: evaluation of the circuit on the pairs of the search.
         held_out: its evaluation on the held-out pairs.
-        evaluations: every circuit that was run on the held-out pairs, of growing size, by method;
-            down to the first below the level.
+        evaluations: circuits that were run on the held-out pairs, of growing size, by method, down
+            to the first below the level; of forward selections the one that reached it.
         seconds: time that each method took to rank the parts.
         scores: scores that the search started from: attribution, or exact effects for heads.
     """
@@ -203,11 +187,11 @@ def find_circuit(
     seed: Seed = 0,
     progress: bool = True,
 ) -> FoundCircuit:
-    """Find a small circuit with a given explained effect on pairs that no search has seen.
+    """Find a small circuit with a given explained effect on held-out pairs.
 
-    Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
-    (`Elimination`), all on the same held-out pairs. Since the circuit is chosen on these pairs, its
-    effect on others can be slightly smaller. Other arguments are those of
+    Compares the ranking by EAP-IG; for circuit edges, forward selection; for heads, the ranking by
+    exact effects; and backward elimination. All circuits are run on the same held-out pairs. Since
+    one is chosen there, its effect on others can be smaller. Other arguments are those of
     `attribute_circuit_edges`.
 
     Args:
@@ -217,7 +201,7 @@ def find_circuit(
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
         seconds: time that the call may take, by default as much as it needs. Within a short time,
-            the elimination stops early, and fewer circuits are evaluated. The attribution, or the
+            the searches stop early, and fewer circuits are evaluated. The attribution, or the
             exact effects of heads, are always completed.
         seed: random seed of the division into halves.
 
@@ -240,35 +224,47 @@ def find_circuit(
     runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
     assert others is not None
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    found, scores = _rankings(model, pairs, metric, parts, options)
-    ranked, run = time.monotonic(), partial(evaluate, model, held_out, metric, **options)
-    judge = partial(_evaluated, run=run, at=at, patch=patch)
-    judged = {name: judge(some, deadline=began + limit / 2) for name, some in found.items()}
-    n_evaluated = sum(len(evaluation.sizes) for _, evaluation in judged.values())
-    each = (time.monotonic() - ranked) / n_evaluated
+    rankings, scores = _rankings(model, pairs, metric, parts, options)
+    took = {method: ranking.seconds for method, ranking in rankings.items()}
+    run, started = partial(evaluated, others, metric), time.monotonic()
+    judged = {name: _Judged(run, at, patch, some) for name, some in rankings.items()}
+    for one in judged.values():
+        one.shrink(began + limit / 2, progress)
+    each = (time.monotonic() - started) / sum(len(one.circuits) for one in judged.values())
     end = began + limit - 2 * each  # the circuit that is returned is run on both halves
-    search = Elimination(runs, metric, [*found.values()][-1].scores, at)
-    left = end - time.monotonic()
-    search.run(left - min(EVALUATED * each, left / 3), progress)
-    if search.dropped.any():
-        sizes = _thinned(search.sizes(), search.effects)
+    searched = SearchedPairs(runs, metric, scores.grid)
+    strength = [*rankings.values()][-1].scores
+    if parts == "circuit_edges":
+        started, judge = time.monotonic(), partial(_Judged, run, at, patch)
+        # In the time of a few circuits, nothing can be selected.
+        most, deadline = len(judged["eap-ig"].best), began + limit * SELECTED - LEAST * each
+        if selected := _selected(searched, strength, judge, most, at, deadline, progress):
+            judged["selection"], took["selection"] = selected, time.monotonic() - started
+    search, left = None, end - time.monotonic()
+    if left > 0:
+        search = Elimination(searched, strength, at, _smallest(judged)[1])
+        search.run(left - min(EVALUATED * each, left / 3), progress)
+    if search is not None and search.seconds:
+        largest, *_ = sizes = search.sizes()
+        thinned = _thinned(sizes, search.effects)
         # As many as half of the time is enough for; then closer sizes.
         most = max(1.0, (end - time.monotonic()) / each / 2)
-        sizes = sizes[:: max(1, math.ceil(len(sizes) / most))]
-        found["elimination"] = _Ranking(search.ranking(), sizes, search.seconds)
-        judged["elimination"] = judge(found["elimination"], deadline=end)
-    evaluations = {method: evaluation for method, (_, evaluation) in judged.items()}
-    best = {method: curve.sizes[reached(curve, at)] for method, curve in evaluations.items()}
-    method = min(best, key=lambda name: best[name])
-    circuit = judged[method][0][best[method]]
+        thinned = thinned[:: max(1, math.ceil(len(thinned) / most))]
+        ranking = _Ranking(search.ranking(), (*thinned, largest), search.seconds)
+        took["elimination"] = search.seconds
+        judged["elimination"] = _Judged(run, at, patch, ranking)
+        judged["elimination"].shrink(end, progress)
+    for name in sorted(judged, key=lambda name: len(judged[name].best)):
+        judged[name].refine(end)
+    method, circuit = _smallest(judged)
     return FoundCircuit(
         circuit=circuit,
         method=method,
         at=at,
         searched=evaluated(runs, metric, [circuit]),
         held_out=evaluated(others, metric, [circuit]),
-        evaluations=evaluations,
-        seconds={name: ranking.seconds for name, ranking in found.items()},
+        evaluations={name: one.evaluation for name, one in judged.items()},
+        seconds=took,
         scores=scores,
     )
 
@@ -281,14 +277,6 @@ class _Ranking:
     sizes: tuple[int, ...]
     seconds: float
 
-    def cut(self, sizes: Iterable[int], patch: Patch) -> dict[int, tuple[int, Circuit]]:
-        """Circuits without parts that have no effect, and where they were cut, by size."""
-        found = {}
-        for size in sizes:
-            circuit = self.scores.top(size).connected(patch=patch)
-            found[len(circuit)] = size, circuit
-        return found
-
 
 def _rankings(
     model: HookedModel,
@@ -297,7 +285,7 @@ def _rankings(
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
 ) -> tuple[dict[str, _Ranking], Scores]:
-    """The rankings to compare elimination with, which starts from the last one; and its scores.
+    """The rankings, of which the searches start from the last one; and its scores.
 
     Circuit edges are ranked by the mean over pairs of the absolute score: an edge that helps in
     some pairs and hurts in others averages out on these pairs, but not on others.
@@ -322,39 +310,124 @@ def _rankings(
     return rankings, exact
 
 
-def _evaluated(
-    ranking: _Ranking,
-    run: Callable[[list[Circuit]], Evaluation],
-    at: float,
-    patch: Patch,
-    deadline: float,
-) -> tuple[dict[int, Circuit], Evaluation]:
-    """A ranking's circuits, by size, and their evaluation: the largest first, a few at a time,
-    until one is below `at`; then closely spaced above it. Stops before the deadline."""
-    cuts, rows = dict[int, tuple[int, Circuit]](), dict[int, Tensor]()
-    sizes = [ranking.scores.grid.n_parts, *sorted(ranking.sizes, reverse=True)]
-    new, sizes = ranking.cut(sizes[:RATIOS], patch), sizes[RATIOS:]
-    while True:
-        began = time.monotonic()
-        cuts |= new
-        evaluation = run([circuit for _, circuit in new.values()])
-        rows |= zip(evaluation.sizes, evaluation.values, strict=True)
-        ordered = tuple(sorted(rows))
-        values = torch.stack([rows[size] for size in ordered])
-        evaluation = replace(evaluation, sizes=ordered, values=values)
-        if first := reached(evaluation, at):
-            low, high = (max(1, cuts[size][0]) for size in ordered[first - 1 : first + 1])
-            if high - low <= CLOSE * high:
+class _Judged:
+    """Circuits that were run on held-out pairs, by size; of a ranking, if they are its best parts.
+
+    Circuits have no parts without effect. `cuts` are the sizes at which the ranking was cut.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[Circuit]], Evaluation],
+        at: float,
+        patch: Patch,
+        ranking: _Ranking | None = None,
+    ) -> None:
+        self._run, self._at, self._patch, self._ranking = run, at, patch, ranking
+        self.circuits, self.cuts = dict[int, Circuit](), dict[int, int]()
+        self._rows = dict[int, Tensor]()
+
+    def add(self, circuits: Iterable[Circuit]) -> None:
+        """Run circuits, unless one of the same size was."""
+        new = {len(circuit): circuit for circuit in circuits}
+        new = {size: circuit for size, circuit in new.items() if size not in self.circuits}
+        if not new:
+            return
+        evaluation = self._run([*new.values()])
+        self.circuits |= new
+        self._rows |= zip(evaluation.sizes, evaluation.values, strict=True)
+        ordered = tuple(sorted(self._rows))
+        values = torch.stack([self._rows[size] for size in ordered])
+        self.evaluation = replace(evaluation, sizes=ordered, values=values)
+
+    @property
+    def best(self) -> Circuit:
+        """The smallest that reaches the level, as all larger ones do."""
+        return self.circuits[self.evaluation.sizes[reached(self.evaluation, self._at)]]
+
+    def shrink(self, deadline: float, progress: bool) -> None:
+        """Run circuits at the sizes of the ranking, the largest first, until one falls short."""
+        assert self._ranking is not None
+        now, took = time.monotonic(), 0.0
+        sizes = sorted({self._ranking.scores.grid.n_parts, *self._ranking.sizes}, reverse=True)
+        with tracked(f"evaluating {self._ranking.scores.method}", len(sizes), progress) as step:
+            for size in sizes:
+                if self._rows and (reached(self.evaluation, self._at) or now + took > deadline):
+                    break
+                self._cut([size])
+                step(f"{size:,}: {self.evaluation.effect[0]:.2f}")
+                took, now = time.monotonic() - now, time.monotonic()
+
+    def refine(self, deadline: float) -> None:
+        """Run circuits of a ranking at closer sizes, between the last that reaches the level and
+        the first that does not."""
+        now, took = time.monotonic(), 0.0
+        while self._ranking and (first := reached(self.evaluation, self._at)):
+            ends = self.evaluation.sizes[first - 1 : first + 1]
+            low, high = (max(1, self.cuts[size]) for size in ends)
+            before = len(self.circuits)
+            if high - low > CLOSE * high and now + took <= deadline:
+                self._cut(round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS))
+            if len(self.circuits) == before:
                 break
-            sizes = [round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS)]
-        new = {}
-        while sizes and not new:
-            some, sizes = ranking.cut(sizes[:RATIOS], patch), sizes[RATIOS:]
-            new = {size: cut for size, cut in some.items() if size not in cuts}
-        now = time.monotonic()
-        if not new or now + (now - began) > deadline:
+            took, now = time.monotonic() - now, time.monotonic()
+
+    def _cut(self, sizes: Iterable[int]) -> None:
+        assert self._ranking is not None
+        found = list[Circuit]()
+        for size in sizes:
+            found.append(self._ranking.scores.top(size).connected(patch=self._patch))
+            self.cuts.setdefault(len(found[-1]), size)
+        self.add(found)
+
+
+def _smallest(judged: dict[str, _Judged]) -> tuple[str, Circuit]:
+    """The smallest circuit, and the method that found it."""
+    method = min(judged, key=lambda name: len(judged[name].best))
+    return method, judged[method].best
+
+
+def _selected(
+    pairs: SearchedPairs,
+    scores: Scores,
+    judge: Callable[[], _Judged],
+    most: int,
+    at: float,
+    deadline: float,
+    progress: bool,
+) -> _Judged | None:
+    """The first forward selection that reaches the level with fewer edges than `most`.
+
+    Each starts from more of the best edges than the one before. Only circuits whose effect on the
+    pairs of the search is as near to 1 as `at`, or as `MARGIN`, are run on held-out pairs.
+    """
+
+    def start_of(size: int) -> Circuit:
+        return scores.top(size).connected(patch=pairs.runs.patch)
+
+    def effect_of(size: int) -> float:
+        return pairs.effects(start_of(size).mask[None])[0]
+
+    sizes, first, window = log_sizes(most)[:-1], FIRST * at, max(1 - at, MARGIN)
+    if time.monotonic() > deadline:
+        return None
+    sizes = sizes[bisect_left(sizes, first, key=effect_of) :]
+    began = now = time.monotonic()
+    for size in sizes:
+        if now + (now - began) > deadline:
             break
-    return {size: circuit for size, (_, circuit) in cuts.items()}, evaluation
+        began, start = now, start_of(size)
+        with tracked(f"adding to the best {len(start):,}", 1, progress) as step:
+            found = pairs.larger(start.mask, deadline)
+            near = [mask for mask, effect in found if abs(effect - 1) <= window]
+            judged = judge()
+            judged.add(Circuit(scores.grid, mask) for mask in [scores.grid.exists, *near])
+            size = len(judged.best)
+            step(f"{size:,}")
+        if size < most:
+            return judged
+        now = time.monotonic()
+    return None
 
 
 def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
@@ -433,187 +506,3 @@ def circuit_sizes_per_prompt(
             step()
     needed_sizes = torch.tensor(needed, dtype=torch.float64)
     return CircuitSizes(needed_sizes, level, graph.n_parts, pairs.start)
-
-
-Group = tuple[int | slice, ...]
-"""Index of a group of parts."""
-
-
-class Elimination:
-    """A backward elimination, from the best parts by `scores`, of circuits that reach `level`.
-
-    `mask` has the parts that are left, `dropped` the step at which each part was dropped, or 0,
-    `effects` the explained effect after each step on the pairs of the search, at most 1, and
-    `deviation` the mean deviation after the last step.
-    """
-
-    def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
-        self.runs, self.metric, self.scores, self.grid = runs, metric, scores, scores.grid
-        self._strength = scores.mean().abs()
-        self._lowest = level - MARGIN
-        sweeps = _sweeps(scores.grid)
-        self._groups = [group for sweep in sweeps for group in sweep]
-        self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
-        clean, none = list[Tensor](), list[Tensor]()
-        for batch, run in runs:
-            clean.append(measure(metric, run.clean_logits, batch))
-            none.append(measure(metric, runs.everything_patched(run), batch))
-        self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
-        self.mask, self.effects, self.deviation = self._connected(self.grid.exists), [1.0], 0.0
-        self.dropped = (self.grid.exists & ~self.mask).long()
-        self.seconds, self._price, self._floor, self._step = 0.0, 0.0, 0.0, STEP
-        self._losses: list[tuple[float, int]] = []
-        """For each group that this pass could drop: what it would lose, or 0 if it was dropped, and
-        its number of parts."""
-
-    def run(self, seconds: float = math.inf, progress: bool = True) -> None:
-        """Search until circuits are below the level by `MARGIN`, or the time is over."""
-        end = time.monotonic() + seconds
-        self._start(end)
-        began = now = time.monotonic()
-        total, tried, position, done = len(self._groups), 0, 0, False
-        while not done and now < end:
-            stop = min(start for start in (*self._sweeps, total) if start > position)
-            needed = (stop - position) * (now - began) / max(1, tried)
-            if position and self._losses and needed >= FINE * (end - now):
-                done, position = self._end_pass(), 0
-                continue
-            if position == 0:
-                self._begin_pass()
-            self.mask = self._connected(self.mask)
-            for _, run in self.runs:
-                run.start_from(self.mask)
-            with tracked("eliminating", total, progress, done=position) as step:
-                while position < stop and now < end:
-                    self._try(self._groups[position])
-                    position, tried, now = position + 1, tried + 1, time.monotonic()
-                    self.seconds = now - began
-                    size = int(self.mask.count_nonzero())
-                    step(f"{size:,} {self.grid.noun}: {self.effects[-1]:.2f}")
-            if position == total:
-                done, position = self._end_pass(), 0
-
-    def ranking(self) -> Scores:
-        """Minus the step at which each part was dropped, as scores of the parts.
-
-        Of parts dropped in one step, those with larger scores count as dropped later.
-        """
-        last = len(self.effects) + 1
-        steps = torch.where(self.dropped == 0, last, self.dropped).double()
-        order = self.scores.order()
-        steps[tuple(order.T)] += torch.linspace(0.5, 0, len(order), dtype=steps.dtype)
-        values = -steps.where(self.grid.exists, 0)
-        return Scores(self.grid, values, "elimination", self.scores.prompt_start)
-
-    def sizes(self) -> list[int]:
-        """Number of parts after each step: where to cut the ranking."""
-        steps = self.dropped[self.grid.exists]
-        n_dropped = steps.bincount(minlength=len(self.effects) + 1)[1:].cumsum(0)
-        return (self.grid.n_parts - n_dropped).tolist()
-
-    # ---- one step --------------------------------------------------------------------------------
-
-    def _start(self, end: float) -> None:
-        """Keep the best parts by score, as many as gain most; of those tried before the end."""
-        order, left = self.scores.order(), 1 - self._lowest
-        n, found, most = float(self._strength.count_nonzero()), 1.0, 0.0
-        while n >= 1 and found > 1 - 2 * left and time.monotonic() < end:
-            mask = torch.zeros_like(self.mask)
-            mask[tuple(order[: int(n)].T)] = True
-            mask = self._connected(mask)
-            ((found, deviation),) = self._outcomes(mask[None])
-            size = max(1, int(mask.count_nonzero()))
-            gain = left * math.log(len(order) / size) - max(0.0, 1 - found)
-            if gain > most and found >= 1 - left / 2:
-                self.mask, self.effects, self.deviation = mask, [found], deviation
-                most = gain
-            n /= RATIO
-        self.dropped = (self.grid.exists & ~self.mask).long()
-
-    def _begin_pass(self) -> None:
-        """Set the price of a part and the explained effect that the pass does not go below."""
-        left = max(0.0, self.effects[-1] - self._lowest)
-        total, affordable = 0.0, 0.0  # the price at which the groups kept last lose what is left
-        for price, lost in sorted((lost / n, lost) for lost, n in self._losses):
-            total, affordable = total + lost, price
-            if total > left:
-                break
-        share = left / max(1, int(self._connected(self.mask).count_nonzero()))
-        self._price = max(2 * self._price, affordable, share)
-        self._floor = self.effects[-1] - max(left / 2, self._step)
-        self._losses = []
-
-    def _end_pass(self) -> bool:
-        """Whether this was the last pass; the next has larger steps if this could drop no group."""
-        left = self.effects[-1] - self._lowest
-        stuck = not self._losses
-        done = left < 0 or (stuck and self._step > left)
-        if stuck:
-            self._step *= 2
-        return done
-
-    def _try(self, group: Group) -> None:
-        """Drop as much of a group as gains most."""
-        live = self._connected(self.mask)
-        inside = torch.zeros_like(live)
-        inside[group] = live[group]
-        places = inside.nonzero()
-        if not len(places):
-            return
-        order = places[self._strength[tuple(places.T)].argsort(descending=True, stable=True)]
-        kept = sorted({int(share * len(order)) for share in SHARES})
-        masks = self.mask.repeat(len(kept), *[1] * live.ndim)
-        for mask, n in zip(masks, kept, strict=True):
-            mask[tuple(order[n:].T)] = False
-        outcomes, possible = self._outcomes(masks), list[tuple[float, int, int]]()
-        for row, (effect, deviation) in enumerate(outcomes):
-            if effect >= max(self._floor, self.effects[-1] - self._step):
-                n = int((live & ~self._connected(masks[row])).count_nonzero())
-                possible.append((max(0.0, deviation - self.deviation), n, row))
-        if not possible:
-            return
-        gain, row = max((self._price * n - loss, row) for loss, n, row in possible)
-        if gain <= 0:
-            self._losses.append(min(possible, key=lambda one: one[0] / one[1])[:2])
-            return
-        self._losses.append((0.0, 1))
-        self.mask = masks[row].clone()
-        effect, self.deviation = outcomes[row]
-        self.effects.append(effect)
-        self.dropped[live & ~self._connected(self.mask)] = len(self.effects)
-
-    def _outcomes(self, masks: Bool[Tensor, "circuit ..."]) -> list[tuple[float, float]]:
-        """Explained effects and mean deviations of circuits on the pairs of the search.
-
-        An effect above 1 counts as equally far below.
-        """
-        found = list[Float[Tensor, "circuit pair"]]()
-        with torch.no_grad():
-            for batch, run in self.runs:
-                stacks = masks.split(settings_at_once(len(batch)))
-                logits = [row for some in stacks for row in run.logits(some)]
-                values = [measure(self.metric, row, batch) for row in logits]
-                found.append(torch.stack(values).cpu().double())
-        values = torch.cat(found, dim=1)
-        effects = explained_effect(values, self._clean, self._none)
-        deviations = (values - self._clean).abs().mean(dim=1)
-        deviations /= (self._clean - self._none).mean().abs()
-        return [*zip((1 - (effects - 1).abs()).tolist(), deviations.tolist(), strict=True)]
-
-    def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
-        return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
-
-
-def _sweeps(grid: Grid) -> list[list[Group]]:
-    """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
-    if not isinstance(grid, CircuitGraph):
-        return [[tuple(place) for place in grid.places.flip(0).tolist()]]
-    every, last = slice(None), len(grid.destinations) - 1
-    heads = [group for group in grid.groups if group.n_kv_heads]
-    sweeps: list[list[Group]] = [
-        [(slice(0, 1), every), *((group.rows, every) for group in grid.groups)],
-        [*((every, group.columns) for group in grid.groups), (every, slice(last, None))],
-        [(at, every) for group in heads for at in range(group.rows.start, group.rows.stop)],
-        [(every, at) for group in heads for at in range(group.columns.start, group.columns.stop)],
-    ]
-    return [sweep[::-1] for sweep in sweeps]

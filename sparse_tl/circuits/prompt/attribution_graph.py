@@ -147,30 +147,28 @@ class AttributionGraph(Result):
     def replacement_score(self) -> float:
         """The share of the target's influence that comes from tokens, through nodes of the graph.
 
-        The rest comes from errors and from what is left out. As ``compute_graph_scores`` of
-        circuit-tracer does, where all that is left out counts as errors.
+        As ``compute_graph_scores`` of circuit-tracer does, where all that is left out counts as
+        errors, from which the rest comes.
         """
-        from_tokens = self.nodes["influence"][self.nodes["kind"] == "embedding"].sum()
-        return float(from_tokens / (from_tokens + self._from_errors()))
+        return self._beside_errors(self.nodes["kind"] == "embedding")
 
     @property
     def completeness_score(self) -> float:
         """The share of the flow into nodes, weighted by their influence, that the graph explains.
 
-        As ``compute_graph_scores`` of circuit-tracer does, where all that is left out counts as
-        errors, which have no inputs to explain.
+        As circuit-tracer's, too; errors have no inputs to explain.
         """
-        explained = self.nodes["influence"][self.nodes["kind"] != "error"].sum()
-        return float(explained / (explained + self._from_errors()))
+        return self._beside_errors(self.nodes["kind"] != "error")
 
-    def _from_errors(self) -> float:
-        """The influence of errors and of what is left out.
+    def _beside_errors(self, some: pd.Series) -> float:
+        """The share of some nodes' influence in theirs and that of errors and what is left out.
 
-        Each node passes its influence on to its inputs, so it is what does not come from nodes
-        without any.
+        Each node passes its influence on to its inputs, so the latter is what does not come from
+        nodes without any.
         """
-        ends = (self.nodes["inputs"] == 0) & (self.nodes["kind"] != "error")
-        return max(0.0, 1 - self.nodes["influence"][ends].sum())
+        influence, inputs, kinds = (self.nodes[name] for name in ("influence", "inputs", "kind"))
+        errors = max(0.0, 1 - influence[(inputs == 0) & (kinds != "error")].sum())
+        return float(influence[some].sum() / (influence[some].sum() + errors))
 
     def __repr__(self) -> str:
         kinds = self.nodes["kind"].value_counts()
@@ -224,25 +222,13 @@ def attribution_graph(
         weights = [1.0, -1.0][: len(given)]
     value = run.explain(answers, weights)
     names = [f'"{output_text(model, number, tokens)}"' for number in answers]
-    return AttributionGraph(
-        token_texts(model, tokens),
-        tokens.tolist(),
-        " - ".join(names) if sum(weights) == 0 else ", ".join(names),
-        answers,
-        weights,
-        value,
-        *_tables(model, run, max_nodes),
-    )
-
-
-def _tables(model: HookedModel, run: Linearised, most: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The nodes, and the links between them."""
-    table, links, added = run.nodes(most)
-    table["influence"] = _influence(table, links)
-    rows: list[Any] = table.to_dict("records")
-    table.insert(0, "name", [_NAMES[row["kind"]].format(**row) for row in rows])
-    table["promotes"], table["suppresses"] = _read_out(model, run, added)
-    return table, links
+    nodes, links, added = run.nodes(max_nodes)
+    nodes["influence"] = _influence(nodes, links)
+    rows: list[Any] = nodes.to_dict("records")
+    nodes.insert(0, "name", [_NAMES[row["kind"]].format(**row) for row in rows])
+    nodes["promotes"], nodes["suppresses"] = _read_out(model, run, added)
+    texts, name = token_texts(model, tokens), (" - " if sum(weights) == 0 else ", ").join(names)
+    return AttributionGraph(texts, tokens.tolist(), name, answers, weights, value, nodes, links)
 
 
 def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:

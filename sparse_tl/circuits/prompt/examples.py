@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
+from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode, record
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.tokens import prompt_tokens, text_around
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
@@ -74,33 +74,26 @@ def find_examples(
     tokens = [prompt_tokens(model, text)[: adapter.n_ctx] for text in texts if len(text)]
     if not tokens:
         raise ValueError("there is no text to read")
-    layers, best = range(adapter.n_layers), dict[int, tuple[Tensor, Tensor]]()
-
-    def keep(text: int, layer: int, x: Tensor) -> None:
-        x = x if transcoders is None else transcoders.layers[layer].activations(x)
-        x = x.flatten(0, -2).float().cpu()
-        values, at = torch.stack([x, -x]).max(dim=1)
-        places = torch.stack([torch.full_like(at, text), at], dim=-1).int()[..., None, :]
-        values = values[..., None]
-        if layer in best:
-            values = torch.cat([best[layer][0], values], dim=-1)
-            places = torch.cat([best[layer][1], places], dim=-2)
-        values, order = values.sort(dim=-1, descending=True, stable=True)
-        places = places.take_along_dim(order[..., None], dim=-2)
-        best[layer] = values[..., :n], places[..., :n, :]
-
     point = "mlp.hook_post" if transcoders is None else transcoders.input_hook
+    names = [f"blocks.{layer}.{point}" for layer in range(adapter.n_layers)]
+    best: list[list[tuple[Tensor, Tensor]]] = [[] for _ in names]
     with tracked("reading texts", len(tokens), progress) as done:
         for text, row in enumerate(tokens):
-            hooks: list[Hook] = [
-                (f"blocks.{layer}.{point}", Order.LAST, partial(keep, text, layer))
-                for layer in layers
-            ]
-            with attached(adapter, hooks):
-                adapter.final(row[None].to(adapter.device))
+            kept, _ = record(adapter, row[None].to(adapter.device), names)
+            for layer, name in enumerate(names):
+                x = kept.pop(name)
+                x = x if transcoders is None else transcoders.layers[layer].activations(x)
+                x = x.flatten(0, -2).float().cpu()
+                values, at = torch.stack([x, -x]).max(dim=1)
+                places = torch.stack([torch.full_like(at, text), at], dim=-1).int()
+                best[layer].append((values[..., None], places[..., None, :]))
+                values, places = (torch.cat(each, dim=2) for each in zip(*best[layer], strict=True))
+                values, order = values.sort(dim=-1, descending=True, stable=True)
+                places = places.take_along_dim(order[..., None], dim=-2)
+                best[layer] = [(values[..., :n], places[..., :n, :])]
             done()
     kind = "neuron" if transcoders is None else "feature"
-    return Examples(kind, tokens, *zip(*(best[layer] for layer in layers), strict=True))
+    return Examples(kind, tokens, *zip(*(found for (found,) in best), strict=True))
 
 
 @checked
@@ -118,19 +111,18 @@ def with_examples(
         graph: its graph.
         examples: of `find_examples`, or of `load_examples` in `sparse_tl.zoo`.
     """
-    nodes, column = graph.nodes.copy(), list[list[tuple[str, str, str, float]]]()
-    for node in nodes.to_dict("records"):
-        column.append([])
+
+    def shown(node: Mapping[Any, Any]) -> list[tuple[str, str, str, float]]:
         if node["kind"] != examples.kind:
-            continue
+            return []
         layer, sign, unit = node["layer"], int(node["activation"] < 0), node["index"]
-        values, places = (
-            of_layers[layer][sign, unit].tolist()
-            for of_layers in (examples.values, examples.places)
-        )
-        for value, (text, at) in zip(values, places, strict=True):
+        values, places = examples.values[layer][sign, unit], examples.places[layer][sign, unit]
+        found = list[tuple[str, str, str, float]]()
+        for value, (text, at) in zip(values.tolist(), places.tolist(), strict=True):
             before, token, after = text_around(model, examples.tokens[text], at)
             activation = -value if sign else value
-            column[-1].append((before[-_BEFORE:], token, after[:_AFTER], activation))
-    nodes["examples"] = pd.Series(column, index=nodes.index)
-    return replace(graph, nodes=nodes)
+            found.append((before[-_BEFORE:], token, after[:_AFTER], activation))
+        return found
+
+    column = pd.Series([*map(shown, graph.nodes.to_dict("records"))], index=graph.nodes.index)
+    return replace(graph, nodes=graph.nodes.assign(examples=column))

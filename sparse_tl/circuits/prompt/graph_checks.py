@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -13,19 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import (
-    Hook,
-    HookedModel,
-    Order,
-    adapt,
-    attached,
-    in_evaluation_mode,
-)
+from sparse_tl.backend import Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.linearised import target_value
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
 from sparse_tl.circuits.prompt.transcoders import Basis, feature_hooks, transcoders_of
-from sparse_tl.results import Result
+from sparse_tl.results import NONE, Result
 
 _MOST_GATES = 2**24
 """Maximum number of gates in one pass."""
@@ -85,14 +78,17 @@ def check_graph(
         graph: its graph.
         basis: that of the graph.
         n: number of nodes.
+
+    Raises:
+        ValueError: the target is not the graph's in this model, or the basis is another one.
     """
     run, parts = GraphRun(model, graph, basis), _parts(graph.to_pandas())[:n]
     rows = max(1, _MOST_GATES // sum(gates.numel() for gates in run.gates([{}])))
-    (clean, _), exact = run.values(run.gates([{}])), list[float]()
+    exact = list[float]()
     for first in range(0, len(parts), rows):
         removed = [{name: 0.0} for name in parts["name"][first : first + rows]]
         values, _ = run.values(run.gates(removed))
-        exact += (values - clean).tolist()
+        exact += (values - run.whole[0]).tolist()
     columns = {"name": parts["name"], "predicted": -parts["flow"], "exact": exact}
     return GraphCheck(pd.DataFrame(columns).reset_index(drop=True))
 
@@ -112,16 +108,14 @@ def graph_effect(
 
     All attention edges, neurons, features and errors outside the graph have their values on a
     corrupted prompt: ``(m(graph) - m(corrupted)) / (m(prompt) - m(corrupted))``, where m is the
-    target. Norms and activation functions are those that the model then computes.
+    target. Norms and activation functions are those that the model then computes. Other arguments
+    and errors are those of `check_graph`.
 
     Args:
-        model: the model that the graph is of.
-        graph: its graph.
         corrupted: prompt of the same number of tokens.
-        basis: that of the graph.
         patterns: attention patterns of the edges in the graph: those that the model computes in
-            this run, or those of the graph's prompt. A graph does not say why heads attend where
-            they do; the difference is what that leaves out.
+            this run, or those of the graph's prompt. The difference is what a graph leaves out: why
+            heads attend where they do.
 
     Raises:
         ValueError: the corrupted prompt is shorter, or its target is the same.
@@ -133,7 +127,7 @@ def graph_effect(
             "give one of the same length"
         )
     low, others = run.values(run.gates([{}]), other[: len(run.tokens)])
-    high, own = run.values(run.gates([{}]))
+    high, own = run.whole
     if bool(high == low):
         raise ValueError("the target is the same on both prompts, so that there is no effect")
     frozen = {name: own[name] for name in own if name.endswith("pattern") and patterns != "run"}
@@ -154,14 +148,12 @@ def scale_nodes(
 ) -> tuple[float, float]:
     """The target in the model, and in the model with some nodes scaled, all at once.
 
-    As in `check_graph`, everything after them is computed by the model.
+    Everything after them is computed by the model. Other arguments and errors are those of
+    `check_graph`.
 
     Args:
-        model: the model that the graph is of.
-        graph: its graph.
         factors: what attention edges, neurons, features or errors are multiplied by, by name; 0
             removes a node.
-        basis: that of the graph.
 
     Raises:
         ValueError: the graph has no such node, or it is an embedding or the target.
@@ -169,8 +161,8 @@ def scale_nodes(
     if unknown := factors.keys() - set(_parts(graph.nodes)["name"]):
         raise ValueError(f"the graph has no node {', '.join(sorted(unknown))} to scale")
     run = GraphRun(model, graph, basis)
-    before, after = run.values(run.gates([{}, factors]))[0].tolist()
-    return before, after
+    after, _ = run.values(run.gates([factors]))
+    return run.whole[0].item(), after.item()
 
 
 def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
@@ -178,20 +170,16 @@ def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
     return nodes[~nodes["kind"].isin(["embedding", "target"])]
 
 
-class Gates(NamedTuple):
-    """What attention edges, neurons or features, and errors are multiplied by, in every row."""
-
-    edges: Float[Tensor, "row layer head query key"]
-    units: Float[Tensor, "row layer pos unit"]
-    errors: Float[Tensor, "row layer pos"]
+Gates = tuple[Float[Tensor, "row layer head query key"], Float[Tensor, "row layer pos unit"]]
+"""What attention edges, and neurons or features, are multiplied by in every row; with transcoders,
+the last unit of a layer is their error."""
 
 
 class GraphRun:
     """Runs of a model with gates on its attention edges, neurons or features, and errors.
 
-    Args:
-        model: the model.
-        graph: its graph; `basis` is that of the graph.
+    The graph is one of this model, `basis` that of the graph, and `whole` the `values` without
+    gates. Errors are those of `check_graph`.
     """
 
     def __init__(self, model: HookedModel, graph: AttributionGraph, basis: Basis) -> None:
@@ -200,17 +188,25 @@ class GraphRun:
         self.transcoders = transcoders_of(basis, self.adapter)
         self.n_units = self.adapter.model.cfg.d_mlp or 0
         if self.transcoders is not None:
-            self.n_units = max(len(layer.encoder) for layer in self.transcoders.layers)
+            self.n_units = 1 + max(len(layer.encoder) for layer in self.transcoders.layers)
         other = "feature" if self.transcoders is None else "neuron"
         if (graph.nodes["kind"] == other).any():
             raise ValueError(f"the graph has {other}s: pass the basis= that it was made with")
+        self.whole = self.values(self.gates([{}]))
+        found, before = self.whole[0].item(), graph.value
+        # With a soft cap, the graph's target is before it.
+        capped = self.adapter.model.cfg.output_logits_soft_cap > 0
+        if not capped and abs(found - before) > 0.02 * (1 + abs(before)):
+            raise ValueError(
+                f"the graph's target was {before:.3f} logits, and is {found:.3f} in this model: "
+                "pass the model, and the hooks, that the graph was made with"
+            )
 
     def gates(self, rows: Sequence[Mapping[str, float]], default: float = 1.0) -> Gates:
         """In each row, the gates of some nodes by name; all others are `default`."""
-        n, layers, adapter = len(self.tokens), self.adapter.n_layers, self.adapter
-        edges = torch.full((len(rows), layers, adapter.n_heads, n, n), default)
+        n, layers = len(self.tokens), self.adapter.n_layers
+        edges = torch.full((len(rows), layers, self.adapter.n_heads, n, n), default)
         units = torch.full((len(rows), layers, n, self.n_units), default)
-        errors = torch.full((len(rows), layers, n), default)
         nodes: dict[Any, Any] = self.graph.nodes.set_index("name").to_dict("index")
         for row, given in enumerate(rows):
             for name, gate in given.items():
@@ -218,19 +214,17 @@ class GraphRun:
                 layer, index, position = node["layer"], node["index"], node["position"]
                 if node["kind"] == "attention edge":
                     edges[row, layer, index, position, node["source"]] = gate
-                elif node["kind"] == "error":
-                    errors[row, layer, position] = gate
                 else:
-                    units[row, layer, position, index] = gate
-        return Gates(edges, units, errors)
+                    units[row, layer, position, -1 if node["kind"] == "error" else index] = gate
+        return edges, units
 
     def values(
         self,
         gates: Gates,
         tokens: Int[Tensor, " pos"] | None = None,
         *,
-        others: Mapping[str, Tensor] | None = None,
-        patterns: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, Tensor] = NONE,
+        patterns: Mapping[str, Tensor] = NONE,
     ) -> tuple[Float[Tensor, " row"], dict[str, Tensor]]:
         """The target in each row of gates, after a soft cap, and the values that gates multiplied.
 
@@ -240,52 +234,41 @@ class GraphRun:
             others: the other values, from an earlier run; 0 by default.
             patterns: attention patterns that edges have in place of those of this run.
         """
-        tokens = self.tokens if tokens is None else tokens
-        self._gates = Gates(*(each.to(self.adapter.device, self.adapter.dtype) for each in gates))
-        self._others, self._patterns = others or {}, patterns or {}
-        self._seen = dict[str, Tensor]()
-        with attached(self.adapter, self._hooks()):
-            logits = self.model(tokens.expand(len(gates.edges), -1).to(self.adapter.device))
-        values = target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights)
-        return values, self._seen
+        tokens, adapter = self.tokens if tokens is None else tokens, self.adapter
+        edges, units = (each.to(adapter.device, adapter.dtype) for each in gates)
+        seen = dict[str, Tensor]()
 
-    def _hooks(self) -> list[Hook]:
+        def gated(name: str, value: Tensor, gate: Tensor) -> Tensor:
+            seen[name] = value
+            return gate * value + (1 - gate) * others.get(name, 0.0)
+
+        def attention(layer: int, z: Tensor) -> Tensor:
+            pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
+            gate, own = edges[:, layer], seen[pattern]
+            z = z + _moved(gate * patterns.get(pattern, own) - own, seen[v])
+            return z + _moved((1 - gate) * others[pattern], others[v]) if others else z
+
+        def unit(layer: int, found: Tensor) -> Tensor:
+            flat = found.view(len(units), len(tokens), -1)
+            gate = units[:, layer, :, : flat.shape[-1]]
+            return gated(f"units.{layer}", flat, gate).view(found.shape)
+
+        def error(layer: int, found: Tensor) -> Tensor:
+            return gated(f"errors.{layer}", found, units[:, layer, :, -1:])
+
         hooks: list[Hook] = []
         if self.transcoders is not None:
-            hooks += feature_hooks(self.adapter, self.transcoders, self._feature, self._error)
-        for layer in range(self.adapter.n_layers):
+            hooks += feature_hooks(adapter, self.transcoders, unit, error)
+        for layer in range(adapter.n_layers):
             block = f"blocks.{layer}"
             for name in (f"{block}.attn.hook_pattern", f"{block}.attn.hook_v"):
-                hooks.append((name, Order.LAST, partial(self._seen.__setitem__, name)))
-            hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(self._attention, layer)))
-            if self.adapter.has_mlps and self.transcoders is None:
-                hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(self._neurons, layer)))
-        return hooks
-
-    def _gated(self, name: str, value: Tensor, gate: Tensor) -> Tensor:
-        self._seen[name] = value
-        return gate * value + (1 - gate) * self._others.get(name, 0.0)
-
-    def _attention(self, layer: int, z: Tensor) -> Tensor:
-        pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
-        gate = self._gates.edges[:, layer]
-        own = self._seen[pattern]
-        z = z + _moved(gate * self._patterns.get(pattern, own) - own, self._seen[v])
-        if not self._others:
-            return z
-        return z + _moved((1 - gate) * self._others[pattern], self._others[v])
-
-    def _neurons(self, layer: int, post: Tensor) -> Tensor:
-        gate = self._gates.units[:, layer]
-        flat = post.view(*gate.shape)
-        return self._gated(f"blocks.{layer}.mlp.hook_post", flat, gate).view(post.shape)
-
-    def _feature(self, layer: int, found: Tensor) -> Tensor:
-        gate = self._gates.units[:, layer, :, : found.shape[-1]]
-        return self._gated(f"features.{layer}", found, gate)
-
-    def _error(self, layer: int, error: Tensor) -> Tensor:
-        return self._gated(f"errors.{layer}", error, self._gates.errors[:, layer, :, None])
+                hooks.append((name, Order.LAST, partial(seen.__setitem__, name)))
+            hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(attention, layer)))
+            if adapter.has_mlps and self.transcoders is None:
+                hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(unit, layer)))
+        with attached(adapter, hooks):
+            logits = self.model(tokens.expand(len(edges), -1).to(adapter.device))
+        return target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights), seen
 
 
 def _moved(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 import torch
@@ -27,7 +28,6 @@ from sparse_tl.backend import (
     relevance_rules,
 )
 from sparse_tl.circuits.prompt.transcoders import Transcoders, feature_hooks
-from sparse_tl.contexts import autograd
 
 
 def target_value(
@@ -46,71 +46,59 @@ what they add to the residual stream, at all layers together."""
 def _group(
     kind: str,
     layer: int,
-    depths: tuple[int, int],
     gradient: Float[Tensor, "node d_model"],
     added: Float[Tensor, "node d_model"],
     *,
     position: Int[Tensor, " node"],
     **columns: Tensor,
 ) -> _Group:
-    """Nodes of one kind and layer; by default they read at their own position.
-
-    `depths` are those at which they read and (first) write the residual stream; -1 if they do not.
-    Their ``column`` is that in `Linearised._flows_from`, by default their ``index``.
-    """
-    index = columns.get("index", torch.zeros_like(position))
-    columns = {"index": index, "position": position, "source": position, "column": index} | columns
+    """Nodes of one kind and layer; by default they read at their own position."""
+    index = torch.zeros_like(position)
+    columns = {"index": index, "position": position, "source": position} | columns
     lists = {name: values.tolist() for name, values in columns.items()}
-    same = {"kind": kind, "layer": layer, "reads": depths[0], "writes": depths[1]}
-    return pd.DataFrame({**same, **lists}), gradient.detach(), added.detach()
+    return pd.DataFrame({"kind": kind, "layer": layer, **lists}), gradient.detach(), added.detach()
 
 
 class Linearised:
     """A pass over a prompt with patterns, gates, scales of norms and activation ratios held fixed.
 
-    Args:
-        adapter: dense or sparse model.
-        tokens: the prompt, up to where the logits are read.
-        transcoders: their features are nodes in place of neurons.
+    The logits are read at its end. Features of transcoders are nodes in place of neurons.
     """
 
     def __init__(
-        self,
-        adapter: Adapter,
-        tokens: Int[Tensor, " pos"],
-        transcoders: Transcoders | None,
+        self, adapter: Adapter, tokens: Int[Tensor, " pos"], transcoders: Transcoders | None
     ) -> None:
         self.adapter, self.tokens, self.transcoders = adapter, tokens, transcoders
         _ = adapter.graph  # refuses models that are not the sum of their parts
         neurons = adapter.has_mlps and transcoders is None
         read = ["hook_resid_pre", "attn.hook_pattern", "attn.hook_v", "attn.hook_z"]
-        read += ["mlp_input", "hook_mlp_out"] * adapter.has_mlps + ["mlp.hook_post"] * neurons
-        names = [adapter.heads_point(layer) for layer in range(adapter.n_layers)]
+        read += ["mlp_input"] * adapter.has_mlps + ["mlp.hook_post"] * neurons
+        names = adapter.source_points()
         names += [f"blocks.{layer}.{name}" for layer in range(adapter.n_layers) for name in read]
-        hooks: list[Hook] = [
-            (name, Order.LAST, lambda pattern: pattern.detach())
-            for name in adapter.layer_points("attn.hook_pattern")
-        ]
-        self.features: dict[int, Float[Tensor, "1 pos feature"]] = {}
-        self.errors: dict[int, Float[Tensor, "1 pos d_model"]] = {}
+        patterns = adapter.layer_points("attn.hook_pattern")
+        hooks: list[Hook] = [(name, Order.LAST, Tensor.detach) for name in patterns]
+        features = dict[int, Float[Tensor, "1 pos feature"]]()
+        # What is given at each position: by layer, the errors of its features; at -1, embeddings.
+        self._given = dict[int, Float[Tensor, "1 pos d_model"]]()
         if transcoders is not None:
-            keep = self.features.setdefault, lambda n, x: self.errors.setdefault(n, x.detach())
+            keep = features.setdefault, lambda n, x: self._given.setdefault(n, x.detach())
             hooks += feature_hooks(adapter, transcoders, *keep)
         batch = tokens[None].to(adapter.device)
         with attached(adapter, hooks), relevance_rules(adapter):
-            self._kept, final = record(adapter, batch, [*dict.fromkeys(names)], differentiable=True)
+            self._kept, final = record(adapter, batch, names, differentiable=True)
         check_numbers(adapter, final)
         self.final = final[0, -1]
         if transcoders is not None:
-            self._take_features(transcoders)
+            self._take_features(transcoders, features)
+        self._given[-1] = self._kept[EMBEDDED].detach()
 
-    def _take_features(self, transcoders: Transcoders) -> None:
+    def _take_features(self, transcoders: Transcoders, features: dict[int, Tensor]) -> None:
         """Let features take the place of neurons, if they are what MLPs add to the stream."""
         ratios = list[Tensor]()
-        for layer, error in self.errors.items():
-            self._kept[f"blocks.{layer}.mlp.hook_post"] = self.features[layer]
+        for layer, error in self._given.items():
+            self._kept[f"blocks.{layer}.mlp.hook_post"] = features[layer]
             output = self._kept[f"blocks.{layer}.hook_mlp_out"]
-            if not torch.allclose(transcoders.written(layer, self.features) + error, output):
+            if not torch.allclose(transcoders.written(layer, features) + error, output):
                 raise ValueError(
                     f"the output hook of the transcoders is not what the MLP of layer {layer} adds "
                     "to the residual stream: a norm or a gate comes after it"
@@ -124,7 +112,6 @@ class Linearised:
                 stacklevel=6,
             )
 
-    @autograd(True)
     def explain(self, answers: Sequence[int], weights: Sequence[float]) -> float:
         """Take a target, compute its gradients, and return its value.
 
@@ -138,19 +125,12 @@ class Linearised:
         if norm.bias is not None:
             constant = constant + norm.bias.detach() @ direction
         self.value = value.detach() + constant
-        layers = range(self.adapter.n_layers)
-        names = [EMBEDDED, *(f"blocks.{layer}.attn.hook_z" for layer in layers)]
-        if self.adapter.has_mlps:
-            names += [f"blocks.{layer}.hook_mlp_out" for layer in layers]
-            names += [f"blocks.{layer}.mlp.hook_post" for layer in layers]
+        read = {name: x for name, x in self._kept.items() if x.requires_grad}
+        read["final"] = self.final
         found = torch.autograd.grad(
-            value,
-            [self.final, *(self._kept[name] for name in names)],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
+            value, [*read.values()], retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        self._slope = dict(zip(["final", *names], found, strict=True))
+        self._slope = dict(zip(read, found, strict=True))
         return self.value.item()
 
     # ---- nodes -----------------------------------------------------------------------------------
@@ -163,55 +143,43 @@ class Linearised:
             are numbers; their links; and what each node adds to the residual stream, at all layers
             together.
         """
-        adapter, layers, n = self.adapter, range(self.adapter.n_layers), len(self.tokens)
-        edges = [self.edge_flows(layer) for layer in layers]
-        units = [self.unit_flows(layer) for layer in layers if adapter.has_mlps]
-        errors = [self.error_flows(layer) for layer in self.errors]
-        sizes = torch.cat([flow.abs().flatten() for flow in (*edges, *units, *errors)])
+        layers, n = range(self.adapter.n_layers), len(self.tokens)
+        kinds: list[Any] = [(self.edge_flows, self._edges)]
+        kinds += [(self.unit_flows, self._units)] * self.adapter.has_mlps
+        kinds += [(self._given_flows, self._given_nodes)] * (self.transcoders is not None)
+        found = [(nodes, layer, flows(layer)) for layer in layers for flows, nodes in kinds]
+        sizes = torch.cat([flows.abs().flatten() for *_, flows in found])
         least = sizes.topk(min(most, len(sizes))).values[-1]
         least = least.clamp(min=torch.finfo(sizes.dtype).tiny)
-        embedded = self._kept[EMBEDDED][0].detach()
-        groups = [
-            _group(
-                *("embedding", -1, (-1, 0), torch.zeros_like(embedded), embedded),
-                position=torch.arange(n),
-                activation=embedded.norm(dim=1),
-                flow=(embedded * self._slope[EMBEDDED][0]).sum(dim=1),
-            )
-        ]
-        for layer in layers:
-            groups.append(self._edges(layer, edges[layer], least))
-            if adapter.has_mlps:
-                groups.append(self._units(layer, units[layer], least))
-            if self.errors:
-                groups.append(self._errors(layer, errors[layer], least))
-        gradient, value = self._slope["final"][None], self.value[None]
-        groups.append(
-            _group(
-                *("target", adapter.n_layers, (2 * adapter.n_layers + 1, -1), gradient),
-                torch.zeros_like(gradient),
-                position=torch.tensor([n - 1]),
-                activation=value,
-                flow=value,
-            )
-        )
+        groups = [self._given_nodes(-1, self._given_flows(-1), torch.arange(n))]
+        for nodes, layer, flows in found:
+            places = (flows.abs() >= least).nonzero(as_tuple=True)
+            groups.append(nodes(layer, flows[places], *places))
+        gradient, value, end = self._slope["final"][None], self.value[None], torch.tensor([n - 1])
+        target = ("target", len(layers), gradient, torch.zeros_like(gradient))
+        groups.append(_group(*target, position=end, activation=value, flow=value))
         tables, gradients, added = zip(*(g for g in groups if len(g[0])), strict=True)
         table = pd.concat(tables, ignore_index=True)
-        links = self._links(table, torch.cat(gradients))
-        return table.drop(columns=["column", "reads", "writes"]), links, torch.cat(added)
+        return table, self._links(table, torch.cat(gradients)), torch.cat(added)
 
     @torch.no_grad()
     def _links(self, table: pd.DataFrame, gradient: Float[Tensor, "node d_model"]) -> pd.DataFrame:
         """The links; adds columns of ``constant``, ``left_out`` and ``inputs`` to the nodes."""
-        names = ("position", "source", "column", "reads", "writes")
-        position, at, column, reads, writes = (
-            torch.tensor(table[name].to_numpy()).to(gradient.device) for name in names
+        kinds = [table["kind"] == kind for kind in ("attention edge", "error")]
+        columns = [table[name] for name in ("layer", "index", "position", "source")]
+        edge, error, layer, index, position, at = (
+            torch.tensor(each.to_numpy()).to(gradient.device) for each in (*kinds, *columns)
         )
+        # Embeddings write at depth 0, the attention of layer l at 2 l + 1, its MLP at 2 l + 2.
+        writes = 2 * layer + 2 - edge.long()
+        reads = (2 * layer + 2 - (edge | self.adapter.parallel).long()).where(~error, 0)
+        # Of all that writes there, in `_flows_from`; an error is the last.
+        column = index.where(~edge, index * len(self.tokens) + at).where(~error, -1)
         into, inputs, from_nodes = (gradient.new_zeros(len(table)) for _ in range(3))
         links = list[tuple[Tensor, Tensor, Tensor]]()
         for depth in range(2 * self.adapter.n_layers + 1):
             later = (reads > depth).nonzero()[:, 0]
-            flows = self._flows_from(depth, gradient[later], at[later], reads[later])
+            flows = self._flows_from(depth, gradient[later], at[later], layer[later])
             into[later] += flows.sum(dim=1)
             inputs[later] += flows.abs().sum(dim=1)
             kept = (writes == depth).nonzero()[:, 0]
@@ -219,7 +187,7 @@ class Linearised:
             links.append((kept[start], later[end], flows[end, column[kept[start]]]))
         source, target, flow = (torch.cat(each) for each in zip(*links, strict=True))
         from_nodes.index_add_(0, target, flow)
-        table["constant"] = (table["flow"] - into.tolist()).where(table["reads"] >= 0, 0.0)
+        table["constant"] = (table["flow"] - into.tolist()).where((reads > 0).cpu().numpy(), 0.0)
         table["left_out"] = (into - from_nodes).tolist()
         table["inputs"] = inputs.tolist()
         some = flow != 0
@@ -231,31 +199,27 @@ class Linearised:
         depth: int,
         gradient: Float[Tensor, "node d_model"],
         at: Int[Tensor, " node"],
-        reads: Int[Tensor, " node"],
+        layers: Int[Tensor, " node"],
     ) -> Float[Tensor, "node column"]:
         """The flows into nodes from all that writes at a depth, at the positions that they read."""
         layer = (depth - 1) // 2
-        if depth == 0:
-            embedded = self._kept[EMBEDDED][0].detach()
-            return (embedded[at] * gradient).sum(dim=1, keepdim=True)
         if depth % 2:
             pattern, values = self._at(layer, "attn.hook_pattern"), self._values(layer)
             weight = self.adapter.W_O(layer).detach().to(gradient.dtype)
             towards = torch.einsum("hdm,nm->nhd", weight, gradient)
             flows = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
             return flows.flatten(1) * self._attention_scale(layer)[at, None]
-        if not self.adapter.has_mlps:
-            return gradient[:, :0]
-        coefficients, directions = self._written(layer)
-        n_read = ((reads - depth + 1) // 2).clamp(max=directions.shape[1])
-        flows = coefficients[at]
-        for n in n_read.unique().tolist():
-            rows = (n_read == n).nonzero()[:, 0]
-            flows[rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
-        if not self.errors:
-            return flows
-        of_error = (self.errors[layer][0, at] * gradient).sum(dim=1, keepdim=True)
-        return torch.cat([flows, of_error], dim=1)
+        found = [gradient[:, :0]]
+        if layer >= 0 and self.adapter.has_mlps:
+            coefficients, directions = self._written(layer)
+            n_read = (layers - layer).clamp(max=directions.shape[1])
+            found.append(coefficients[at])
+            for n in n_read.unique().tolist():
+                rows = (n_read == n).nonzero()[:, 0]
+                found[-1][rows] *= gradient[rows] @ directions[:, :n].sum(dim=1).T
+        if layer in self._given:
+            found.append((self._given[layer][0, at] * gradient).sum(dim=1, keepdim=True))
+        return torch.cat(found, dim=1)
 
     def _at(self, layer: int, name: str) -> Tensor:
         """A value of the prompt at a hook point of a layer, as a constant."""
@@ -272,10 +236,10 @@ class Linearised:
         values, slope = self._unit_values(layer)
         return values[0].detach() * slope
 
-    def error_flows(self, layer: int) -> Float[Tensor, " pos"]:
-        """The flow of what a layer's features do not explain."""
-        slope = self._slope[f"blocks.{layer}.hook_mlp_out"][0]
-        return (self.errors[layer][0] * slope).sum(dim=1)
+    def _given_flows(self, layer: int) -> Float[Tensor, " pos"]:
+        """The flow of embeddings, at layer -1, or of what a layer's features do not explain."""
+        slope = self._slope[EMBEDDED if layer < 0 else f"blocks.{layer}.hook_mlp_out"]
+        return (self._given[layer][0] * slope[0]).sum(dim=1)
 
     def _values(self, layer: int) -> Float[Tensor, "pos head d_head"]:
         """The values that heads move; several heads may share one."""
@@ -307,9 +271,8 @@ class Linearised:
         directions = neuron_directions(self.adapter, layer).detach().to(out.dtype)
         return coefficients, directions[:, None]
 
-    def _edges(self, layer: int, flows: Float[Tensor, "head query key"], least: Tensor) -> _Group:
-        head, query, key = (flows.abs() >= least).nonzero(as_tuple=True)
-        weight, flow = (x[head, query, key] for x in (self._at(layer, "attn.hook_pattern"), flows))
+    def _edges(self, layer: int, flow: Tensor, head: Tensor, query: Tensor, key: Tensor) -> _Group:
+        weight = self._at(layer, "attn.hook_pattern")[head, query, key]
         z, scale = self._at(layer, "attn.hook_z"), self._attention_scale(layer)
         moved = (weight * scale[query])[:, None] * self._values(layer)[key, head]
         out = torch.einsum("nd,ndm->nm", moved, self.adapter.W_O(layer).detach().to(z.dtype)[head])
@@ -319,44 +282,25 @@ class Linearised:
         slope = weight[:, None] * self._slope[f"blocks.{layer}.attn.hook_z"][0][query, head]
         stream = self._kept[f"blocks.{layer}.hook_resid_pre"]
         gradient = _pulled_back(v, stream, key, head // shared, slope)
-        return _group(
-            *("attention edge", layer, (2 * layer + 1, 2 * layer + 1), gradient, out),
-            index=head,
-            column=head * len(self.tokens) + key,
-            position=query,
-            source=key,
-            activation=weight,
-            flow=flow,
-        )
+        group, places = ("attention edge", layer, gradient, out), {"position": query, "source": key}
+        return _group(*group, index=head, **places, activation=weight, flow=flow)
 
-    def _units(self, layer: int, flows: Float[Tensor, "pos unit"], least: Tensor) -> _Group:
+    def _units(self, layer: int, flow: Tensor, position: Tensor, unit: Tensor) -> _Group:
         values, slope = self._unit_values(layer)
-        position, unit = (flows.abs() >= least).nonzero(as_tuple=True)
         stream = self._kept[f"blocks.{layer}.mlp_input"]
         gradient = _pulled_back(values, stream, position, unit, slope[position, unit])
         coefficients, directions = self._written(layer)
         last = min(directions.shape[1], self.adapter.n_layers - layer)
         added = coefficients[position, unit, None] * directions[unit, :last].sum(dim=1)
-        depth = 2 * layer + 2
-        return _group(
-            "neuron" if self.transcoders is None else "feature",
-            *(layer, (depth - self.adapter.parallel, depth), gradient, added.to(stream.dtype)),
-            index=unit,
-            position=position,
-            activation=values[0].detach()[position, unit],
-            flow=flows[position, unit],
-        )
+        kind = "neuron" if self.transcoders is None else "feature"
+        group = (kind, layer, gradient, added.to(stream.dtype))
+        active = values[0].detach()[position, unit]
+        return _group(*group, index=unit, position=position, activation=active, flow=flow)
 
-    def _errors(self, layer: int, flows: Float[Tensor, " pos"], least: Tensor) -> _Group:
-        position = (flows.abs() >= least).nonzero()[:, 0]
-        error = self.errors[layer][0, position]
-        return _group(
-            *("error", layer, (-1, 2 * layer + 2), torch.zeros_like(error), error),
-            column=torch.full_like(position, self.features[layer].shape[-1]),
-            position=position,
-            activation=error.norm(dim=1),
-            flow=flows[position],
-        )
+    def _given_nodes(self, layer: int, flow: Tensor, position: Tensor) -> _Group:
+        given = self._given[layer][0, position]
+        group = ("embedding" if layer < 0 else "error", layer, torch.zeros_like(given), given)
+        return _group(*group, position=position, activation=given.norm(dim=1), flow=flow)
 
 
 def _pulled_back(

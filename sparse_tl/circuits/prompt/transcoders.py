@@ -225,7 +225,7 @@ def _of_tracer(folder: Path) -> Transcoders:
 
 def _of_lens(folders: Sequence[Path]) -> Transcoders:
     """Transcoders in SAELens's format."""
-    found = dict[int, Transcoders]()
+    found, made = dict[int, Transcoder](), set[tuple[str, str, str]]()
     for folder in folders:
         path = folder / _LENS_CONFIG
         if not path.is_file():
@@ -248,21 +248,18 @@ def _of_lens(folders: Sequence[Path]) -> Transcoders:
         tensors = read_tensors(folder / _LENS_WEIGHTS)
         if "W_enc" in tensors:
             tensors["W_enc"] = tensors["W_enc"].T
-        layer, name = (
-            _transcoder(folder / _LENS_WEIGHTS, tensors),
-            str(said.get("model_name") or ""),
-        )
-        found[int(match[1])] = Transcoders(match[2], match[3], [layer], name)
+        found[int(match[1])] = _transcoder(folder / _LENS_WEIGHTS, tensors)
+        made.add((match[2], match[3], str(said.get("model_name") or "")))
     numbers = sorted(found)
     if numbers != [*range(len(folders) or 1)]:
         raise ValueError(
             f"these are transcoders of layers {', '.join(map(str, numbers))}: give one of each "
             "layer, from 0"
         )
-    made = {(each.input_hook, each.output_hook, each.model_name) for each in found.values()}
     if len(made) > 1:
         raise ValueError(f"these transcoders are of different models or hook points: {made}")
-    return replace(found[0], layers=[found[number].layers[0] for number in numbers])
+    read, written, name = made.pop()
+    return Transcoders(read, written, [found[number] for number in numbers], name)
 
 
 def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:

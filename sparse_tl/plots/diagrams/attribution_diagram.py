@@ -1,8 +1,7 @@
 """Attribution graphs as diagrams: columns are tokens, rows are layers, links are flows.
 
 The figure is a component diagram (`sparse_tl.plots.diagrams.component_diagram`), whose page it
-shares: click a node for its card, follow its inputs and outputs, pin, label, note, group nodes to
-supernodes, search, change the number of nodes, compare two models, save what is shown.
+shares.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import AttributionGraph
@@ -22,12 +23,10 @@ from sparse_tl.plots.diagrams.component_diagram import (
     diagram_of,
     panel_of,
     read_view,
+    shown_texts,
 )
 from sparse_tl.plots.page.rendering import Surround, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _KINDS = {"embedding": "input", "attention edge": "head", "target": "logits"}
 """The shape of each kind of node; that of all others is an MLP's."""
@@ -103,7 +102,7 @@ def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str,
     rows, labels = dict[str, Any](), dict[str, str]()
     for graph in panels.values():
         tokens = [visible_text(token[:20]) for token in graph.tokens]
-        for node in _records(graph):
+        for node in graph.nodes.to_dict("records"):
             name, kind, layer = node["name"], node["kind"], node["layer"]
             step = {"embedding": 0, "target": _LAST, "attention edge": 2 + 3 * layer}
             at = node["position"], None if kind in ("embedding", "target") else layer
@@ -119,25 +118,19 @@ def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str,
     return sorted(rows.values(), key=lambda row: (row[2], row[3], row[0])), labels
 
 
-def _records(graph: AttributionGraph) -> list[Any]:
-    """The nodes of a graph as dictionaries."""
-    return graph.nodes.to_dict("records")
-
-
 def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict[str, Any]:
     """The links of one graph between these nodes, with their influence and paths."""
-    names, kinds = list(graph.nodes["name"]), list(graph.nodes["kind"])
-    links = _shown(graph.links)
-    flows = links["flow"].tolist()
-    ends = list(zip(links["source"], links["target"], strict=True))
+    names, links = list(graph.nodes["name"]), [*_shown(graph.links).itertuples(index=False)]
     paths = PathGraph(
-        tuple(SimpleNamespace(kind=_KINDS.get(kind, kind)) for kind in kinds),
+        tuple(SimpleNamespace(kind=_KINDS.get(kind, kind)) for kind in graph.nodes["kind"]),
         tuple(
             Link(source, target, "", edge, abs(flow))
-            for edge, ((source, target), flow) in enumerate(zip(ends, flows, strict=True))
+            for edge, (source, target, flow) in enumerate(links)
         ),
-        tuple(f"{names[source]} \N{RIGHTWARDS ARROW} {names[target]}" for source, target in ends),
-        tuple(flows),
+        tuple(
+            f"{names[source]} \N{RIGHTWARDS ARROW} {names[target]}" for source, target, _ in links
+        ),
+        tuple(flow for *_, flow in links),
     )
     return {
         **panel_of(name, paths, [index[node] for node in names]),
@@ -146,20 +139,18 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
         "existing": None,
         "sign": 1,
         "roles": {},
-        "facts": {node["name"]: _facts(graph, node) for node in _records(graph)},
+        "facts": {row["name"]: _facts(graph, row) for row in graph.nodes.to_dict("records")},
     }
 
 
 def _shown(links: pd.DataFrame) -> pd.DataFrame:
     """The strongest links, and the strongest into and out of each node."""
     by_flow = links.sort_values("flow", key=abs, ascending=False, kind="stable")
-    kept = {*by_flow.index[:MOST_EDGES]}
-    for end in ("source", "target"):
-        kept.update(by_flow.drop_duplicates(end).index)
-    return links.loc[sorted(kept)]
+    kept = [by_flow[:MOST_EDGES], *(by_flow.drop_duplicates(end) for end in ("source", "target"))]
+    return links[links.index.isin(pd.concat(kept).index)]
 
 
-def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(graph: AttributionGraph, node: Mapping[Any, Any]) -> dict[str, Any]:
     """What the card of a node says."""
     kind = node["kind"]
     values = [("kind", kind), ("flow to the target", f"{node['flow']:+.3g} logits")]
@@ -174,10 +165,7 @@ def _facts(graph: AttributionGraph, node: Mapping[str, Any]) -> dict[str, Any]:
         values.append(("from what is left out", f"{node['left_out']:+.2g}"))
     return {
         "values": values,
-        "lists": [
-            (word, [visible_text(token[:40]) for token in node[word]])
-            for word in ("promotes", "suppresses")
-        ],
+        "lists": [(word, shown_texts(node[word])) for word in ("promotes", "suppresses")],
         "examples": [
             [*map(running_text, example[:3]), f"{example[3]:.3g}"]
             for example in node.get("examples") or []

@@ -383,8 +383,8 @@ def _listed(result: NeuronEffects) -> dict[str, Any]:
                 "effect": row["effect"],
                 "means": [row["clean"], row["corrupted"]],
                 "tokens": [_shown(token) for token in result.tokens[row["neuron"]]],
-                "promotes": _texts(result.promotes[row["neuron"]]),
-                "suppresses": _texts(result.suppresses[row["neuron"]]),
+                "promotes": shown_texts(result.promotes[row["neuron"]]),
+                "suppresses": shown_texts(result.suppresses[row["neuron"]]),
             }
             for row in rows
         ],
@@ -396,7 +396,8 @@ def _shown(token: DrivingToken) -> dict[str, Any]:
     return {"text": [*map(running_text, parts)], "values": [token.clean, token.corrupted]}
 
 
-def _texts(tokens: Sequence[str]) -> list[str]:
+def shown_texts(tokens: Sequence[str]) -> list[str]:
+    """Tokens as the card of a node lists them."""
     return [visible_text(token[:_TOKEN]) for token in tokens]
 
 

@@ -20,7 +20,7 @@ function captionOf(data, view, panel) {
     return `${count(0)} links only in ${a}, ${count(1)} only in ${b}, ${count(null)} in both`;
   }
   const held = panel.names.length;
-  const of = held < panel.kept ? `${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
+  const of = held < panel.kept ? `the ${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
   const by = view.by === "influence" ? "influence" : `|${data.words.value}|`;
   const whole = panel.existing === null ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
