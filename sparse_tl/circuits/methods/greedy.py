@@ -53,7 +53,7 @@ FINE = 1 / 4
 SHARES = (0, 1 / 2)
 """Fractions of a group that are kept."""
 ADDED, ROUNDS = (0.01, 0.02, 0.04, 0.08), 2
-"""Edges that one gradient adds, as fractions of those there; and the largest number of gradients."""
+"""Edges that one gradient adds, as fractions of those there; and the most gradients."""
 
 
 class SearchedPairs:
@@ -99,9 +99,9 @@ class SearchedPairs:
         return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
 
     def larger(
-        self, mask: Bool[Tensor, ...], deadline: float = math.inf
-    ) -> list[tuple[Bool[Tensor, ...], float]]:
-        """A circuit and larger ones by forward selection, until one explains it all; and effects."""
+        self, mask: Bool[Tensor, "*axes"], deadline: float = math.inf
+    ) -> list[tuple[Bool[Tensor, "*axes"], float]]:
+        """A circuit and larger ones by forward selection, until one explains all; and effects."""
         found = [(mask, self.effects(mask[None])[0])]
         for _ in range(ROUNDS):
             if found[-1][1] >= 1 or time.monotonic() > deadline:
