@@ -329,5 +329,5 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
     ]
     found = run.findings[0]
     assert "all 3 edges explain 0.50 (0.50 to 0.50) of the effect" in found
-    assert "the 1 shown first 0.50" in found and "only the 2 that help" in found
+    assert "the 1 shown first 0.50" in found and "only the 2 whose scores" in found
     assert found.endswith(" Mover: a1.h0.")
