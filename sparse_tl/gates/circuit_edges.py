@@ -463,12 +463,12 @@ class _Changes:
             return
         start = 0
         for part in self._parts:
-            if start < count:
-                stop = min(start + len(part), count)
+            stop = min(start + len(part), count)
+            if bisect_left(used, start) < bisect_left(used, stop):
                 # The gradient of a slice is as large as what it is taken from.
                 whole = stop - start == len(part)
                 yield range(start, stop), part if whole else part[: stop - start]
-                start = stop
+            start += len(part)
 
     def _check(self, batch: int, pos: int) -> None:
         if self._spans is not None and self._at.shape != (batch, pos):

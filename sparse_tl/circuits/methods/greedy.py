@@ -37,7 +37,6 @@ from sparse_tl.backend import SLOTS, Hook, Order, attached, evaluation_mode, fro
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.contexts import autograd
-from sparse_tl.data import PromptPairs
 from sparse_tl.gates import GatedRun
 from sparse_tl.gates.sites import GatedPass
 from sparse_tl.graph import CircuitGraph
@@ -88,11 +87,8 @@ class SearchedPairs:
         """The derivative of the explained effect by every gate, under a circuit."""
         total = torch.zeros(mask.shape, dtype=torch.float64)
         for batch, run in self.runs:
-            total += gate_gradient(run, mask, lambda logits, of=batch: self._total(logits, of))
+            total += gate_gradient(run, mask, partial(measure, self.metric, pairs=batch))
         return total / (self.clean - self.none).sum()
-
-    def _total(self, logits: Tensor, batch: PromptPairs) -> Float[Tensor, ""]:
-        return measure(self.metric, logits, batch).sum()
 
     def connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         """A circuit without parts that have no effect."""
@@ -119,9 +115,9 @@ class SearchedPairs:
 def gate_gradient(
     run: GatedRun,
     mask: Bool[Tensor, "source destination"],
-    value: Callable[[Tensor], Tensor],
+    values: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "source destination"]:
-    """The derivative of a function of the logits by the gate of every circuit edge, at a circuit.
+    """The derivative of a sum of values by the gate of every circuit edge, under a circuit.
 
     What v reads is ``residual + sum_u (1 - gate[u, v]) change_u``. So the derivative is minus the
     product of the change and the gradient at what v reads, which takes one backward pass of the
@@ -143,7 +139,7 @@ def gate_gradient(
     def probed(name: str, order: Order = Order.FIRST) -> Hook:
         return name, order, partial(probe, name)
 
-    with autograd(True):
+    with autograd(True):  # separate changes are then kept part by part, none overwritten
         hooks = site.hooks(adapter, mask[None].to(changes), run.patch, GatedPass(1))
     for layer in range(adapter.n_layers):
         hooks.append((f"blocks.{layer}.hook_resid_pre", Order.LAST, partial(keep, layer)))
@@ -155,7 +151,7 @@ def gate_gradient(
     core = adapter.core
     with autograd(True), frozen(core), attached(adapter, hooks), evaluation_mode(adapter.model):
         final = adapter.final(run.tokens, read=run.read, attention_mask=run.attention_mask)
-        total = value(adapter.logits(final[run.read][:, None])[:, 0])
+        total = values(adapter.logits(final[run.read][:, None])[:, 0]).sum()
         gradients = dict(zip(probes, torch.autograd.grad(total, [*probes.values()]), strict=True))
     found = torch.zeros(mask.shape, dtype=torch.float64)
 

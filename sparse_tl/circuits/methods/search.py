@@ -423,7 +423,7 @@ def _selected(
             judged = judge()
             judged.add(Circuit(scores.grid, mask) for mask in [scores.grid.exists, *near])
             size = len(judged.best)
-            step(f"{size:,}")
+            step(f"{size:,}" if size < most else "falls short")
         if size < most:
             return judged
         now = time.monotonic()
