@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,24 @@ def browser() -> Iterator[Any]:
         chromium = playwright.chromium.launch(executable_path=path, args=switches)
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_browser_for_images() -> None:
+    """Images of plots are drawn in one browser, since each takes three seconds to start."""
+    import kaleido
+
+    class Shared(AbstractAsyncContextManager[Any]):
+        def __init__(self, n: int) -> None:
+            kaleido.start_sync_server(n=n, silence_warnings=True)
+
+        async def calc_fig(self, *args: Any, **options: Any) -> bytes:
+            return kaleido.calc_fig_sync(*args, **options)
+
+        async def __aexit__(self, *error: object) -> None:
+            pass
+
+    kaleido.Kaleido = Shared  # type: ignore[misc]
 
 
 @pytest.fixture(scope="session")

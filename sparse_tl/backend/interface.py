@@ -6,7 +6,7 @@ Only adapters read parameters, start passes or copy models. Each kind of model h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from sparse_tl.backend.hook_points import (
     read_call,
     selecting,
 )
-from sparse_tl.backend.numerics import Norm
+from sparse_tl.backend.numerics import Norm, precise
 from sparse_tl.graph import CircuitGraph, Slot
 
 NormPlace = Literal["attn", "mlp", "after_attn", "after_mlp"]
@@ -360,6 +360,22 @@ class Adapter(ABC):
         flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
         out = None if out is None else out.view(len(weight), flat.shape[1], -1)
         return torch.bmm(flat, weight, out=out).view(len(weight), *z.shape[:2], -1)
+
+    def values_by_head(
+        self, v: Float[Tensor, "*batch kv_head d_head"]
+    ) -> Float[Tensor, "*batch head d_head"]:
+        """The value that each head moves, from those at ``hook_v``; several heads may share one."""
+        return v.repeat_interleave(self.n_heads // v.shape[-2], dim=-2)
+
+    def attention_scale(
+        self, layer: int, values: Mapping[str, Tensor]
+    ) -> Float[Tensor, "batch query"]:
+        """What the heads' output, at ``hook_z``, is multiplied by to give the value at
+        `heads_point`: 1 but in models that normalise what attention writes."""
+        names = f"blocks.{layer}.attn.hook_z", self.heads_point(layer)
+        z, written = (precise(values[name].detach()).flatten(-2) for name in names)
+        scale = (z * written).sum(dim=-1) / z.square().sum(dim=-1).clamp(min=1e-30)
+        return scale.to(values[names[0]].dtype)
 
     # ---- as a whole ------------------------------------------------------------------------------
 

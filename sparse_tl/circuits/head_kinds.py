@@ -337,7 +337,7 @@ def _heads_values(
         pattern, values, z = (
             kept[f"blocks.{layer}.attn.hook_{at}"] for at in ("pattern", "v", "z")
         )
-        values = values.repeat_interleave(adapter.n_heads // values.shape[2], dim=2)
+        values = adapter.values_by_head(values)
         error = (torch.einsum("bhqk,bkhd->bqhd", pattern.to(values), values) - z).abs().max()
         if not error <= tolerance(values.dtype) * values.abs().max():
             raise ValueError(
@@ -358,12 +358,7 @@ def _moved(
     rows, ends = torch.arange(len(batch), device=final.device), batch.positions
     final, moved = final[rows, ends].double(), list[Tensor]()
     for layer, pattern, values in _heads_values(adapter, kept):
-        z, written = (
-            kept[name][rows, ends].double()
-            for name in (f"blocks.{layer}.attn.hook_z", adapter.heads_point(layer))
-        )
-        # If a norm follows attention, what heads write is z divided by a scale.
-        factor = (written * z).sum(dim=(1, 2)) / z.square().sum(dim=(1, 2)).clamp(min=1e-30)
+        factor = adapter.attention_scale(layer, kept)[rows, ends].double()
         attention = pattern[rows, :, ends].double()
         parts = [
             torch.einsum("pk,phk,pkhd,p->phd", mask.double(), attention, values.double(), factor)

@@ -78,8 +78,8 @@ class Forced:
         pair: the pair of each row.
         ends: position of each row's last token.
         read: the positions that are read.
-        where: label of each token of the right answers and, after them, the wrong ones; 0 at
-            padding.
+        where: label of each token of the right answers and, after them, the wrong ones; any label
+            at padding.
         spans: the span of every token, if the pairs have spans.
     """
 
@@ -346,8 +346,11 @@ class PromptPairs(Rows):
     @cached_property
     def forced(self) -> Forced:
         """The rows that a model runs: see `Forced`."""
+        device, n_more = self.clean.device, self.tokens.shape[2] - 1
         rows, where, n_labels = list[tuple[int, int, Tokens]](), list[list[int]](), 0
-        for pair, both in enumerate(self.tokens.tolist()):
+        if not n_more:  # the prompts are the rows, whatever the answers: there can be many
+            rows = [(pair, 0, ()) for pair in range(len(self))]
+        for pair, both in enumerate(self.tokens.tolist() if n_more else ()):
             answers = [tuple(token for token in answer if token != NO_TOKEN) for answer in both]
             labels = dict[Tokens, int]()  # by the tokens of an answer that come before
             befores = dict.fromkeys(answer[:-1] for answer in answers)
@@ -362,8 +365,9 @@ class PromptPairs(Rows):
                     f"row {pair}: an answer begins with another one, {begun[0]}, which includes "
                     "it: leave out one of them"
                 )
-            where += ([labels[answer[:n]] for n in range(len(answer))] for answer in answers)
-        device, n_more = self.clean.device, self.tokens.shape[2] - 1
+            for answer in answers:
+                at = [labels[answer[:n]] for n in range(len(answer))]
+                where.append(at + [0] * (n_more + 1 - len(at)))
         columns = [*zip(*rows, strict=True)]
         pair, first = (torch.tensor(column, device=device) for column in columns[:2])
         before = padded([[*before, NO_TOKEN] for before in columns[2]], NO_TOKEN).to(device)
@@ -375,10 +379,9 @@ class PromptPairs(Rows):
             for prompts in (self.clean, self.corrupted)
         )
         read = (n >= first[:, None]) & (n <= length[:, None])
-        at = padded([[*labels, *[0] * (n_more + 1 - len(labels))] for labels in where], 0)
-        spans = self.spans and self.spans.select(pair)
-        at = at.view(self.tokens.shape).to(device)
-        return Forced(clean, corrupted, pair, ends + length, read, at, spans)
+        shape, spans = self.tokens.shape, self.spans and self.spans.select(pair)
+        at = torch.tensor(where).view(shape) if n_more else pair[:, None, None].expand(shape)
+        return Forced(clean, corrupted, pair, ends + length, read, at.to(device), spans)
 
     def read(self, logits: Float[Tensor, "row pos vocab"]) -> Float[Tensor, "label vocab"]:
         """The logits that metrics read, of the rows `forced.clean`.

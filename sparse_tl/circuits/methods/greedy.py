@@ -95,12 +95,12 @@ class SearchedPairs:
         return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
 
     def larger(
-        self, mask: Bool[Tensor, "*axes"], deadline: float = math.inf
+        self, mask: Bool[Tensor, "*axes"], most: float = 1.0, deadline: float = math.inf
     ) -> list[tuple[Bool[Tensor, "*axes"], float]]:
-        """A circuit and larger ones by forward selection, until one explains all; and effects."""
+        """A circuit and larger ones by forward selection up to an effect `most`; their effects."""
         found = [(mask, self.effects(mask[None])[0])]
         for _ in range(ROUNDS):
-            if found[-1][1] >= 1 or time.monotonic() > deadline:
+            if found[-1][1] >= most or time.monotonic() > deadline:
                 break
             mask = found[-1][0]
             gain = self.gradient(mask).masked_fill(mask | ~self.grid.exists, 0)

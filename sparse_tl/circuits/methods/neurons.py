@@ -36,7 +36,7 @@ from sparse_tl.circuits.circuit import Circuit, check_grid
 from sparse_tl.circuits.evaluation import positions_of
 from sparse_tl.circuits.methods.attribution import AttributionPasses, ReadGradients
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
-from sparse_tl.circuits.prompt.tokens import LISTED, largest_outputs, text_around
+from sparse_tl.circuits.prompt.tokens import LISTED, read_out, text_around
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
@@ -180,12 +180,8 @@ def neuron_effects(
     patched = _patch(runs, metric, node, reads, directions, chosen, progress)
     effect = torch.full_like(score, torch.nan).index_copy(0, chosen, patched)
     clean, corrupted = (each.double().mean(dim=0) for each in peaks[2:])
-    # What the directions of neurons add to the logits, up to the scale of the final norm.
-    weight, _ = adapter.unembedding()
-    norm = adapter.final_norm
-    directions = norm.centred(directions[chosen.to(weight.device)])
-    directions = directions if norm.weight is None else directions * norm.weight
-    added = (directions @ weight).detach().cpu().double() * clean[chosen, None].sign()
+    written = directions[chosen.to(directions.device)] * clean[chosen, None].sign().to(directions)
+    promoted, suppressed = read_out(model, written, written)  # any scale has the same order
     names = {neuron: f"{node}.n{neuron}" for neuron in chosen.tolist()}
     tokens = {
         name: _tokens(model, pairs, *(each[:, neuron] for each in peaks))
@@ -200,8 +196,8 @@ def neuron_effects(
         clean=clean,
         corrupted=corrupted,
         tokens=tokens,
-        promotes=dict(zip(names.values(), largest_outputs(model, added), strict=True)),
-        suppresses=dict(zip(names.values(), largest_outputs(model, -added), strict=True)),
+        promotes=dict(zip(names.values(), promoted, strict=True)),
+        suppresses=dict(zip(names.values(), suppressed, strict=True)),
         prompt_start=pairs.start,
     )
 

@@ -418,7 +418,7 @@ def _selected(
             break
         began, start = now, start_of(size)
         with tracked(f"adding to the best {len(start):,}", 1, progress) as step:
-            found = pairs.larger(start.mask, deadline)
+            found = pairs.larger(start.mask, 1 + window, deadline)
             near = [mask for mask, effect in found if abs(effect - 1) <= window]
             judged = judge()
             judged.add(Circuit(scores.grid, mask) for mask in [scores.grid.exists, *near])

@@ -485,15 +485,14 @@ def _carried(
     Reference: Kobayashi et al., arXiv 2004.10102, who compare these norms with attention. The
     division is an addition of this package, to make layers comparable.
     """
-    parts = (kept[point][0] for point in _carried_points(adapter, layer))
-    stream, pattern, v, z, written = (part.to(adapter.gate_dtype) for part in parts)
+    parts = [kept[point][0] for point in _carried_points(adapter, layer)[:3]]
+    parts += [adapter.attention_scale(layer, kept)[0]]
+    stream, pattern, v, scale = (part.to(adapter.gate_dtype) for part in parts)
     weight = adapter.W_O(layer).to(v)
     # |v W_O| from products of the rows of W_O: [key, head, d_model] does not fit for long prompts.
     products = weight @ weight.mT
-    v = v.repeat_interleave(adapter.n_heads // v.shape[1], dim=1)
+    v = adapter.values_by_head(v)
     sizes = torch.einsum("khd,hde,khe->hk", v, products, v).clamp(min=0).sqrt()
-    # Some models normalise what attention writes, with a scale for each query.
-    scale = written.flatten(1).norm(dim=1) / z.flatten(1).norm(dim=1).clamp(min=1e-30)
     writes = pattern * sizes[:, None, :] * scale[:, None]
     whole = stream.norm(dim=-1) + writes.sum(dim=(0, 2))
     return writes / whole.clamp(min=1e-30)[:, None]

@@ -41,9 +41,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
@@ -51,17 +48,16 @@ from sparse_tl.circuits.prompt.linearised import Linearised
 from sparse_tl.circuits.prompt.tokens import (
     Prompt,
     Token,
-    largest_outputs,
     output_number,
     output_text,
     prompt_tokens,
+    read_out,
     token_texts,
 )
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
 from sparse_tl.contexts import autograd
 from sparse_tl.results import Result
 
-_AT_ONCE = 64
 _NAMES = {
     "embedding": "embedding@{position}",
     "attention edge": "a{layer}.h{index}@{position}<-{source}",
@@ -226,7 +222,9 @@ def attribution_graph(
     nodes["influence"] = _influence(nodes, links)
     rows: list[Any] = nodes.to_dict("records")
     nodes.insert(0, "name", [_NAMES[row["kind"]].format(**row) for row in rows])
-    nodes["promotes"], nodes["suppresses"] = _read_out(model, run, added)
+    promoted, suppressed = read_out(model, added, run.final.detach()[None])
+    for column, texts in ("promotes", promoted), ("suppresses", suppressed):
+        nodes[column] = [*texts[:-1], []]  # the target writes nothing
     texts, name = token_texts(model, tokens), (" - " if sum(weights) == 0 else ", ").join(names)
     return AttributionGraph(texts, tokens.tolist(), name, answers, weights, value, nodes, links)
 
@@ -239,17 +237,3 @@ def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:
     for source, target, flow in last_first.itertuples(index=False):
         influence[source] += influence[target] * abs(flow) / inputs[target]
     return influence
-
-
-@torch.no_grad()
-def _read_out(
-    model: HookedModel, run: Linearised, added: Float[Tensor, "node d_model"]
-) -> tuple[list[list[str]], list[list[str]]]:
-    """The tokens whose logits a summand of the final stream raises most, and lowers most."""
-    weight, _ = run.adapter.unembedding()
-    promoted, suppressed = list[list[str]](), list[list[str]]()
-    for rows in added.to(weight).split(_AT_ONCE):
-        logits = run.adapter.final_norm.share(rows, run.final.detach()) @ weight
-        promoted += largest_outputs(model, logits)
-        suppressed += largest_outputs(model, -logits)
-    return [*promoted[:-1], []], [*suppressed[:-1], []]  # the target writes nothing

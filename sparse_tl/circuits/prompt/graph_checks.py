@@ -242,11 +242,14 @@ class GraphRun:
             seen[name] = value
             return gate * value + (1 - gate) * others.get(name, 0.0)
 
+        def moved(pattern: Tensor, v: Tensor) -> Tensor:
+            return torch.einsum("bhqk,bkhd->bqhd", pattern, adapter.values_by_head(v))
+
         def attention(layer: int, z: Tensor) -> Tensor:
             pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
             gate, own = edges[:, layer], seen[pattern]
-            z = z + _moved(gate * patterns.get(pattern, own) - own, seen[v])
-            return z + _moved((1 - gate) * others[pattern], others[v]) if others else z
+            z = z + moved(gate * patterns.get(pattern, own) - own, seen[v])
+            return z + moved((1 - gate) * others[pattern], others[v]) if others else z
 
         def unit(layer: int, found: Tensor) -> Tensor:
             flat = found.view(len(units), len(tokens), -1)
@@ -269,10 +272,3 @@ class GraphRun:
         with attached(adapter, hooks):
             logits = self.model(tokens.expand(len(edges), -1).to(adapter.device))
         return target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights), seen
-
-
-def _moved(
-    pattern: Float[Tensor, "row head query key"], v: Float[Tensor, "#row key kv_head d_head"]
-) -> Float[Tensor, "row query head d_head"]:
-    v = v.repeat_interleave(pattern.shape[1] // v.shape[2], dim=2)
-    return torch.einsum("bhqk,bkhd->bqhd", pattern, v.expand(len(pattern), -1, -1, -1))

@@ -208,7 +208,7 @@ class Linearised:
             weight = self.adapter.W_O(layer).detach().to(gradient.dtype)
             towards = torch.einsum("hdm,nm->nhd", weight, gradient)
             flows = torch.einsum("khd,nhd->nhk", values, towards) * pattern[:, at].transpose(0, 1)
-            return flows.flatten(1) * self._attention_scale(layer)[at, None]
+            return flows.flatten(1) * self.adapter.attention_scale(layer, self._kept)[0, at, None]
         found = [gradient[:, :0]]
         if layer >= 0 and self.adapter.has_mlps:
             coefficients, directions = self._written(layer)
@@ -242,18 +242,8 @@ class Linearised:
         return (self._given[layer][0] * slope[0]).sum(dim=1)
 
     def _values(self, layer: int) -> Float[Tensor, "pos head d_head"]:
-        """The values that heads move; several heads may share one."""
-        v = self._at(layer, "attn.hook_v")
-        return v.repeat_interleave(self.adapter.n_heads // v.shape[1], dim=1)
-
-    def _attention_scale(self, layer: int) -> Float[Tensor, " pos"]:
-        """What the heads' output at each query is multiplied by before ``W_O``.
-
-        It is 1 but in models that normalise what attention writes.
-        """
-        z, written = self._at(layer, "attn.hook_z"), self._kept[self.adapter.heads_point(layer)][0]
-        sizes = (each.detach().flatten(1).norm(dim=1) for each in (written, z))
-        return torch.div(*sizes).nan_to_num()
+        """The values that heads move."""
+        return self.adapter.values_by_head(self._at(layer, "attn.hook_v"))
 
     def _unit_values(self, layer: int) -> tuple[Float[Tensor, "1 pos unit"], Tensor]:
         """The activations of a layer's neurons or features, and the slope of the target by them."""
@@ -273,9 +263,9 @@ class Linearised:
 
     def _edges(self, layer: int, flow: Tensor, head: Tensor, query: Tensor, key: Tensor) -> _Group:
         weight = self._at(layer, "attn.hook_pattern")[head, query, key]
-        z, scale = self._at(layer, "attn.hook_z"), self._attention_scale(layer)
-        moved = (weight * scale[query])[:, None] * self._values(layer)[key, head]
-        out = torch.einsum("nd,ndm->nm", moved, self.adapter.W_O(layer).detach().to(z.dtype)[head])
+        scale = self.adapter.attention_scale(layer, self._kept)[0, query]
+        moved = (weight * scale)[:, None] * self._values(layer)[key, head]
+        out = torch.einsum("nd,ndm->nm", moved, self.adapter.W_O(layer).detach().to(moved)[head])
         # By the value that is moved, and from there by the stream at the key.
         v = self._kept[f"blocks.{layer}.attn.hook_v"]
         shared = self.adapter.n_heads // v.shape[2]

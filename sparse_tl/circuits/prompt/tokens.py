@@ -20,6 +20,7 @@ Token = str | int
 """Text or number of a token."""
 LISTED = 5
 """Number of tokens in each list of those that a part promotes or suppresses."""
+_AT_ONCE, _NO_TOKENS = 64, torch.zeros(0, dtype=torch.long)
 Answers = Token | Sequence[Token]
 """One token for all targets, or one token per target."""
 
@@ -75,13 +76,22 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
     return prompts.next_text(model.tokenizer, before.tolist(), output)
 
 
-def largest_outputs(model: HookedModel, values: Float[Tensor, "row vocab"]) -> list[list[str]]:
-    """The texts of the outputs with the largest values in each row."""
-    texts, no_tokens = dict[int, str](), torch.zeros(0, dtype=torch.long)
-    best = values.topk(min(LISTED, values.shape[1])).indices
-    for output in best.unique().tolist():
-        texts[output] = output_text(model, output, no_tokens)
-    return [[texts[output] for output in row] for row in best.tolist()]
+@torch.no_grad()
+def read_out(
+    model: HookedModel,
+    added: Float[Tensor, "row d_model"],
+    residual: Float[Tensor, "#row d_model"],
+) -> tuple[list[list[str]], list[list[str]]]:
+    """The texts of the outputs whose logits a summand of the final residual stream raises most, and
+    lowers most; the whole stream sets the scale of the final norm."""
+    (weight, _), norm = adapt(model).unembedding(), adapt(model).final_norm
+    found: tuple[list[list[str]], list[list[str]]] = [], []
+    for rows in norm.share(added, residual).to(weight).split(_AT_ONCE):
+        logits = rows @ weight
+        for texts, values in zip(found, (logits, -logits), strict=True):
+            for row in values.topk(min(LISTED, values.shape[1])).indices.tolist():
+                texts.append([output_text(model, output, _NO_TOKENS) for output in row])
+    return found
 
 
 def output_number(model: HookedModel, answer: Token) -> int:

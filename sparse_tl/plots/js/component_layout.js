@@ -84,7 +84,7 @@ function nodeWidths(nodes, used, links, labels, room) {
   }));
 }
 
-// Every column has room for its nodes with the trunks beside them and, if that fits or makes the
+// Every column has room for its nodes with the trunks beside them and, as far as that fits or makes the
 // figure little wider, for its heading.
 function columnEnds(used, column, widths, [left, right], headings) {
   const nColumns = headings.length || 1, [total, widest, count] = [0, 0, 0].map((n) => Array(nColumns).fill(n));
@@ -99,7 +99,8 @@ function columnEnds(used, column, widths, [left, right], headings) {
   const wider = headings.map((text, c) =>
     Math.max(least[c], Math.min(1.1 * textWidth(text, 12) + 8, WIDEST_HEADING)));
   const most = Math.max(right - left, MOST_WIDENED * sum(least));
-  if (sum(wider) <= most && headings.length) least = wider;
+  const share = Math.min(1, (most - sum(least)) / (sum(wider) - sum(least) || 1));
+  if (headings.length) least = least.map((width, c) => width + share * (wider[c] - width));
   const spare = Math.max(0, right - left - sum(least)), shares = total.map(Math.sqrt);
   const whole = sum(shares) || 1;
   let end = left;
