@@ -253,14 +253,14 @@ def evaluate_heads(
     """The explained effect (faithfulness) of circuits of the best-scored heads, by size.
 
     The arguments are those of `evaluate_circuit_edges`, without `signed`. By default, `sizes` are
-    all sizes up to 32 heads, and eight per doubling beyond.
+    all sizes up to 32 heads, and two per doubling beyond.
 
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
     """
     check_grid(adapt(model).graph, scores.grid, HeadGrid)
     if sizes is None:
-        sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
+        sizes = log_sizes(scores.grid.n_parts, all_up_to=32)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 

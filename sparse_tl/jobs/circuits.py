@@ -165,7 +165,7 @@ def measure(
     seconds: float | None = None,
     **options: Any,
 ) -> None:
-    """Save scores and a circuit from the first half of the pairs; from the second curves, and what
+    """Save a circuit and scores from the first half of the pairs; from the second curves, and what
     the circuit explains; what heads do; and the model's skill at the task.
 
     Each result is saved as soon as it is computed, and loaded if an earlier call saved it. Other
@@ -174,16 +174,19 @@ def measure(
     """
     half = len(pairs) // 2
     scoring, held_out = pairs.select(slice(half)), pairs.select(slice(half, None))
+    find = partial(find_circuit, model, scoring, metric, held_out=held_out, at=LEVEL, **options)
+    found = saved(folder / FOUND, FoundCircuit, partial(find, seconds=seconds))
     for parts, attribute, evaluate_top in (
         ("circuit_edge", attribute_circuit_edges, evaluate_circuit_edges),
         ("head", attribute_heads, evaluate_heads),
     ):
         score = partial(attribute, model, scoring, metric, method=method, **options)
-        scores = saved(folder / f"{parts}_scores", Scores, score)
+        known = parts == "circuit_edge" and method == found.scores.method
+        scores = saved(
+            folder / f"{parts}_scores", Scores, (lambda: found.scores) if known else score
+        )
         judge = partial(evaluate_top, model, held_out, metric, scores, **options)
         _ = saved(folder / f"{parts}s", Evaluation, judge).effect  # raises where there is none
-    find = partial(find_circuit, model, scoring, metric, held_out=held_out, at=LEVEL, **options)
-    found = saved(folder / FOUND, FoundCircuit, partial(find, seconds=seconds))
     draw = partial(_drawn, model, scoring, metric, found, **options)
     drawn = saved(folder / DRAWN, Circuit, draw)
     both = [shown_first(drawn, found.scores), found.circuit]

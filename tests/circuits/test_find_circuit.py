@@ -282,7 +282,7 @@ def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
     pairs, graph = random_pairs(), adapt(small).graph
     scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
     mask = scores.top(graph.n_edges // 3).connected().mask
-    gradient = searched.gradient(mask)
+    gradient, _ = searched.gradient(mask)
     closed = (graph.exists & ~mask).nonzero()
     step, found = 1e-5, list[float]()
     for place in closed[:: max(1, len(closed) // 30)].tolist():
@@ -296,6 +296,24 @@ def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
     assert sum(abs(value) > 1e-4 for value in found) > 10
 
 
+def test_standard_errors_of_gradients_are_those_over_single_pairs(
+    small: Model, searched: SearchedPairs
+) -> None:
+    mask, alone = searched.grid.exists & (torch.rand(searched.grid.exists.shape) > 0.5), []
+    gradient, error = searched.gradient(mask)
+    whole = (searched.clean - searched.none).mean()
+    for pair in random_pairs().split(1):
+        runs = PairRuns(small, CircuitEdges(), pair, "corrupted", 1)
+        of_one = SearchedPairs(runs, logit_difference, searched.grid)
+        of_pair, none = of_one.gradient(mask)
+        assert not none.any()
+        alone.append(of_pair * (of_one.clean - of_one.none) / whole)
+    found = torch.stack(alone)
+    torch.testing.assert_close(gradient, found.mean(dim=0))
+    torch.testing.assert_close(error, found.std(dim=0) / len(found) ** 0.5)
+    assert error.any()
+
+
 def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPairs) -> None:
     """Each circuit contains the one before; the last explains all, unless the gradients end."""
     scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
@@ -303,7 +321,8 @@ def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPa
     (first, effect), *larger = found = searched.larger(start)
     assert torch.equal(first, start)
     assert effect < 1
-    gain = searched.gradient(start).masked_fill(start | ~searched.grid.exists, 0)
+    gain, error = searched.gradient(start)
+    gain = (gain - error).masked_fill(start | ~searched.grid.exists, 0)
     best = gain.flatten().argsort(descending=True)[: int((larger[0][0] & ~start).count_nonzero())]
     assert (larger[0][0] & ~start).flatten()[best].all()
     for (mask, _), (more, value) in pairwise(found):
@@ -347,7 +366,7 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
         now[0] += len(args[2])
         return evaluated(*args)
 
-    def slow_gradient(own: SearchedPairs, mask: Tensor) -> Tensor:
+    def slow_gradient(own: SearchedPairs, mask: Tensor) -> tuple[Tensor, Tensor]:
         now[0] += 3
         return gradient(own, mask)
 

@@ -17,8 +17,9 @@ the time left, unless no coarser group can be dropped at any price.
 
 *Forward selection* (`SearchedPairs.larger`) adds to a circuit C those edges outside of it that
 would raise its explained effect most, to first order: by ``d effect(C) / d gate`` of the closed
-gates, on the mean over pairs. Since each edge changes what others do, the gradient is taken anew
-when the largest share of `ADDED` was added.
+gates, the mean over pairs minus its standard error, since what helps all pairs a little is more
+likely to help others. Since each edge changes what others do, the gradient is taken anew when the
+largest share of `ADDED` was added.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from sparse_tl.backend import SLOTS, Hook, Order, attached, evaluation_mode, fro
 from sparse_tl.circuits.circuit import Circuit, Grid, Scores
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.contexts import autograd
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates import GatedRun
 from sparse_tl.gates.sites import GatedPass
 from sparse_tl.graph import CircuitGraph
@@ -51,7 +53,7 @@ FINE = 1 / 4
 """Maximum fraction of the time left that finer groups may take: the price has yet to rise."""
 SHARES = (0, 1 / 2)
 """Fractions of a group that are kept."""
-ADDED, ROUNDS = (0.01, 0.02, 0.04, 0.08), 2
+ADDED, ROUNDS = (0.01, 0.02, 0.03, 0.04, 0.08), 3
 """Edges that one gradient adds, as fractions of those there; and the most gradients."""
 
 
@@ -83,12 +85,16 @@ class SearchedPairs:
 
     def gradient(
         self, mask: Bool[Tensor, "source destination"]
-    ) -> Float[Tensor, "source destination"]:
-        """The derivative of the explained effect by every gate, under a circuit."""
-        total = torch.zeros(mask.shape, dtype=torch.float64)
+    ) -> tuple[Float[Tensor, "source destination"], Float[Tensor, "source destination"]]:
+        """The derivative of the explained effect by every gate, under a circuit, and its standard
+        error over pairs."""
+        moments = torch.zeros(2, *mask.shape, dtype=torch.float64)
         for batch, run in self.runs:
-            total += gate_gradient(run, mask, partial(measure, self.metric, pairs=batch))
-        return total / (self.clean - self.none).sum()
+            moments += gate_gradient(run, mask, partial(measure, self.metric, pairs=batch), batch)
+        (mean, square), n = moments / len(self.clean), len(self.clean)
+        error = ((square - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt()
+        whole = (self.clean - self.none).mean()
+        return mean / whole, error / whole.abs()
 
     def connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
         """A circuit without parts that have no effect."""
@@ -103,7 +109,8 @@ class SearchedPairs:
             if found[-1][1] >= most or time.monotonic() > deadline:
                 break
             mask = found[-1][0]
-            gain = self.gradient(mask).masked_fill(mask | ~self.grid.exists, 0)
+            gain, error = self.gradient(mask)
+            gain = (gain - error).masked_fill(mask | ~self.grid.exists, 0)
             order = gain.flatten().argsort(descending=True)[: int((gain > 0).count_nonzero())]
             ends = [math.ceil(share * int(mask.count_nonzero())) for share in ADDED]
             more = [mask.flatten().index_fill(0, order[:end], True) for end in ends]
@@ -116,8 +123,10 @@ def gate_gradient(
     run: GatedRun,
     mask: Bool[Tensor, "source destination"],
     values: Callable[[Tensor], Tensor],
-) -> Float[Tensor, "source destination"]:
-    """The derivative of a sum of values by the gate of every circuit edge, under a circuit.
+    pairs: PromptPairs,
+) -> Float[Tensor, "two source destination"]:
+    """The derivative of each pair's value by the gate of every circuit edge, under a circuit: the
+    sum over pairs, and that of squares.
 
     What v reads is ``residual + sum_u (1 - gate[u, v]) change_u``. So the derivative is minus the
     product of the change and the gradient at what v reads, which takes one backward pass of the
@@ -153,33 +162,39 @@ def gate_gradient(
         final = adapter.final(run.tokens, read=run.read, attention_mask=run.attention_mask)
         total = values(adapter.logits(final[run.read][:, None])[:, 0]).sum()
         gradients = dict(zip(probes, torch.autograd.grad(total, [*probes.values()]), strict=True))
-    found = torch.zeros(mask.shape, dtype=torch.float64)
+    found = torch.zeros(2, *mask.shape, dtype=torch.float64)
 
-    def contract(columns: slice, gradient: Float[Tensor, "destination batch pos d_model"]) -> None:
+    def contract(columns: slice, gradient: Float[Tensor, "destination row pos d_model"]) -> None:
         n = graph.n_sources_before(graph.destinations[columns][0].node)
-        products = changes[:n].flatten(1) @ gradient.flatten(1).T
-        found[:n, columns] = -products.cpu().double()
+        change, slope = (x.flatten(2).transpose(0, 1) for x in (changes[:n], gradient))
+        by_row = torch.bmm(change, slope.mT).cpu().double()
+        by_pair = by_row.new_zeros(len(pairs), *by_row.shape[1:])
+        by_pair.index_add_(0, pairs.forced.pair.cpu(), -by_row)
+        found[:, :n, columns] = torch.stack([by_pair.sum(dim=0), by_pair.square().sum(dim=0)])
 
-    closed = (graph.exists & ~mask).to(changes)
+    # Many terms: half precision would lose them one by one.
+    exact = torch.promote_types(changes.dtype, torch.float32)
+    everything, n = torch.zeros_like(changes[0], dtype=exact), 0
     for group in graph.groups:
-        layer = graph.layer((0, group.columns.start))
+        layer, columns = graph.layer((0, group.columns.start)), group.columns
         if not group.n_kv_heads:
-            contract(group.columns, gradients[f"blocks.{layer}.mlp_input"][None])
+            contract(columns, gradients[f"blocks.{layer}.mlp_input"][None])
             continue
-        norm, start = adapter.norm(layer, "attn"), group.columns.start
+        before, n = n, graph.n_sources_before(graph.destinations[columns.start].node)
+        everything += changes[before:n].sum(dim=0)
+        # Of a small circuit, the few open edges are read from memory, not the many closed ones.
+        rows = mask[:n, columns].any(dim=1).nonzero()[:, 0]
+        opened = mask[rows, columns].T.to(changes) @ changes[rows].flatten(1)
+        reads = entering[layer] + everything - opened.unflatten(1, changes.shape[1:])
+        by_head = list[Tensor]()
         for slot in SLOTS:
             weight, _ = adapter.qkv(layer, slot)
-            columns = slice(start, start + len(weight))
-            n = graph.n_sources_before(graph.destinations[columns.start].node)
-            reads = closed[:n, columns].T @ changes[:n].flatten(1)
-            reads = entering[layer] + reads.unflatten(1, changes.shape[1:])
             at = gradients[adapter.read_point(layer, slot)].to(reads.dtype)
-            with autograd(True):
-                reads.requires_grad_()
-                normed = norm(reads)
-            by_head = torch.einsum("bphe,hde->hbpd", at, weight.to(at.dtype))
-            contract(columns, torch.autograd.grad(normed, reads, by_head)[0])
-            start = columns.stop
+            by_head.append(torch.einsum("bphe,hde->hbpd", at, weight.to(at.dtype)))
+        with autograd(True):
+            reads.requires_grad_()
+            normed = adapter.norm(layer, "attn")(reads)
+        contract(columns, torch.autograd.grad(normed, reads, torch.cat(by_head))[0])
     contract(slice(len(graph.destinations) - 1, None), gradients[last][None])
     return found
 

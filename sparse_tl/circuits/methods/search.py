@@ -294,11 +294,11 @@ def _rankings(
     if parts == "circuit_edges":
         scores = attribute_circuit_edges(model, pairs, metric, by_pair=True, **options)
         strength = replace(scores, values=scores.values.abs().mean(dim=0))
-        sizes = log_sizes(max(1, int(strength.values.count_nonzero())))
+        sizes = log_sizes(max(1, int(strength.values.count_nonzero())), per_doubling=1)
         ranking = _Ranking(strength, sizes, time.monotonic() - began)
         return {"eap-ig": ranking}, replace(scores, values=scores.mean())
     scores = attribute_heads(model, pairs, metric, **options)
-    sizes = log_sizes(scores.grid.n_parts, per_doubling=8, all_up_to=32)
+    sizes = log_sizes(scores.grid.n_parts, all_up_to=32)
     middle = time.monotonic()
     grid = adapt(model).graph.heads
     effects = patch_exactly(model, pairs, metric, grid.names(grid.places), **options)
@@ -398,8 +398,9 @@ def _selected(
 ) -> _Judged | None:
     """The first forward selection that reaches the level with fewer edges than `most`.
 
-    Each starts from more of the best edges than the one before. Only circuits whose effect on the
-    pairs of the search is as near to 1 as `at`, or as `MARGIN`, are run on held-out pairs.
+    Each starts from more of the best edges than the one before. Only circuits that explain at least
+    `at` on the pairs of the search, and exceed 1 by at most twice what `at` lacks, or `MARGIN`, are
+    run on held-out pairs, where they explain less: they were selected on the others.
     """
 
     def start_of(size: int) -> Circuit:
@@ -408,7 +409,7 @@ def _selected(
     def effect_of(size: int) -> float:
         return pairs.effects(start_of(size).mask[None])[0]
 
-    sizes, first, window = log_sizes(most)[:-1], FIRST * at, max(1 - at, MARGIN)
+    sizes, first, limit = log_sizes(most)[:-1], FIRST * at, 1 + 2 * max(1 - at, MARGIN)
     if time.monotonic() > deadline:
         return None
     sizes = sizes[bisect_left(sizes, first, key=effect_of) :]
@@ -418,11 +419,12 @@ def _selected(
             break
         began, start = now, start_of(size)
         with tracked(f"adding to the best {len(start):,}", 1, progress) as step:
-            found = pairs.larger(start.mask, 1 + window, deadline)
-            near = [mask for mask, effect in found if abs(effect - 1) <= window]
-            judged = judge()
-            judged.add(Circuit(scores.grid, mask) for mask in [scores.grid.exists, *near])
-            size = len(judged.best)
+            judged, size = judge(), most
+            judged.add([Circuit(scores.grid, scores.grid.exists)])
+            for mask, effect in pairs.larger(start.mask, limit, deadline):
+                if size == most and at <= effect <= limit:
+                    judged.add([Circuit(scores.grid, mask)])
+                    size = min(most, len(judged.best))
             step(f"{size:,}" if size < most else "falls short")
         if size < most:
             return judged
