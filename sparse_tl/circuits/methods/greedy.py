@@ -166,7 +166,8 @@ def gate_gradient(
 
     def contract(columns: slice, gradient: Float[Tensor, "destination row pos d_model"]) -> None:
         n = graph.n_sources_before(graph.destinations[columns][0].node)
-        change, slope = (x.flatten(2).transpose(0, 1) for x in (changes[:n], gradient))
+        both = changes[:n], gradient.to(changes.dtype)
+        change, slope = (x.flatten(2).transpose(0, 1) for x in both)
         by_row = torch.bmm(change, slope.mT).cpu().double()
         by_pair = by_row.new_zeros(len(pairs), *by_row.shape[1:])
         by_pair.index_add_(0, pairs.forced.pair.cpu(), -by_row)
@@ -184,8 +185,9 @@ def gate_gradient(
         everything += changes[before:n].sum(dim=0)
         # Of a small circuit, the few open edges are read from memory, not the many closed ones.
         rows = mask[:n, columns].any(dim=1).nonzero()[:, 0]
-        opened = mask[rows, columns].T.to(changes) @ changes[rows].flatten(1)
+        opened = mask[rows, columns].T.to(everything) @ changes[rows].to(exact).flatten(1)
         reads = entering[layer] + everything - opened.unflatten(1, changes.shape[1:])
+        reads = reads.to(changes.dtype)
         by_head = list[Tensor]()
         for slot in SLOTS:
             weight, _ = adapter.qkv(layer, slot)

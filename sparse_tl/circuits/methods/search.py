@@ -398,9 +398,9 @@ def _selected(
 ) -> _Judged | None:
     """The first forward selection that reaches the level with fewer edges than `most`.
 
-    Each starts from more of the best edges than the one before. Only circuits that explain at least
-    `at` on the pairs of the search, and exceed 1 by at most twice what `at` lacks, or `MARGIN`, are
-    run on held-out pairs, where they explain less: they were selected on the others.
+    Each starts from more of the best edges than the one before. Circuits are run on held-out pairs
+    if their effect on the pairs of the search is at least `at`, and exceeds 1 by at most twice what
+    `at` lacks, or `MARGIN`: since they were selected there, they explain less on others.
     """
 
     def start_of(size: int) -> Circuit:
