@@ -46,7 +46,8 @@ def _peak() -> float:
 def _pairs(n: int) -> PromptPairs:
     generator = torch.Generator().manual_seed(0)
     clean, corrupted = torch.randint(100, (2, n, 16), generator=generator)
-    answer, wrong = torch.randint(100, (2, n, 1), generator=generator)
+    answer = torch.randint(100, (n, 1), generator=generator)
+    wrong = (answer + 1) % 100
     return PromptPairs(clean, corrupted, answer, wrong, torch.full((n,), 15))
 
 
