@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,11 @@ def test_a_page_shows_text_as_text_and_tooltips_offline(page: Any, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_images_are_drawn_in_both_themes(chromium: None, tmp_path: Path) -> None:
+def test_images_are_drawn_in_both_themes(
+    chromium: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In browsers of their own, as everywhere but in the other tests."""
+    monkeypatch.setattr("kaleido.Kaleido", import_module("kaleido.kaleido").Kaleido)
     figure = head_roles_figure(ROLES)
     svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
     width, height = figure.plotly.layout.width, figure.plotly.layout.height

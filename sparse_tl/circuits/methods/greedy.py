@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 
@@ -90,7 +89,7 @@ class SearchedPairs:
         error over pairs."""
         moments = torch.zeros(2, *mask.shape, dtype=torch.float64)
         for batch, run in self.runs:
-            moments += gate_gradient(run, mask, partial(measure, self.metric, pairs=batch), batch)
+            moments += gate_gradient(run, mask, self.metric, batch)
         (mean, square), n = moments / len(self.clean), len(self.clean)
         error = ((square - mean.square()).clamp(min=0) / max(1, n - 1)).sqrt()
         whole = (self.clean - self.none).mean()
@@ -122,10 +121,10 @@ class SearchedPairs:
 def gate_gradient(
     run: GatedRun,
     mask: Bool[Tensor, "source destination"],
-    values: Callable[[Tensor], Tensor],
+    metric: Metric,
     pairs: PromptPairs,
 ) -> Float[Tensor, "two source destination"]:
-    """The derivative of each pair's value by the gate of every circuit edge, under a circuit: the
+    """The derivative of each pair's metric by the gate of every circuit edge, under a circuit: the
     sum over pairs, and that of squares.
 
     What v reads is ``residual + sum_u (1 - gate[u, v]) change_u``. So the derivative is minus the
@@ -160,7 +159,7 @@ def gate_gradient(
     core = adapter.core
     with autograd(True), frozen(core), attached(adapter, hooks), evaluation_mode(adapter.model):
         final = adapter.final(run.tokens, read=run.read, attention_mask=run.attention_mask)
-        total = values(adapter.logits(final[run.read][:, None])[:, 0]).sum()
+        total = measure(metric, adapter.logits(final[run.read][:, None])[:, 0], pairs).sum()
         gradients = dict(zip(probes, torch.autograd.grad(total, [*probes.values()]), strict=True))
     found = torch.zeros(2, *mask.shape, dtype=torch.float64)
 
