@@ -211,7 +211,7 @@ class Scores(Result):
             signed: rank by signed score, the part that helps most (most negative) first, instead of
                 by absolute value.
         """
-        return self._best_first[signed]
+        return self._helping_first if signed else self._largest_first
 
     def top(self, size: Count, *, signed: bool = False) -> Circuit:
         """The circuit that keeps the `size` best parts.
@@ -239,14 +239,15 @@ class Scores(Result):
         return self.mean()[tuple(places.T)]
 
     @cached_property
-    def _best_first(self) -> tuple[Int[Tensor, "part axis"], Int[Tensor, "part axis"]]:
-        """All parts by absolute score, and by how much they help."""
-        values = self._at(self.grid.places)
-        by_size, by_help = (
-            self.grid.places[some.argsort(descending=True, stable=True).cpu()]
-            for some in (values.abs(), -values)
-        )
-        return by_size, by_help
+    def _largest_first(self) -> Int[Tensor, "part axis"]:
+        return self._sorted(self._at(self.grid.places).abs())
+
+    @cached_property
+    def _helping_first(self) -> Int[Tensor, "part axis"]:
+        return self._sorted(-self._at(self.grid.places))
+
+    def _sorted(self, values: Float[Tensor, " part"]) -> Int[Tensor, "part axis"]:
+        return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas(20)

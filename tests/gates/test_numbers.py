@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import hooked_alone
+from tiny import HAS_HOOKED, hooked_alone
 from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import HookPoints, SparseTransformer, evaluate_held_out, gated
@@ -107,8 +107,11 @@ def test_blocks_compute_what_whole_patterns_do(
         assert bool(blocks) == (long == LONG)
         gradients = [p.grad for p in sparse.parameters() if p.grad is not None]
         found.append([logits.detach(), counts.active, counts.expected.detach(), *gradients])
+    # Llama's softmax is in float32, and adds up a row of another length in another order.
+    single = kind == "grouped" and not HAS_HOOKED
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        rtol, atol = (1e-4, 1e-5) if single else (1e-9, 1e-12)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])
