@@ -32,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="1",
         help="cases of each parametrised test to run, or all; which ones is drawn anew every day",
     )
+    parser.addoption(
+        "--turns",
+        type=int,
+        default=1,
+        help="days in which each test marked long runs once; by default it runs every day",
+    )
     parser.addoption("--draw", help="a day, as 2026-01-31, to repeat its draw; by default today")
 
 
@@ -41,14 +47,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"cases drawn by --cases {config.option.cases} --draw {config.option.draw}"
+    option = config.option
+    return f"drawn by --cases {option.cases} --turns {option.turns} --draw {option.draw}"
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Not every test needs every architecture every day."""
+    kept = _some_cases(config, items)
+    long = [item for item in kept if item.get_closest_marker("long")]
+    day, turns = datetime.fromisoformat(config.option.draw).toordinal(), config.option.turns
+    others = {item for turn, item in enumerate(long) if (turn + day) % turns}
+    kept = [item for item in kept if item not in others]
+    config.hook.pytest_deselected(items=[*{*items}.difference(kept)])
+    items[:] = kept
+
+
+def _some_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each parametrised test, as many cases as the option says, drawn by the day."""
     if (cases := config.getoption("--cases")) == "all":
-        return
+        return items
     by_test: dict[str, list[pytest.Item]] = {}
     every = [item for item in items if item.get_closest_marker("every_case")]
     for item in items:
@@ -56,9 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, group in by_test.items():
         if len(group) > int(cases):
             by_test[name] = random.Random(f"{config.option.draw} {name}").sample(group, int(cases))
-    kept = {item for group in [every, *by_test.values()] for item in group}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    drawn = {item for group in [every, *by_test.values()] for item in group}
+    return [item for item in items if item in drawn]
 
 
 @pytest.fixture(autouse=True)
