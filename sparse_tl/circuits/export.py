@@ -332,7 +332,7 @@ def to_circuit_tracer(graph: AttributionGraph, *, slug: str = "graph") -> dict[s
         "scan": "sparse_tl",
         "transcoder_list": [],
         "prompt_tokens": [*graph.tokens],
-        "prompt": "".join(graph.tokens),
+        "prompt": graph.prompt,
         "node_threshold": 1.0,
         "schema_version": 1,
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import plain_transformer
+from tiny import tiny_model, tokenizer_of
 
 from sparse_tl.backend import boot
 from sparse_tl.circuits import AttributionGraph, attribution_graph
@@ -61,6 +63,13 @@ def test_the_reader_chooses_the_number_of_nodes(page: Any, tmp_path: Any, graphs
         assert before < shown <= most
         assert f"{shown} nodes with " in page.locator(".canvas").inner_text()
         before = shown
+
+
+def test_the_title_has_the_spaces_that_tokens_leave_out(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(["<|end|>", "the", "cat", "sat"], tmp_path)
+    graph = attribution_graph(tiny_model(d_vocab=4, tokenizer=tokenizer), "the cat sat the cat")
+    assert graph.prompt.endswith("the cat sat the cat") and " " not in "".join(graph.tokens)
+    assert attribution_diagram(graph).title.endswith(" the cat sat the cat")
 
 
 def test_labels_and_groups_are_drawn(graphs: dict[str, AttributionGraph]) -> None:

@@ -52,6 +52,7 @@ from sparse_tl.circuits.prompt.tokens import (
     output_text,
     prompt_tokens,
     read_out,
+    text_around,
     token_texts,
 )
 from sparse_tl.circuits.prompt.transcoders import Basis, transcoders_of
@@ -73,6 +74,7 @@ class AttributionGraph(Result):
     """How a prompt's tokens, attention edges and neurons make a logit; see this module.
 
     Args:
+        prompt: its text.
         tokens: text of each token.
         token_ids: number of each token.
         target: what the graph explains, such as ``"Mary"`` or ``"Mary" - "John"``.
@@ -91,6 +93,7 @@ class AttributionGraph(Result):
         links: one row per pair of nodes: ``source`` and ``target``, rows of `nodes`, and ``flow``.
     """
 
+    prompt: str
     tokens: Sequence[str]
     token_ids: Sequence[int]
     target: str
@@ -225,8 +228,9 @@ def attribution_graph(
     promoted, suppressed = read_out(model, added, run.final.detach()[None])
     for column, texts in ("promotes", promoted), ("suppresses", suppressed):
         nodes[column] = [*texts[:-1], []]  # the target writes nothing
-    texts, name = token_texts(model, tokens), (" - " if sum(weights) == 0 else ", ").join(names)
-    return AttributionGraph(texts, tokens.tolist(), name, answers, weights, value, nodes, links)
+    texts = "".join(text_around(model, tokens, 0)), token_texts(model, tokens)
+    name = (" - " if sum(weights) == 0 else ", ").join(names)
+    return AttributionGraph(*texts, tokens.tolist(), name, answers, weights, value, nodes, links)
 
 
 def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:

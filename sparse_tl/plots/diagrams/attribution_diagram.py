@@ -80,7 +80,7 @@ def attribution_diagram(
     view = View(max_nodes, "influence", False, False, "sign", False, groups, (), labels)
     if state is not None:
         view = read_view(state, view)
-    title = title or f"{first.target} after {''.join(first.tokens)[-80:]}"
+    title = title or f"{first.target} after {first.prompt[-80:]}"
     data = {
         "nodes": rows,
         "panels": [
