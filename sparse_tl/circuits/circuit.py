@@ -148,8 +148,6 @@ class Circuit(Result):
 class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
-    The scores of a search, such as "elimination", only rank the parts and have no unit.
-
     Scores of attention edges are kept per prompt pair, on a leading axis, because a position has
     the same meaning in two prompts only if they share a template. Scores of circuit edges have this
     axis if computed with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of

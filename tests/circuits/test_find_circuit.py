@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import explained, run_patched
+from oracle import explained
 from planted import PLANTED, Planted
 from random_models import random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
-    Circuit,
     Evaluation,
     FoundCircuit,
     Scores,
@@ -27,9 +26,9 @@ from sparse_tl.circuits import (
     pair_runs,
 )
 from sparse_tl.circuits.evaluation import evaluated
-from sparse_tl.circuits.methods import greedy, search
-from sparse_tl.circuits.methods.greedy import Elimination, SearchedPairs
+from sparse_tl.circuits.methods import search, selection
 from sparse_tl.circuits.methods.search import reached
+from sparse_tl.circuits.methods.selection import SearchedPairs
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges
@@ -71,10 +70,7 @@ def test_planted_circuits_are_found(name: str) -> None:
         planted.model, planted.pairs, planted.metric, held_out=planted.pairs, **QUIET
     )
     assert {str(edge) for edge in found.circuit.edges} == planted.edges
-    assert dict(zip(found.to_pandas()["method"], found.to_pandas()["size"], strict=True)) == {
-        "eap-ig": len(planted.edges),
-        "elimination": len(planted.edges),
-    }
+    assert found.method == "eap-ig"  # with nothing to add to
     assert found.held_out.effect.item() == pytest.approx(1, abs=1e-6)
 
 
@@ -90,7 +86,7 @@ def test_a_smaller_circuit_than_the_planted_one() -> None:
     assert effect == pytest.approx(1, abs=1e-6)
     # With patched queries but not keys, the ranking's 4 edges have no effect; 5 have it all.
     by_method = found.to_pandas().set_index("method")["size"]
-    assert by_method.to_dict() == {"selection": 2, "elimination": 2, "eap-ig": 5}
+    assert by_method.to_dict() == {"selection": 2, "eap-ig": 5}
 
 
 @pytest.mark.long
@@ -118,7 +114,7 @@ def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs
 def test_no_ranking_sees_held_out_pairs(
     small: Model, many: PromptPairs, parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other held-out pairs may choose other sizes, and so where the elimination starts."""
+    """Other held-out pairs may choose other sizes."""
     rankings = list[Scores]()
     shrink = search._Judged.shrink
 
@@ -216,16 +212,6 @@ def test_random_scores_do_worse() -> None:
         assert worse.effect.item() < 0.5
 
 
-@pytest.mark.long
-def test_the_elimination_stops_below_the_level(small: Model, many: PromptPairs) -> None:
-    """On the pairs of the search, by no more than its margin and a step."""
-    found = find_circuit(small, many, logit_difference, at=0.6, held_out=many, **QUIET)
-    curve = found.evaluations["elimination"]
-    assert len(curve.sizes) > 3
-    assert all(small < large for small, large in pairwise(curve.sizes))
-    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * greedy.MARGIN + 1e-6
-
-
 def test_a_small_circuit_is_not_found_if_a_larger_one_of_its_ranking_falls_short(
     small: Model, many: PromptPairs
 ) -> None:
@@ -256,24 +242,6 @@ def searched(small: Model) -> SearchedPairs:
     """Several batches of pairs of a model, and all edges."""
     runs = PairRuns(small, CircuitEdges(), random_pairs(), "corrupted", 2, keep=True)
     return SearchedPairs(runs, logit_difference, adapt(small).graph)
-
-
-@pytest.mark.long
-def test_the_deviation_that_a_search_minimises_is_that_of_the_slow_oracle(
-    small: Model, searched: SearchedPairs
-) -> None:
-    """Mean over pairs of ``|m(C) - m(clean)|``, in units of the whole effect."""
-    pairs, graph = random_pairs(), adapt(small).graph
-    scores = attribute_circuit_edges(small, pairs, logit_difference, **QUIET)
-    found = Elimination(searched, scores, 0.6, Circuit(graph, graph.exists))
-    found.run(progress=False)
-    assert len(found.effects) > 2
-    masks = (graph.exists, torch.zeros_like(graph.exists), found.mask)
-    whole, none, left = (
-        logit_difference(run_patched(small, graph, pairs, mask), pairs) for mask in masks
-    )
-    expected = (left - whole).abs().mean() / (whole - none).mean().abs()
-    assert found.deviation == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
@@ -330,7 +298,7 @@ def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPa
         assert not (mask & ~more).any()
         assert value == pytest.approx(searched.effects(more[None])[0])
     gradients = len([value for _, value in found[1:] if value < 1])
-    assert found[-1][1] >= 1 or gradients >= greedy.ROUNDS
+    assert found[-1][1] >= 1 or gradients >= selection.ROUNDS
 
 
 @pytest.mark.long
@@ -354,14 +322,8 @@ def test_edges_whose_effects_cancel_over_the_pairs_of_a_search_are_ranked_by_the
 def test_a_search_leaves_time_to_evaluate_what_it_finds(
     small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a second for each group and each circuit that is run, and three for each gradient."""
-    now, groups = [0.0], list[Any]()
-    attempt = Elimination._try
-
-    def slow_try(own: Elimination, group: Any) -> None:
-        now[0] += 1
-        groups.append(group)
-        attempt(own, group)
+    """At a second for each circuit that is run, and three for each gradient."""
+    now, gradients = [0.0], list[float]()
 
     def slow_evaluated(*args: Any) -> Evaluation:
         now[0] += len(args[2])
@@ -369,6 +331,7 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
 
     def slow_gradient(own: SearchedPairs, mask: Tensor) -> tuple[Tensor, Tensor]:
         now[0] += 3
+        gradients.append(now[0])
         return gradient(own, mask)
 
     def slow_effects(own: SearchedPairs, masks: Tensor) -> list[float]:
@@ -379,12 +342,11 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
     monkeypatch.setattr(SearchedPairs, "gradient", slow_gradient)
     monkeypatch.setattr(SearchedPairs, "effects", slow_effects)
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(Elimination, "_try", slow_try)
     monkeypatch.setattr(search, "evaluated", slow_evaluated)
     monkeypatch.setattr(search, "time", clock)
-    monkeypatch.setattr(greedy, "time", clock)
+    monkeypatch.setattr(selection, "time", clock)
     find_circuit(small, many, logit_difference, at=0.6, seconds=60, **QUIET)
-    assert groups and now[0] <= 60
+    assert gradients and now[0] <= 60
     now[0] = 0.0
     find_circuit(small, many, logit_difference, at=0.6, seconds=20, **QUIET)
     assert now[0] <= 20 + 2  # the whole model is run once more, by the first and last searches

@@ -69,9 +69,9 @@ def _found() -> FoundCircuit:
     scores = Scores(HeadGrid(12, 12), torch.rand(12, 12), "eap-ig")
     run = evaluation = _evaluation()
     slower = Evaluation((0, 20, 300, 4000, 32_491), *list(vars(evaluation).values())[1:])
-    evaluations = {"eap-ig": slower, "elimination": evaluation}
+    evaluations = {"eap-ig": slower, "selection": evaluation}
     seconds = dict.fromkeys(evaluations, 1.0)
-    return FoundCircuit(scores.top(9), "elimination", 0.9, run, run, evaluations, seconds, scores)
+    return FoundCircuit(scores.top(9), "selection", 0.9, run, run, evaluations, seconds, scores)
 
 
 def behaviour_of(n_layers: int, n_heads: int) -> HeadBehaviour:

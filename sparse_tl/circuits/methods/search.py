@@ -1,14 +1,11 @@
 """Find small circuits, of a task and of each prompt.
 
 `find_circuit` makes circuits on one half of the pairs: of the best circuit edges by the mean over
-pairs of the absolute EAP-IG score, of the best heads by EAP-IG and by their exact effects, and of
-both by the greedy searches of `greedy`, which start from these. Of every method, circuits of
+pairs of the absolute EAP-IG score, and by forward selection, which starts from few of these
+(`selection`); of the best heads by EAP-IG, and by their exact effects. Of every method, circuits of
 falling sizes are run on the other half, and the smallest is returned that, like all larger ones of
 its method, reaches the level. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on
 that pair.
-
-Under a time limit, forward selection ends after a fraction `SELECTED` of it; a third of the time
-that elimination then has, or what `EVALUATED` circuits take, is kept for evaluation.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from sparse_tl.circuits.curves import EffectCurve
 from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.faithfulness import runs_of_search
-from sparse_tl.circuits.methods.greedy import MARGIN, Elimination, SearchedPairs
 from sparse_tl.circuits.methods.patching import patch_exactly
+from sparse_tl.circuits.methods.selection import SearchedPairs
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
@@ -44,21 +41,17 @@ from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
-SHRINKS = 0.93
-"""Maximum ratio of the size of one evaluated circuit of a search to that of the next larger one."""
 CLOSE = 0.01
 """Where a ranking reaches the level, it is cut at sizes that differ by at most this fraction."""
 FIRST = 0.72
 """Explained effect of the circuit that the first forward selection adds to, as a fraction of the
 level."""
+MARGIN = 0.05
+"""How far above 1 a selected circuit may at least be, on the pairs of the search."""
 LEAST = 16
-"""Number of circuits whose evaluation takes about as long as a forward selection."""
-SELECTED = 0.6
-"""Fraction of the time after which forward selection ends."""
+"""Number of circuits whose evaluation takes about as long as a step of forward selection."""
 RATIOS = 4
 """Number of equal ratios into which the gap between two sizes is divided."""
-EVALUATED = 32
-"""Maximum number of circuits that an elimination under a time limit leaves time to evaluate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +69,7 @@ class FoundCircuit(Result):
         evaluations: circuits that were run on the held-out pairs, of growing size, by method, down
             to the first below the level; of forward selections the one that reached it.
         seconds: time that each method took to rank the parts.
-        scores: scores that the search started from: attribution, or exact effects for heads.
+        scores: scores of the parts: attribution, or exact effects for heads.
     """
 
     circuit: Circuit
@@ -189,10 +182,9 @@ def find_circuit(
 ) -> FoundCircuit:
     """Find a small circuit with a given explained effect on held-out pairs.
 
-    Compares the ranking by EAP-IG; for circuit edges, forward selection; for heads, the ranking by
-    exact effects; and backward elimination. All circuits are run on the same held-out pairs. Since
-    one is chosen there, its effect on others can be smaller. Other arguments are those of
-    `attribute_circuit_edges`.
+    Compares the ranking by EAP-IG with forward selection, or, for heads, with the ranking by exact
+    effects. All circuits are run on the same held-out pairs. Since one is chosen there, its effect
+    on others can be smaller. Other arguments are those of `attribute_circuit_edges`.
 
     Args:
         pairs: prompt pairs to search on; one half of them, drawn at random, if none are given as
@@ -201,8 +193,8 @@ def find_circuit(
         parts: what the circuit is made of.
         held_out: other prompt pairs, to evaluate circuits on.
         seconds: time that the call may take, by default as much as it needs. Within a short time,
-            the searches stop early, and fewer circuits are evaluated. The attribution, or the
-            exact effects of heads, are always completed.
+            the search stops early, and fewer circuits are evaluated. The attribution, or the exact
+            effects of heads, are always completed.
         seed: random seed of the division into halves.
 
     Raises:
@@ -232,28 +224,12 @@ def find_circuit(
         one.shrink(began + limit / 2, progress)
     each = (time.monotonic() - started) / sum(len(one.circuits) for one in judged.values())
     end = began + limit - 2 * each  # the circuit that is returned is run on both halves
-    searched = SearchedPairs(runs, metric, scores.grid)
-    strength = [*rankings.values()][-1].scores
     if parts == "circuit_edges":
         started, judge = time.monotonic(), partial(_Judged, run, at, patch)
-        # In the time of a few circuits, nothing can be selected.
-        most, deadline = len(judged["eap-ig"].best), began + limit * SELECTED - LEAST * each
+        searched, strength = SearchedPairs(runs, metric, scores.grid), rankings["eap-ig"].scores
+        most, deadline = len(judged["eap-ig"].best), end - LEAST * each
         if selected := _selected(searched, strength, judge, most, at, deadline, progress):
             judged["selection"], took["selection"] = selected, time.monotonic() - started
-    search, left = None, end - time.monotonic()
-    if left > 0:
-        search = Elimination(searched, strength, at, _smallest(judged)[1])
-        search.run(left - min(EVALUATED * each, left / 3), progress)
-    if search is not None and search.seconds:
-        largest, *_ = sizes = search.sizes()
-        thinned = _thinned(sizes, search.effects)
-        # As many as half of the time is enough for; then closer sizes.
-        most = max(1.0, (end - time.monotonic()) / each / 2)
-        thinned = thinned[:: max(1, math.ceil(len(thinned) / most))]
-        ranking = _Ranking(search.ranking(), (*thinned, largest), search.seconds)
-        took["elimination"] = search.seconds
-        judged["elimination"] = _Judged(run, at, patch, ranking)
-        judged["elimination"].shrink(end, progress)
     for name in sorted(judged, key=lambda name: len(judged[name].best)):
         judged[name].refine(end)
     method, circuit = _smallest(judged)
@@ -285,7 +261,7 @@ def _rankings(
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
 ) -> tuple[dict[str, _Ranking], Scores]:
-    """The rankings, of which the searches start from the last one; and its scores.
+    """The rankings, and the scores of the last one.
 
     Circuit edges are ranked by the mean over pairs of the absolute score: an edge that helps in
     some pairs and hurts in others averages out on these pairs, but not on others.
@@ -430,19 +406,6 @@ def _selected(
             return judged
         now = time.monotonic()
     return None
-
-
-def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
-    """Growing sizes of circuits, each much larger than the one before and none worse.
-
-    A circuit that explains less than a smaller one, on the pairs of the search, is left out.
-    """
-    kept, best = [sizes[-1]], effects[-1]
-    for size, effect in zip(reversed(sizes), reversed(effects), strict=True):
-        if size * SHRINKS >= kept[-1] and effect >= best:
-            kept.append(size)
-            best = effect
-    return tuple(kept)
 
 
 def reached(evaluation: Evaluation, level: float) -> int:
