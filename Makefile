@@ -7,7 +7,7 @@ PIP := $(VENV)/bin/python -m pip
 INSTALL := install --quiet --no-compile --constraint
 # Cases of each parametrised test: a number, drawn anew every day, or all.
 CASES ?= $(if $(filter check,$(MAKECMDGOALS)),all,1)
-# Days in which every test marked long runs once.
+# A test marked long runs every so many days.
 TURNS ?= 1
 # A crashed worker that is started again leaves pytest waiting for ever.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --max-worker-restart 0 \

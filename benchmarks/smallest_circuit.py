@@ -11,11 +11,11 @@ With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are als
 - `prune_circuit_edges`, from equal gates and from EAP-IG's scores;
 - `acdc`, from as many of EAP-IG's best edges as the ranking needs for the level.
 
-SmolLM2 takes 15 minutes on two cores, a task model with all others some minutes on one:
+SmolLM2 takes three to ten minutes of one core, a task model one, with all others some minutes:
 
-    python benchmarks/smallest_circuit.py --model smollm2 --pairs 24 --seconds 840
-    python benchmarks/smallest_circuit.py --model sparse-smollm2 --pairs 24 --seconds 840
-    python benchmarks/smallest_circuit.py --model dense --task ioi --seconds 120 --others
+    python benchmarks/smallest_circuit.py --model smollm2 --pairs 16 --seconds 600
+    python benchmarks/smallest_circuit.py --model sparse-smollm2 --pairs 16 --seconds 600
+    python benchmarks/smallest_circuit.py --model dense --task ioi --others
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import jaxtyping
 import pytest
@@ -36,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--turns",
         type=int,
         default=1,
-        help="days in which each test marked long runs once; by default it runs every day",
+        help="a test marked long runs every so many days; every day by default",
     )
     parser.addoption("--draw", help="a day, as 2026-01-31, to repeat its draw; by default today")
 
@@ -53,14 +54,19 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Not every test needs every architecture every day."""
-    kept = _some_cases(config, items)
-    long = [item for item in kept if item.get_closest_marker("long")]
-    day, turns = datetime.fromisoformat(config.option.draw).toordinal(), config.option.turns
-    others = {item for turn, item in enumerate(long) if (turn + day) % turns}
-    kept = [item for item in kept if item not in others]
+    """Not every test needs every architecture every day, nor every long one every day."""
+    kept = [item for item in _some_cases(config, items) if _has_its_turn(config, item)]
     config.hook.pytest_deselected(items=[*{*items}.difference(kept)])
     items[:] = kept
+
+
+def _has_its_turn(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether this is a long test's day: it has one in `--turns`, whatever else is collected."""
+    turns = config.option.turns
+    if turns < 2 or not item.get_closest_marker("long"):
+        return True
+    day = datetime.fromisoformat(config.option.draw).toordinal()
+    return (day + crc32(item.nodeid.partition("[")[0].encode())) % turns == 0
 
 
 def _some_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:

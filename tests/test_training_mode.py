@@ -111,7 +111,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
         st.evaluate_heads(m, PAIRS, metric, st.attribute_heads(m, PAIRS, metric, **Q), [3]).values
     ),
     "evaluate_mib": lambda m: st.evaluate_mib(m, PAIRS, metric, edges(m), **Q).cpr,
-    "find_circuit": lambda m: st.find_circuit(m, PAIRS, metric, parts="heads", **Q).circuit.mask,
+    "find_circuit": lambda m: st.find_circuit(m, PAIRS, metric, at=0.6, **Q).circuit.mask,
     "head_behaviour": lambda m: st.head_behaviour(m, PAIRS, n=2, length=5, **Q)["inhibition"],
     "logit_lens": lambda m: st.logit_lens(m, PAIRS.clean[0], answer=3).probability,
     "neuron_effects": lambda m: st.neuron_effects(

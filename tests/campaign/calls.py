@@ -111,9 +111,7 @@ CALLS: dict[str, Call] = {
         lambda m, _: stl.patch_exactly(m, pairs(), logit_difference, ["a0.h0->m0"], **QUIET)
     ),
     "acdc": Call(lambda m, _: stl.acdc(m, pairs(), threshold=0.1, start="heads", **QUIET)),
-    "finding": Call(
-        lambda m, _: stl.find_circuit(m, pairs(), logit_difference, parts="heads", **QUIET)
-    ),
+    "finding": Call(lambda m, _: stl.find_circuit(m, pairs(), logit_difference, at=0.6, **QUIET)),
     "pruning": Call(lambda m, _: stl.prune_circuit_edges(m, pairs(), size=5, steps=2, **QUIET)),
     "evaluation": Call(lambda m, _: stl.evaluate(m, pairs(), logit_difference, _whole(m), **QUIET)),
     "per prompt": Call(

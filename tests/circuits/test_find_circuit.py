@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -241,7 +242,7 @@ def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: Pr
 def searched(small: Model) -> SearchedPairs:
     """Several batches of pairs of a model, and all edges."""
     runs = PairRuns(small, CircuitEdges(), random_pairs(), "corrupted", 2, keep=True)
-    return SearchedPairs(runs, logit_difference, adapt(small).graph)
+    return SearchedPairs(runs, logit_difference)
 
 
 def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
@@ -267,13 +268,13 @@ def test_gradients_under_a_circuit_are_finite_differences_of_the_slow_oracle(
 def test_standard_errors_of_gradients_are_those_over_single_pairs(
     small: Model, searched: SearchedPairs
 ) -> None:
-    exists, alone = searched.grid.exists, list[Tensor]()
+    exists, alone = searched.graph.exists, list[Tensor]()
     mask = exists & (torch.rand(exists.shape, generator=torch.Generator().manual_seed(0)) > 0.5)
     gradient, error = searched.gradient(mask)
     whole = (searched.clean - searched.none).mean()
     for pair in random_pairs().split(1):
         runs = PairRuns(small, CircuitEdges(), pair, "corrupted", 1)
-        of_one = SearchedPairs(runs, logit_difference, searched.grid)
+        of_one = SearchedPairs(runs, logit_difference)
         of_pair, none = of_one.gradient(mask)
         assert not none.any()
         alone.append(of_pair * (of_one.clean - of_one.none) / whole)
@@ -286,12 +287,12 @@ def test_standard_errors_of_gradients_are_those_over_single_pairs(
 def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPairs) -> None:
     """Each circuit contains the one before; the last explains all, unless the gradients end."""
     scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
-    start = scores.top(searched.grid.n_parts // 4).connected().mask
-    (first, effect), *larger = found = searched.larger(start)
+    start = scores.top(searched.graph.n_parts // 4).connected().mask
+    (first, effect), *larger = found = searched.larger(start, 1.0, math.inf)
     assert torch.equal(first, start)
     assert effect < 1
     gain, error = searched.gradient(start)
-    gain = (gain - error).masked_fill(start | ~searched.grid.exists, 0)
+    gain = (gain - error).masked_fill(start | ~searched.graph.exists, 0)
     best = gain.flatten().argsort(descending=True)[: int((larger[0][0] & ~start).count_nonzero())]
     assert (larger[0][0] & ~start).flatten()[best].all()
     for (mask, _), (more, value) in pairwise(found):
@@ -319,24 +320,33 @@ def test_edges_whose_effects_cancel_over_the_pairs_of_a_search_are_ranked_by_the
             assert effects[size] == pytest.approx(effect)
 
 
-def test_a_search_leaves_time_to_evaluate_what_it_finds(
-    small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("others", [2, 4, 6])
+@pytest.mark.parametrize("selected", ["few", "all"])
+def test_a_search_ends_in_its_time(
+    small: Model,
+    many: PromptPairs,
+    monkeypatch: pytest.MonkeyPatch,
+    others: int,
+    selected: str,
 ) -> None:
-    """At a second for each circuit that is run, and three for each gradient."""
+    """At a second for each circuit that is run on four pairs, and four times that for gradients.
+
+    If all circuits seem good on the pairs of the search, all are run on the held-out ones.
+    """
     now, gradients = [0.0], list[float]()
 
-    def slow_evaluated(*args: Any) -> Evaluation:
-        now[0] += len(args[2])
-        return evaluated(*args)
+    def slow_evaluated(runs: PairRuns, *args: Any) -> Evaluation:
+        now[0] += len(args[1]) * sum(map(len, runs.batches)) / 4
+        return evaluated(runs, *args)
 
     def slow_gradient(own: SearchedPairs, mask: Tensor) -> tuple[Tensor, Tensor]:
-        now[0] += 3
+        now[0] += len(own.clean)
         gradients.append(now[0])
         return gradient(own, mask)
 
     def slow_effects(own: SearchedPairs, masks: Tensor) -> list[float]:
-        now[0] += len(masks)
-        return effects(own, masks)
+        now[0] += len(masks) * len(own.clean) / 4
+        return effects(own, masks) if selected == "few" else [1.0] * len(masks)
 
     gradient, effects = SearchedPairs.gradient, SearchedPairs.effects
     monkeypatch.setattr(SearchedPairs, "gradient", slow_gradient)
@@ -345,11 +355,14 @@ def test_a_search_leaves_time_to_evaluate_what_it_finds(
     monkeypatch.setattr(search, "evaluated", slow_evaluated)
     monkeypatch.setattr(search, "time", clock)
     monkeypatch.setattr(selection, "time", clock)
-    find_circuit(small, many, logit_difference, at=0.6, seconds=60, **QUIET)
-    assert gradients and now[0] <= 60
-    now[0] = 0.0
-    find_circuit(small, many, logit_difference, at=0.6, seconds=20, **QUIET)
-    assert now[0] <= 20 + 2  # the whole model is run once more, by the first and last searches
+    how = {"at": 0.6, "held_out": many.select(slice(0, others)), **QUIET}
+    for seconds in (30, 60, 120):
+        now[0] = 0.0
+        find_circuit(
+            small, many.select(slice(others, None)), logit_difference, seconds=seconds, **how
+        )
+        assert now[0] <= seconds + others / 4  # a circuit that begins in time is run to its end
+    assert gradients or selected == "few"
 
 
 def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:

@@ -2,9 +2,9 @@
 
 `find_circuit` makes circuits on one half of the pairs: of the best circuit edges by the mean over
 pairs of the absolute EAP-IG score, and by forward selection, which starts from few of these
-(`selection`); of the best heads by EAP-IG, and by their exact effects. Of every method, circuits of
-falling sizes are run on the other half, and the smallest is returned that, like all larger ones of
-its method, reaches the level. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on
+(`selection`); of the best heads by EAP-IG, and by their exact effects. Of a ranking, circuits of
+falling sizes are run on the other half, and the smallest is returned that reaches the level, as all
+larger ones do. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on
 that pair.
 """
 
@@ -47,8 +47,8 @@ FIRST = 0.72
 """Explained effect of the circuit that the first forward selection adds to, as a fraction of the
 level."""
 MARGIN = 0.05
-"""How far above 1 a selected circuit may at least be, on the pairs of the search."""
-LEAST = 16
+"""The least that a level counts as lacking to 1, in how far a selected circuit may exceed 1."""
+STEP = 16
 """Number of circuits whose evaluation takes about as long as a step of forward selection."""
 RATIOS = 4
 """Number of equal ratios into which the gap between two sizes is divided."""
@@ -68,7 +68,7 @@ class FoundCircuit(Result):
         held_out: its evaluation on the held-out pairs.
         evaluations: circuits that were run on the held-out pairs, of growing size, by method, down
             to the first below the level; of forward selections the one that reached it.
-        seconds: time that each method took to rank the parts.
+        seconds: time that each method took; of rankings, without evaluation.
         scores: scores of the parts: attribution, or exact effects for heads.
     """
 
@@ -223,16 +223,18 @@ def find_circuit(
     for one in judged.values():
         one.shrink(began + limit / 2, progress)
     each = (time.monotonic() - started) / sum(len(one.circuits) for one in judged.values())
-    end = began + limit - 2 * each  # the circuit that is returned is run on both halves
+    of_search = each * len(pairs) / len(held_out)
+    end = began + limit - each - of_search  # the circuit that is returned is run on both halves
     if parts == "circuit_edges":
         started, judge = time.monotonic(), partial(_Judged, run, at, patch)
-        searched, strength = SearchedPairs(runs, metric, scores.grid), rankings["eap-ig"].scores
-        most, deadline = len(judged["eap-ig"].best), end - LEAST * each
-        if selected := _selected(searched, strength, judge, most, at, deadline, progress):
+        searched, strength = SearchedPairs(runs, metric), rankings["eap-ig"].scores
+        most, step = len(judged["eap-ig"].best), STEP * of_search
+        if selected := _selected(searched, strength, judge, most, at, end, step, progress):
             judged["selection"], took["selection"] = selected, time.monotonic() - started
     for name in sorted(judged, key=lambda name: len(judged[name].best)):
         judged[name].refine(end)
-    method, circuit = _smallest(judged)
+    method = min(judged, key=lambda name: len(judged[name].best))
+    circuit = judged[method].best
     return FoundCircuit(
         circuit=circuit,
         method=method,
@@ -261,7 +263,7 @@ def _rankings(
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
 ) -> tuple[dict[str, _Ranking], Scores]:
-    """The rankings, and the scores of the last one.
+    """The rankings, and scores with signs.
 
     Circuit edges are ranked by the mean over pairs of the absolute score: an edge that helps in
     some pairs and hurts in others averages out on these pairs, but not on others.
@@ -357,26 +359,22 @@ class _Judged:
         self.add(found)
 
 
-def _smallest(judged: dict[str, _Judged]) -> tuple[str, Circuit]:
-    """The smallest circuit, and the method that found it."""
-    method = min(judged, key=lambda name: len(judged[name].best))
-    return method, judged[method].best
-
-
 def _selected(
     pairs: SearchedPairs,
     scores: Scores,
     judge: Callable[[], _Judged],
     most: int,
     at: float,
-    deadline: float,
+    end: float,
+    step: float,
     progress: bool,
 ) -> _Judged | None:
     """The first forward selection that reaches the level with fewer edges than `most`.
 
     Each starts from more of the best edges than the one before. Circuits are run on held-out pairs
     if their effect on the pairs of the search is at least `at`, and exceeds 1 by at most twice what
-    `at` lacks, or `MARGIN`: since they were selected there, they explain less on others.
+    `at` lacks, or `MARGIN`: since they were selected there, they explain less on others. No step,
+    of so many seconds, begins that would go on after the end.
     """
 
     def start_of(size: int) -> Circuit:
@@ -386,22 +384,25 @@ def _selected(
         return pairs.effects(start_of(size).mask[None])[0]
 
     sizes, first, limit = log_sizes(most)[:-1], FIRST * at, 1 + 2 * max(1 - at, MARGIN)
-    if time.monotonic() > deadline:
+    if time.monotonic() > end - step:
         return None
     sizes = sizes[bisect_left(sizes, first, key=effect_of) :]
     began = now = time.monotonic()
-    for size in sizes:
-        if now + (now - began) > deadline:
+    last = 0
+    for start in map(start_of, sizes):
+        if len(start) == last:
+            continue
+        if now + (now - began) > end - step:
             break
-        began, start = now, start_of(size)
-        with tracked(f"adding to the best {len(start):,}", 1, progress) as step:
+        began, last = now, len(start)
+        with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
             judged, size = judge(), most
             judged.add([Circuit(scores.grid, scores.grid.exists)])
-            for mask, effect in pairs.larger(start.mask, limit, deadline):
-                if size == most and at <= effect <= limit:
+            for mask, effect in pairs.larger(start.mask, limit, end - step):
+                if size == most and at <= effect <= limit and time.monotonic() < end:
                     judged.add([Circuit(scores.grid, mask)])
                     size = min(most, len(judged.best))
-            step(f"{size:,}" if size < most else "falls short")
+            done(f"{size:,}" if size < most else "falls short")
         if size < most:
             return judged
         now = time.monotonic()

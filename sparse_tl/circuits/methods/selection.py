@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.backend import SLOTS, Hook, Order, attached, evaluation_mode, frozen
-from sparse_tl.circuits.circuit import Circuit, Grid
+from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.contexts import autograd
 from sparse_tl.data import PromptPairs
@@ -31,10 +31,10 @@ ADDED, ROUNDS = (0.01, 0.02, 0.03, 0.04, 0.08), 3
 
 
 class SearchedPairs:
-    """The metric of circuits on the pairs of a search."""
+    """The metric of circuits of circuit edges on the pairs of a search."""
 
-    def __init__(self, runs: PairRuns, metric: Metric, grid: Grid) -> None:
-        self.runs, self.metric, self.grid = runs, metric, grid
+    def __init__(self, runs: PairRuns, metric: Metric) -> None:
+        self.runs, self.metric, self.graph = runs, metric, runs.adapter.graph
         clean, none = list[Tensor](), list[Tensor]()
         for batch, run in runs:
             clean.append(measure(metric, run.clean_logits, batch))
@@ -42,19 +42,15 @@ class SearchedPairs:
         self.clean, self.none = (torch.cat(some).cpu().double() for some in (clean, none))
 
     @torch.no_grad()
-    def values(self, masks: Bool[Tensor, "circuit ..."]) -> Float[Tensor, "circuit pair"]:
-        """The metric under each circuit."""
+    def effects(self, masks: Bool[Tensor, "circuit source destination"]) -> list[float]:
+        """The explained effect of each circuit."""
         found = list[Float[Tensor, "circuit pair"]]()
         for batch, run in self.runs:
             stacks = masks.split(settings_at_once(len(batch)))
             logits = [row for some in stacks for row in run.logits(some)]
             values = [measure(self.metric, row, batch) for row in logits]
             found.append(torch.stack(values).cpu().double())
-        return torch.cat(found, dim=1)
-
-    def effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
-        """The explained effect of each circuit."""
-        return explained_effect(self.values(masks), self.clean, self.none).tolist()
+        return explained_effect(torch.cat(found, dim=1), self.clean, self.none).tolist()
 
     def gradient(
         self, mask: Bool[Tensor, "source destination"]
@@ -69,25 +65,28 @@ class SearchedPairs:
         whole = (self.clean - self.none).mean()
         return mean / whole, error / whole.abs()
 
-    def connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
-        """A circuit without parts that have no effect."""
-        return Circuit(self.grid, mask).connected(patch=self.runs.patch).mask
-
     def larger(
-        self, mask: Bool[Tensor, "*axes"], most: float = 1.0, deadline: float = math.inf
-    ) -> list[tuple[Bool[Tensor, "*axes"], float]]:
-        """A circuit and larger ones by forward selection up to an effect `most`; their effects."""
+        self, mask: Bool[Tensor, "source destination"], most: float, deadline: float
+    ) -> list[tuple[Bool[Tensor, "source destination"], float]]:
+        """A circuit and larger ones by forward selection up to an effect `most`; their effects.
+
+        After the deadline, no gradient is taken.
+        """
         found = [(mask, self.effects(mask[None])[0])]
         for _ in range(ROUNDS):
             if found[-1][1] >= most or time.monotonic() > deadline:
                 break
             mask = found[-1][0]
             gain, error = self.gradient(mask)
-            gain = (gain - error).masked_fill(mask | ~self.grid.exists, 0)
+            gain = (gain - error).masked_fill(mask | ~self.graph.exists, 0)
             order = gain.flatten().argsort(descending=True)[: int((gain > 0).count_nonzero())]
-            ends = [math.ceil(share * int(mask.count_nonzero())) for share in ADDED]
-            more = [mask.flatten().index_fill(0, order[:end], True) for end in ends]
-            masks = [self.connected(flat.view(mask.shape)) for flat in more]
+            if not len(order):
+                break
+            masks = list[Tensor]()
+            for share in ADDED:
+                end = math.ceil(share * int(mask.count_nonzero()))
+                more = mask.flatten().index_fill(0, order[:end], True).view(mask.shape)
+                masks.append(Circuit(self.graph, more).connected(patch=self.runs.patch).mask)
             found += zip(masks, self.effects(torch.stack(masks)), strict=True)
         return found
 

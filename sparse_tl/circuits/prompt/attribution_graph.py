@@ -74,7 +74,7 @@ class AttributionGraph(Result):
     """How a prompt's tokens, attention edges and neurons make a logit; see this module.
 
     Args:
-        prompt: its text.
+        prompt: text of the prompt.
         tokens: text of each token.
         token_ids: number of each token.
         target: what the graph explains, such as ``"Mary"`` or ``"Mary" - "John"``.
@@ -228,9 +228,9 @@ def attribution_graph(
     promoted, suppressed = read_out(model, added, run.final.detach()[None])
     for column, texts in ("promotes", promoted), ("suppresses", suppressed):
         nodes[column] = [*texts[:-1], []]  # the target writes nothing
-    texts = "".join(text_around(model, tokens, 0)), token_texts(model, tokens)
     name = (" - " if sum(weights) == 0 else ", ").join(names)
-    return AttributionGraph(*texts, tokens.tolist(), name, answers, weights, value, nodes, links)
+    written = "".join(text_around(model, tokens, 0)), token_texts(model, tokens), tokens.tolist()
+    return AttributionGraph(*written, name, answers, weights, value, nodes, links)
 
 
 def _influence(nodes: pd.DataFrame, links: pd.DataFrame) -> list[float]:
