@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import HAS_HOOKED, hooked_alone
+from double_precision import DoublePrecision
+from tiny import hooked_alone
 from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import HookPoints, SparseTransformer, evaluate_held_out, gated
@@ -101,17 +102,14 @@ def test_blocks_compute_what_whole_patterns_do(
     for long in (LONG + 1, LONG):
         monkeypatch.setattr(deferred, "LONG", long)
         sparse = SparseTransformer(build_tiny(kind, dtype="float64"), initial_bias=0.3)
-        with sparse.sampled(torch.Generator().manual_seed(0), 0.0):
+        with DoublePrecision(), sparse.sampled(torch.Generator().manual_seed(0), 0.0):
             logits, counts = sparse.run_with_counts(_tokens(3, LONG), pressure=0.2)
         (logits.logsumexp(-1).sum() + 0.1 * counts.expected.sum()).backward()
         assert bool(blocks) == (long == LONG)
         gradients = [p.grad for p in sparse.parameters() if p.grad is not None]
         found.append([logits.detach(), counts.active, counts.expected.detach(), *gradients])
-    # Llama's softmax is in float32, and adds up a row of another length in another order.
-    single = kind == "grouped" and not HAS_HOOKED
     for one, other in zip(*found, strict=True):
-        rtol, atol = (1e-4, 1e-5) if single else (1e-9, 1e-12)
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])

@@ -4,8 +4,7 @@
 pairs of the absolute EAP-IG score, and by forward selection, which starts from few of these
 (`selection`); of the best heads by EAP-IG, and by their exact effects. Of a ranking, circuits of
 falling sizes are run on the other half, and the smallest is returned that reaches the level, as all
-larger ones do. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on
-that pair.
+larger ones do. `circuit_sizes_per_prompt` cuts the ranking of each single pair, on that pair.
 """
 
 from __future__ import annotations
