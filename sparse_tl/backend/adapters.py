@@ -294,8 +294,9 @@ class BridgeAdapter(Adapter):
         with autograd(True):  # a soft cap has slope 1 at 0, so this is the factor before it
             zero = torch.zeros(1, device=self.device, dtype=self.dtype, requires_grad=True)
             after = model.adapter.apply_output_logits_transform(zero)
-            scale = torch.autograd.grad(after, zero)[0]
-        return model.unembed.W_U * scale, model.unembed.b_U * scale
+            scale = torch.autograd.grad(after, zero)[0].item()
+        weight, bias = model.unembed.W_U, model.unembed.b_U
+        return (weight, bias) if scale == 1 else (weight * scale, bias * scale)
 
     # ---- as a whole ------------------------------------------------------------------------------
 

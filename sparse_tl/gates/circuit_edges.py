@@ -200,7 +200,7 @@ class _Hooks:
     def _read(self, column: int, before: int, residual: Residual) -> Residual:
         """What one destination reads, replacing the residual stream."""
         shared = self._changes.without_closed(before, residual)
-        return self._changes.reads([column], shared)[:, 0].reshape(residual.shape)
+        return self._changes.reads([column], shared)[:, 0]
 
     def _enter(self, layer: int, slots: Sequence[str], residual: Residual) -> Residual:
         """Keep what the reads of a layer's heads share; compute reads that differ for many heads.
@@ -229,11 +229,9 @@ class _Hooks:
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         if slot in self._made:
-            reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
-            flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
-            out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
-            pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
-            return rearrange(out, pattern, rows=n_rows).to(value.dtype)
+            reads = norm(self._made.pop(slot))
+            out = torch.einsum("rhpd,hde->rphe", reads, weight.to(reads.dtype))
+            return (out + bias.to(out.dtype)).to(value.dtype)
         if self._normed is not None:
             normed = self._normed
             out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
@@ -246,14 +244,10 @@ class _Hooks:
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
-        ).unflatten(1, self._shape()[:2])
+        ).unflatten(1, reads.shape[1:3])
         stacked = value.unflatten(0, (self.now.n_stack, -1)).clone()
         stacked[stack, :, :, head] = out.to(value.dtype)
         return stacked.flatten(0, 1)
-
-    def _shape(self) -> torch.Size:
-        """Prompts, positions and d_model."""
-        return self._shared.unflatten(0, (self.now.n_stack, -1)).shape[1:]
 
     def _note(self, name: str, row: int, value: Residual) -> Residual:
         change = self.patch.change(name, value, self.now.n_stack, self.now.start)
@@ -338,9 +332,11 @@ class _Weights:
 class _Changes:
     """The patch of sources minus their writes, in the graph's order: separately, and as a sum.
 
-    Without gradients, separate changes go into one preallocated buffer, and only its rows in use
-    are read. With gradients, they are read part by part, since each read keeps its input for the
-    backward pass. Without spans, all tokens share the gates.
+    Separate changes are kept as ``[rows, source, pos, d_model]``: what the reads of a prompt add up
+    is together in memory, which makes them up to twice as fast on a CPU. Without gradients,
+    they go into one preallocated buffer, and only its rows in use are read. With gradients, they
+    are read part by part, since each read keeps its input for the backward pass. Without spans, all
+    tokens share the gates.
     """
 
     def __init__(self, edges: _Weights, spans: Spans | None) -> None:
@@ -354,23 +350,19 @@ class _Changes:
         self._spans = spans
         one_span = edges.source_closed.new_zeros(1, 1, dtype=torch.long)
         self._at = one_span if spans is None else spans.at  # without spans, one token for all
-        self._places: list[Tensor | slice] = [slice(None)]
-        if spans is not None:
-            order = spans.at.flatten().argsort(stable=True)
-            counts = spans.at.flatten().bincount(minlength=len(spans.names))
-            self._places = [*order.split(counts.tolist())]
-            self._back = order.argsort()
 
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
         """Add the changes of the next separated sources."""
         self._check(len(part[0]) // self._n_stack, part.shape[2])
+        part = part.movedim(0, 1)
         if self._by_parts:
             self._parts.append(part)
             return
         if not self._parts:
-            self._parts = [part.new_empty(len(self.edges.rows), *part.shape[1:])]
-        self._parts[0][self._filled : self._filled + len(part)] = part
-        self._filled += len(part)
+            shape = len(part), len(self.edges.rows), *part.shape[2:]
+            self._parts = [part.new_empty(shape)]
+        before, self._filled = self._filled, self._filled + part.shape[1]
+        self._parts[0][:, before : self._filled] = part
 
     def where_closed(
         self, row: int, change: Float[Tensor, "rows pos some n"]
@@ -407,28 +399,23 @@ class _Changes:
             self._sum = change if self._sum is None else self._sum + change
         return residual if self._sum is None else (residual + self._sum).to(residual.dtype)
 
-    def reads(self, columns: Sequence[int], shared: Residual) -> Float[Tensor, "stack n flat"]:
+    def reads(
+        self, columns: Sequence[int], shared: Residual
+    ) -> Float[Tensor, "rows n pos d_model"]:
         """What n destinations, whose sources have all written, read under their own closed edges.
 
         `shared` is what `without_closed` returns.
         """
-        tokens = shared.reshape(self._n_stack, 1, -1, shared.shape[-1])
-        parts, found = [*self._in_use(columns)], list[Tensor]()
-        for span, places in enumerate(self._places):
-            reads = tokens[:, :, places].flatten(2).expand(-1, len(columns), -1)
-            for rows, part in parts:
-                weights = self.edges.of(rows, columns)[:, span]
-                changes = part.view(len(part), self._n_stack, *tokens.shape[2:])
-                changes = changes[:, :, places].flatten(2)
-                if self._n_stack == 1:
-                    reads = torch.addmm(reads[0], weights[0].T, changes.flatten(1))[None]
-                else:
-                    reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1))
-            found.append(reads)
-        if self._spans is None:
-            return found[0]
-        joined = torch.cat([reads.unflatten(2, (-1, tokens.shape[-1])) for reads in found], dim=2)
-        return joined[:, :, self._back].flatten(2)
+        reads = shared[:, None].expand(-1, len(columns), -1, -1)
+        for rows, part in self._in_use(columns):
+            weights = self.edges.of(rows, columns).mT
+            changes = part.unflatten(0, (self._n_stack, -1))
+            if self._spans is None:
+                added = (weights @ changes.flatten(3)).view(*changes.shape[:2], *reads.shape[1:])
+            else:
+                added = (weights[:, self._at] @ changes.transpose(2, 3)).transpose(2, 3)
+            reads = added.flatten(0, 1).add_(reads)  # another tensor of this size takes as long
+        return reads
 
     def few_reads(
         self,
@@ -441,34 +428,35 @@ class _Changes:
         stacked = shared.unflatten(0, (self._n_stack, -1))
         if self._n_stack == 1:
             chosen = [columns[index] for index in some.tolist()]
-            return self.reads(chosen, shared)[0].unflatten(-1, stacked.shape[1:])
+            return self.reads(chosen, shared).transpose(0, 1)
         reads = stacked[stack]
         for rows, changes in self._in_use(columns):
             weights = self.edges.of(rows, columns)[stack, :, :, some]
             part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
-            change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
+            stacks = changes.unflatten(0, (self._n_stack, -1))
+            change = stacks[stack.to(part.device)[part], :, row]
             change = change * weights[part, :, row][:, self._at, None]
             reads = reads.index_add(0, part, change)
         return reads
 
     def _in_use(
         self, columns: Sequence[int]
-    ) -> Iterator[tuple[Sequence[int], Float[Tensor, "some rows pos d_model"]]]:
+    ) -> Iterator[tuple[Sequence[int], Float[Tensor, "rows some pos d_model"]]]:
         """Rows that any of these destinations uses, a few at a time; others may be among them."""
         used = self.edges.used(columns)
         count = used[-1] + 1 if used else 0
         if not self._by_parts and _FEW_ROWS * len(used) <= count:
             if used:
-                yield used, self._parts[0][used]
+                yield used, self._parts[0][:, used]
             return
         start = 0
         for part in self._parts:
-            stop = min(start + len(part), count)
+            stop = min(start + part.shape[1], count)
             if bisect_left(used, start) < bisect_left(used, stop):
                 # The gradient of a slice is as large as what it is taken from.
-                whole = stop - start == len(part)
-                yield range(start, stop), part if whole else part[: stop - start]
-            start += len(part)
+                whole = stop - start == part.shape[1]
+                yield range(start, stop), part if whole else part[:, : stop - start]
+            start += part.shape[1]
 
     def _check(self, batch: int, pos: int) -> None:
         if self._spans is not None and self._at.shape != (batch, pos):

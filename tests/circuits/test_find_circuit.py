@@ -288,7 +288,8 @@ def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPa
     """Each circuit contains the one before; the last explains all, unless the gradients end."""
     scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
     start = scores.top(searched.graph.n_parts // 4).connected().mask
-    (first, effect), *larger = found = searched.larger(start, 1.0, math.inf)
+    effect = searched.effects(start[None])[0]
+    (first, _), *larger = found = searched.larger(start, effect, 1.0, math.inf)
     assert torch.equal(first, start)
     assert effect < 1
     gain, error = searched.gradient(start)

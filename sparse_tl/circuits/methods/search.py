@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from html import escape
 from typing import Any, Literal
 
@@ -41,7 +41,8 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 CLOSE = 0.01
-"""Where a ranking reaches the level, it is cut at sizes that differ by at most this fraction."""
+"""Fraction by which the sizes differ at most at which a ranking is cut where it reaches the level, if
+its circuit may be the smallest."""
 FIRST = 0.72
 """Explained effect of the circuit that the first forward selection adds to, as a fraction of the
 level."""
@@ -84,7 +85,8 @@ class FoundCircuit(Result):
         """One row per method, the smallest circuit first.
 
         Columns give the size of the method's smallest circuit that reaches `at`, its explained
-        effect on held-out pairs with an interval, and the seconds that the method took.
+        effect on held-out pairs with an interval, and the seconds that the method took. A ranking
+        that cannot have the smallest was cut at one size a doubling.
         """
         rows = []
         for method, evaluation in self.evaluations.items():
@@ -230,8 +232,8 @@ def find_circuit(
         most, step = len(judged["eap-ig"].best), STEP * of_search
         if selected := _selected(searched, strength, judge, most, at, end, step, progress):
             judged["selection"], took["selection"] = selected, time.monotonic() - started
-    for name in sorted(judged, key=lambda name: len(judged[name].best)):
-        judged[name].refine(end)
+    for one in sorted(judged.values(), key=lambda one: len(one.best)):
+        one.refine(end, min(len(other.best) for other in judged.values()))
     method = min(judged, key=lambda name: len(judged[name].best))
     circuit = judged[method].best
     return FoundCircuit(
@@ -335,15 +337,15 @@ class _Judged:
                 step(f"{size:,}: {self.evaluation.effect[0]:.2f}")
                 took, now = time.monotonic() - now, time.monotonic()
 
-    def refine(self, deadline: float) -> None:
+    def refine(self, deadline: float, smallest: int) -> None:
         """Run circuits of a ranking at closer sizes, between the last that reaches the level and
-        the first that does not."""
+        the first that does not, while the one to be found may be smaller than the `smallest`."""
         now, took = time.monotonic(), 0.0
         while self._ranking and (first := reached(self.evaluation, self._at)):
             ends = self.evaluation.sizes[first - 1 : first + 1]
             low, high = (max(1, self.cuts[size]) for size in ends)
             before = len(self.circuits)
-            if high - low > CLOSE * high and now + took <= deadline:
+            if ends[0] < smallest and high - low > CLOSE * high and now + took <= deadline:
                 self._cut(round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS))
             if len(self.circuits) == before:
                 break
@@ -379,6 +381,7 @@ def _selected(
     def start_of(size: int) -> Circuit:
         return scores.top(size).connected(patch=pairs.runs.patch)
 
+    @cache
     def effect_of(size: int) -> float:
         return pairs.effects(start_of(size).mask[None])[0]
 
@@ -388,7 +391,8 @@ def _selected(
     sizes = sizes[bisect_left(sizes, first, key=effect_of) :]
     began = now = time.monotonic()
     last = 0
-    for start in map(start_of, sizes):
+    for cut in sizes:
+        start = start_of(cut)
         if len(start) == last:
             continue
         if now + (now - began) > end - step:
@@ -397,7 +401,7 @@ def _selected(
         with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
             judged, size = judge(), most
             judged.add([Circuit(scores.grid, scores.grid.exists)])
-            for mask, effect in pairs.larger(start.mask, limit, end - step):
+            for mask, effect in pairs.larger(start.mask, effect_of(cut), limit, end - step):
                 if size == most and at <= effect <= limit and time.monotonic() < end:
                     judged.add([Circuit(scores.grid, mask)])
                     size = min(most, len(judged.best))

@@ -66,13 +66,17 @@ class SearchedPairs:
         return mean / whole, error / whole.abs()
 
     def larger(
-        self, mask: Bool[Tensor, "source destination"], most: float, deadline: float
+        self,
+        mask: Bool[Tensor, "source destination"],
+        effect: float,
+        most: float,
+        deadline: float,
     ) -> list[tuple[Bool[Tensor, "source destination"], float]]:
-        """A circuit and larger ones by forward selection up to an effect `most`; their effects.
+        """A circuit with its effect, and larger ones by forward selection up to an effect `most`.
 
         After the deadline, no gradient is taken.
         """
-        found = [(mask, self.effects(mask[None])[0])]
+        found = [(mask, effect)]
         for _ in range(ROUNDS):
             if found[-1][1] >= most or time.monotonic() > deadline:
                 break
