@@ -38,6 +38,8 @@ from sparse_tl.results import Result
 
 ENDS = (1 - 0.95) / 2, (1 + 0.95) / 2
 """The ends of a 95 % interval, as shares of the draws below them."""
+MANY_EDGES, MANY_HEADS = 2**15, 2**8
+"""Models with more run fewer sizes by default: each takes about as long as the prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,12 +232,15 @@ def evaluate_circuit_edges(
     Args:
         pairs: prompt pairs, ideally not the ones that were scored.
         scores: scores that rank the edges.
-        sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
+        sizes: numbers of top-ranked edges to evaluate; by default two for each doubling, or one in
+            graphs of more than 32,768 edges (`log_sizes`).
         signed: rank by how much an edge helps instead of by absolute score.
         patch: patch of the other edges, as in `evaluate`.
         **options: further arguments of `evaluate`.
     """
-    sizes = log_sizes(scores.grid.n_parts) if sizes is None else sizes
+    if sizes is None:
+        n = scores.grid.n_parts
+        sizes = log_sizes(n, per_doubling=1 if n > MANY_EDGES else 2)
     connected = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
     circuits = {len(circuit): circuit for circuit in connected}
     return evaluate(model, pairs, metric, list(circuits.values()), patch=patch, **options)
@@ -253,14 +258,15 @@ def evaluate_heads(
     """The explained effect (faithfulness) of circuits of the best-scored heads, by size.
 
     The arguments are those of `evaluate_circuit_edges`, without `signed`. By default, `sizes` are
-    all sizes up to 32 heads, and two per doubling beyond.
+    all up to 32 heads (8 in models of more than 256 heads), and two for each doubling beyond.
 
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
     """
     check_grid(adapt(model).graph, scores.grid, HeadGrid)
     if sizes is None:
-        sizes = log_sizes(scores.grid.n_parts, all_up_to=32)
+        n = scores.grid.n_parts
+        sizes = log_sizes(n, all_up_to=8 if n > MANY_HEADS else 32)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 
