@@ -13,6 +13,7 @@ TURNS ?= 1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --max-worker-restart 0 \
 	--durations 15 --durations-min 5 --cases $(CASES) --turns $(TURNS)
 INSTALLED := $(VENV)$(TL:%=-%)/.installed
+TOOLS := $(VENV)$(TL:%=-%)/.tools
 OUT ?= runs/addition
 FORM ?= placeholder
 
@@ -53,7 +54,7 @@ demo-lm: language-model
 		"of 256 tokens: load_language_models(). See runs/smollm2/circuit_diagram.html."
 
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
-lab: $(INSTALLED)
+lab: $(TOOLS)
 	@$(BIN)/jupyter lab notebooks $(LAB_ARGS) || { [ $$(id -u) != 0 ] \
 		|| echo "As root, as in a container: make lab LAB_ARGS=--allow-root"; exit 1; }
 
@@ -62,39 +63,39 @@ language-model: $(INSTALLED)
 	$(BIN)/python -m sparse_tl get smollm2
 
 # The fast tests. One process per core; more threads each would only stand in each other's way.
-test: $(INSTALLED)
+test: $(TOOLS)
 	$(PYTEST) -m 'not slow and not long'
 
 # All tests, and the notebooks from end to end; these come first, as they take longest.
-check: $(INSTALLED)
+check: $(TOOLS)
 	$(PYTEST) $(if $(filter all,$(CASES)),-m '') notebooks tests
 
 # What differs between versions of TransformerLens: the seam to it, what only HookedTransformer has
 # (bidirectional attention, masks of -1e5, fewer outputs than tokens), and the main job on top.
-contract: $(INSTALLED)
+contract: $(TOOLS)
 	$(PYTEST) tests/backend tests/gates/test_numbers.py tests/head_roles/test_models.py \
 		tests/circuits/test_trace.py tests/explorer/test_exploration.py \
 		tests/cli/test_addition_command.py::test_addition_writes_everything
 
-lint: $(INSTALLED)
+lint: $(TOOLS)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
 # The site is in site/: open site/index.html; `mkdocs serve` shows it while you write.
-docs: $(INSTALLED)
+docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-doctor: $(INSTALLED)
+doctor: $(TOOLS)
 	$(BIN)/python -m sparse_tl doctor
 
 # All figures, from real runs of the built-in models.
-gallery: $(INSTALLED)
+gallery: $(TOOLS)
 	$(BIN)/python docs/gallery.py --runs runs/gallery
 
 # Runs the notebooks and stores them with pictures in place of interactive figures.
-notebooks: $(INSTALLED)
+notebooks: $(TOOLS)
 	$(BIN)/python notebooks/store.py
 
 # A new pip finds packages in half the time of the one that venv brings, and compiling all of them
@@ -104,6 +105,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) $(INSTALL) constraints.txt torch
+	$(PIP) $(INSTALL) constraints.txt --editable '.[gguf]'
+	touch $@
+
+# What notebooks, tests and docs need besides, which takes as long as the package.
+$(VENV)/.tools: $(VENV)/.installed
 	$(PIP) $(INSTALL) constraints.txt --editable '.[dev,notebooks,docs]'
 	touch $@
 
@@ -114,6 +120,9 @@ $(VENV)-%/.installed: constraints-%.txt $(VENV)/.installed
 	$(BIN)/python -c 'import sysconfig as s; first = s.get_path("purelib").replace("$(@D)", "$(VENV)"); \
 	  open(s.get_path("purelib") + "/first.pth", "w").write(f"import site; site.addsitedir({first!r})")'
 	$(PIP) --python $(BIN)/python $(INSTALL) $< transformer-lens
+	touch $@
+
+$(VENV)-%/.tools: $(VENV)-%/.installed $(VENV)/.tools
 	touch $@
 
 clean:
