@@ -41,8 +41,8 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 CLOSE = 0.01
-"""Fraction by which the sizes differ at most at which a ranking is cut where it reaches the level, if
-its circuit may be the smallest."""
+"""A ranking whose circuit may become the smallest is cut, where it reaches the level, at sizes that
+differ by at most this fraction."""
 FIRST = 0.72
 """Explained effect of the circuit that the first forward selection adds to, as a fraction of the
 level."""
