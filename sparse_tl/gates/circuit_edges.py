@@ -414,7 +414,7 @@ class _Changes:
                 added = (weights @ changes.flatten(3)).view(*changes.shape[:2], *reads.shape[1:])
             else:
                 added = (weights[:, self._at] @ changes.transpose(2, 3)).transpose(2, 3)
-            reads = added.flatten(0, 1).add_(reads)  # another tensor of this size takes as long
+            reads = added.flatten(0, 1).add_(reads)  # in place: a new tensor takes as long again
         return reads
 
     def few_reads(
