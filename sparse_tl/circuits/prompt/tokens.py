@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +21,7 @@ Token = str | int
 """Text or number of a token."""
 LISTED = 5
 """Number of tokens in each list of those that a part promotes or suppresses."""
-_AT_ONCE, _NO_TOKENS = 64, torch.zeros(0, dtype=torch.long)
+_AT_ONCE = 64
 Answers = Token | Sequence[Token]
 """One token for all targets, or one token per target."""
 
@@ -70,10 +71,14 @@ def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) ->
 
     It may complete a character that the tokens before it begin.
     """
+    return _output_texts(model)(before.tolist(), output)
+
+
+def _output_texts(model: HookedModel) -> Callable[[list[int], int], str]:
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
-        return str(output)
-    return prompts.next_text(model.tokenizer, before.tolist(), output)
+        return lambda before, output: str(output)
+    return partial(prompts.next_text, model.tokenizer)
 
 
 @torch.no_grad()
@@ -86,11 +91,12 @@ def read_out(
     lowers most; the whole stream sets the scale of the final norm."""
     (weight, _), norm = adapt(model).unembedding(), adapt(model).final_norm
     found: tuple[list[list[str]], list[list[str]]] = [], []
+    text = partial(_output_texts(model), [])
     for rows in norm.share(added, residual).to(weight).split(_AT_ONCE):
         logits = rows @ weight
         for texts, values in zip(found, (logits, -logits), strict=True):
             for row in values.topk(min(LISTED, values.shape[1])).indices.tolist():
-                texts.append([output_text(model, output, _NO_TOKENS) for output in row])
+                texts.append([*map(text, row)])
     return found
 
 
