@@ -65,8 +65,10 @@ def _has_its_turn(config: pytest.Config, item: pytest.Item) -> bool:
     turns = config.option.turns
     if turns < 2 or not item.get_closest_marker("long"):
         return True
+    # All cases of a test on one day, of which that day draws some; one by one where none is drawn.
+    name = item.nodeid if item.get_closest_marker("every_case") else item.nodeid.partition("[")[0]
     day = datetime.fromisoformat(config.option.draw).toordinal()
-    return (day + crc32(item.nodeid.partition("[")[0].encode())) % turns == 0
+    return (day + crc32(name.encode())) % turns == 0
 
 
 def _some_cases(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:

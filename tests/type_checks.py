@@ -18,7 +18,7 @@ from typing import Any
 import jaxtyping
 import pytest
 
-CALLS, NESTED_CALLS = 6, 1
+CALLS, NESTED_CALLS = 2, 1
 """So many calls of a function are checked in each test."""
 _checked: Counter[CodeType] = Counter()
 _jaxtyped = jaxtyping.jaxtyped
