@@ -257,19 +257,22 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
     good = tracer_folder(tmp_path / "good", model)
     if other.cfg.d_model != model.cfg.d_model:
-        refused("dimensions", good, other)
+        refused("numbers, and mlp.hook_in", good, other)
     refused("hook point", tracer_folder(tmp_path / "hook", model, feature_input_hook="mlp.hook_x"))
-    refused("model_kind", tracer_folder(tmp_path / "kind", model, model_kind="sae"))
     for name in ("feature_input_hook", "feature_output_hook"):
         changed = tracer_folder(tmp_path / name, model, **{name: "mlp.hook_pre"})
-        refused("32 numbers, and blocks.0.mlp.hook_pre has 48", changed)
+        refused("layer 0 .* 32 numbers, and mlp.hook_pre .* has 48", changed)
     normed = boot(plain_transformer("gemma2", "float64"))
     refused("norm or a gate", tracer_folder(tmp_path / "norm", normed), normed)
     fewer = tracer_folder(tmp_path / "fewer", model)
     (fewer / f"layer_{model.cfg.n_layers - 1}.safetensors").unlink()
     refused("layers", fewer)
     save_file(tensors(0, model.cfg.d_model + 2), good / "layer_1.safetensors")
-    refused("32 and 34 dimensions", good)
+    refused("layer 1 .* 34 numbers, and mlp.hook_in .* has 32", good)
+    save_file(
+        tensors(0, model.cfg.d_model) | {"b_dec": torch.zeros(5)}, good / "layer_1.safetensors"
+    )
+    refused("shapes in .*layer_1", good)
     nan = tracer_folder(tmp_path / "nan", model)
     broken = tensors(0, model.cfg.d_model)
     broken["W_dec"][3, 1] = torch.nan
@@ -282,4 +285,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     refused("neither a folder", str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     refused("holds no transcoders", tmp_path / "empty")
-    refused("give one of each layer", lens_folders(tmp_path, model)[1:])
+    folders = lens_folders(tmp_path, model)
+    refused("give one of each layer", folders[1:])
+    config = json.loads((folders[1] / "cfg.json").read_text()) | {"model_name": "another"}
+    (folders[1] / "cfg.json").write_text(json.dumps(config))
+    refused("of one model", folders)
