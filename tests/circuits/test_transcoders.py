@@ -14,11 +14,11 @@ from architectures import plain_transformer
 from safetensors.torch import save_file
 from test_attribution_graph import ALL, TOKENS, FrozenModel, conserves
 
-from sparse_tl.backend import boot
+from sparse_tl.backend import adapt, boot
 from sparse_tl.circuits.prompt.attribution_graph import attribution_graph
 from sparse_tl.circuits.prompt.examples import find_examples, with_examples
 from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect
-from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders
+from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders, transcoders_of
 
 pytestmark = [
     pytest.mark.usefixtures("double_precision"),
@@ -90,7 +90,7 @@ class FrozenFeatures(FrozenModel):
 
     def __init__(self, model: Any, graph: Any, basis: Transcoders) -> None:
         super().__init__(model, graph)
-        self.basis, self.made = basis.to(torch.device("cpu"), torch.float64), {}
+        self.basis, self.made = transcoders_of(basis, adapt(model)), {}
         for layer, transcoder in enumerate(self.basis.layers):
             self.made[layer] = transcoder.activations(self.at[f"blocks.{layer}.mlp.hook_in"])
         self.active = {layer: made > 0 for layer, made in self.made.items()}
@@ -160,7 +160,7 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
     found = graph_effect(model, graph, TOKENS.flip(0), basis=basis)
     assert found == pytest.approx(1.0, abs=0.01) and found != 1.0
     check = check_graph(model, graph, basis=basis, n=12)
-    double = basis.to(torch.device("cpu"), torch.float64)
+    double = transcoders_of(basis, adapt(model))
 
     def value(row: dict[str, Any] | None) -> float:
         def write(out: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -210,7 +210,7 @@ def test_examples_are_where_a_feature_is_most_active(tmp_path: Path) -> None:
     found = with_examples(
         model, graph, find_examples(model, texts, basis=basis, n=2, progress=False)
     )
-    double = basis.to(torch.device("cpu"), torch.float64)
+    double = transcoders_of(basis, adapt(model))
     for row in found.nodes[found.nodes["kind"] == "feature"].to_dict("records"):
         transcoder, largest = double.layers[row["layer"]], list[float]()
         for text in texts:

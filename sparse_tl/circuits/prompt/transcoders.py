@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
 import torch
 import yaml
 from jaxtyping import Float
@@ -34,10 +33,10 @@ from torch import Tensor
 
 from sparse_tl.arguments import ArgumentError, checked
 from sparse_tl.backend import Adapter, Hook, Order
+from sparse_tl.backend.load import fetch
 from sparse_tl.storage.files import read_json, read_tensors
 
 _CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"
-_FILES = ["*.safetensors", _CONFIG, _LENS_CONFIG]
 
 
 @checked
@@ -81,14 +80,6 @@ class Transcoders:
     layers: Sequence[Transcoder] = field(repr=False)
     model_name: str = ""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Transcoders:
-        """The same, on a device and in a floating-point format."""
-        moved = (
-            Transcoder(*(tensor.to(device, dtype) for tensor in vars(layer).values()))
-            for layer in self.layers
-        )
-        return replace(self, layers=[*moved])
-
     def written(
         self, layer: int, features: Mapping[int, Float[Tensor, "*pos feature"]]
     ) -> Float[Tensor, "*pos d_model"]:
@@ -107,7 +98,11 @@ Basis = Literal["neurons"] | Transcoders
 
 def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
     """The transcoders of a basis, where and as the model computes; None for neurons."""
-    return basis.to(adapter.device, adapter.dtype) if isinstance(basis, Transcoders) else None
+    if not isinstance(basis, Transcoders):
+        return None
+    like = torch.empty(0, device=adapter.device, dtype=adapter.dtype)
+    layers = ((tensor.to(like) for tensor in vars(layer).values()) for layer in basis.layers)
+    return replace(basis, layers=[Transcoder(*layer) for layer in layers])
 
 
 def feature_hooks(
@@ -168,21 +163,11 @@ def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
             compute (skip connections, normalised activations, activation functions other than ReLU
             and JumpReLU).
     """
-    folders = [_folder(each) for each in ([source] if isinstance(source, str | Path) else source)]
+    sources = [source] if isinstance(source, str | Path) else source
+    folders = [Path(each) if Path(each).is_dir() else fetch(str(each))[0] for each in sources]
     if len(folders) == 1 and (folders[0] / _CONFIG).is_file():
         return _of_tracer(folders[0])
     return _of_lens(folders)
-
-
-def _folder(source: str | Path) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=_FILES))
-    except Exception as error:  # of any underlying library
-        raise ValueError(
-            f"{source} is neither a folder nor a repository that the hub gives: {error!s:.300}"
-        ) from error
 
 
 def _of_tracer(folder: Path) -> Transcoders:

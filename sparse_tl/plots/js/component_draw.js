@@ -22,7 +22,7 @@ function captionOf(data, view, panel) {
   const held = panel.names.length;
   const of = held < panel.kept ? `the ${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
   const by = view.by === "influence" ? "influence" : `|${data.words.value}|`;
-  const whole = panel.existing === null ? "" : ` (model: ${n(panel.existing)})`;
+  const whole = panel.existing === undefined ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
   const nodes = new Set(panel.links.flatMap(({ source, reader }) => [source, reader]));
   const connected = panel.countsNodes ? `${n(nodes.size)} nodes with ` : "";
