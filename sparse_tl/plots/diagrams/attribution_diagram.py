@@ -37,8 +37,6 @@ _WORDS = {
     "helps": "raises the target",
     "hurts": "lowers the target",
 }
-ALONE = "Attribution graph"
-"""Title of a single panel."""
 
 
 @checked
@@ -70,7 +68,7 @@ def attribution_diagram(
     Raises:
         ValueError: the graphs are not of one prompt, or the state cannot be read.
     """
-    panels = by_title(panels, ALONE)
+    panels = by_title(panels, "Attribution graph")
     if len({tuple(graph.tokens) for graph in panels.values()}) != 1:
         raise ValueError("the panels of an attribution diagram are graphs of one prompt")
     first = next(iter(panels.values()))
@@ -88,10 +86,7 @@ def attribution_diagram(
             for name, graph in panels.items()
         ],
         "unit": "logits",
-        "marked": {},
-        "markNames": [],
         "words": _WORDS,
-        "neurons": [{} for _ in panels],
     }
     return diagram_of(data, view, first.tokens, Surround(tuple(panels), title, transition))
 
@@ -136,7 +131,6 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
         "countsNodes": True,
         "kept": len(graph.links),
         "sign": 1,
-        "roles": {},
         "facts": {row["name"]: _facts(graph, row) for row in graph.nodes.to_dict("records")},
     }
 

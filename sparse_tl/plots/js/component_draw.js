@@ -118,7 +118,7 @@ function nearOf(panel, source, ...readers) {
 const nodeOpacity = (index, isFound, near) => (near && !near.nodes.has(index) && !isFound ? 0.3 : null);
 
 const roleOf = (data, view, panel, { name }) =>
-  data.panels[view.difference ? 0 : panel.index].roles[name.split("@")[0]];
+  data.panels[view.difference ? 0 : panel.index].roles?.[name.split("@")[0]];
 
 function paintOf(data, view, panel, node) {
   const links = panel.linksAt.get(node.index) ?? [];
@@ -148,7 +148,7 @@ function drawNode(data, view, panel, node, box, chosen, near) {
 }
 
 function marksOf(data, { layout, nodes }) {
-  return Object.entries(data.marked).flatMap(([colour, names]) =>
+  return Object.entries(data.marked ?? {}).flatMap(([colour, names]) =>
     [...layout.boxes].filter(([i]) => names.includes(nodes[i].name.split("@")[0]))
       .map(([i, box]) => svgElement("rect", { "data-mark": nodes[i].name, fill: "none",
         x: box.x - box.width / 2 - 2, y: box.y - HALF - 2, width: box.width + 4,
@@ -179,6 +179,6 @@ function legendOf(data, view, { panels, nodes }) {
   const roles = new Set(panels.flatMap((panel) => panel.links.flatMap(({ source, reader }) => [source, reader])
     .map((i) => roleOf(data, view, panel, nodes[i]))));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
-  Object.keys(data.marked).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
+  Object.keys(data.marked ?? {}).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
   return entries;
 }
