@@ -43,7 +43,7 @@ MODEL_FILES = (
     *("sentencepiece.bpe.model", "additional_chat_templates", "tekken.json", "bpe.codes"),
 )
 """Names, or patterns of names, of what `save_model` writes."""
-_DATA = ["*.json", "*.txt", "*.safetensors", "chat_template.jinja"]
+_DATA = ["*.json", "*.txt", "*.yaml", "*.safetensors", "chat_template.jinja"]
 _REST = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
@@ -114,7 +114,7 @@ def load_model(
 
 
 def fetch(name: str) -> tuple[Path, str]:
-    """Download a hub model, or take it from the local cache; return its folder and its name.
+    """Download a hub repository, or take it from the cache; return its folder and its name.
 
     Only configuration, weights and tokenizer are downloaded, as data; no code.
     """

@@ -13,7 +13,6 @@ from sparse_tl.backend import HookedModel
 from sparse_tl.circuits import AttributionGraph, scale_nodes
 from sparse_tl.circuits.prompt.transcoders import Basis
 from sparse_tl.plots import attribution_diagram
-from sparse_tl.plots.diagrams.attribution_diagram import ALONE
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
 from sparse_tl.plots.page.rendering import by_title, notebook_style, read_assets
 from sparse_tl.plots.page.token_text import visible_text
@@ -52,7 +51,7 @@ class GraphExplorer(anywidget.AnyWidget):
         basis: Basis = "neurons",
         **style: Any,
     ) -> None:
-        models, graphs = by_title(models, ALONE), by_title(graphs, ALONE)
+        models, graphs = by_title(models), by_title(graphs)
         if models.keys() != graphs.keys():
             raise ValueError(f"there are graphs of {[*graphs]}, and models {[*models]}")
         self.graphs, self._models, self._basis = graphs, models, basis

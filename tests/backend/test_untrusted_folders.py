@@ -284,5 +284,5 @@ def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert load_model("gpt2-small", device="cpu").cfg.model_name == "gpt2"
     assert [name for name, _ in fetched] == ["gpt2"]
-    data = {"*.json", "*.txt", "*.safetensors", "chat_template.jinja"}
+    data = {"*.json", "*.txt", "*.yaml", "*.safetensors", "chat_template.jinja"}
     assert set(fetched[0][1]["allow_patterns"]) == data

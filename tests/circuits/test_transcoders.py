@@ -14,11 +14,11 @@ from architectures import plain_transformer
 from safetensors.torch import save_file
 from test_attribution_graph import ALL, TOKENS, FrozenModel, conserves
 
-from sparse_tl.backend import boot
+from sparse_tl.backend import adapt, boot
 from sparse_tl.circuits.prompt.attribution_graph import attribution_graph
 from sparse_tl.circuits.prompt.examples import find_examples, with_examples
 from sparse_tl.circuits.prompt.graph_checks import check_graph, graph_effect
-from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders
+from sparse_tl.circuits.prompt.transcoders import Transcoders, load_transcoders, transcoders_of
 
 pytestmark = [
     pytest.mark.usefixtures("double_precision"),
@@ -90,7 +90,7 @@ class FrozenFeatures(FrozenModel):
 
     def __init__(self, model: Any, graph: Any, basis: Transcoders) -> None:
         super().__init__(model, graph)
-        self.basis, self.made = basis.to(torch.device("cpu"), torch.float64), {}
+        self.basis, self.made = transcoders_of(basis, adapt(model)), {}
         for layer, transcoder in enumerate(self.basis.layers):
             self.made[layer] = transcoder.activations(self.at[f"blocks.{layer}.mlp.hook_in"])
         self.active = {layer: made > 0 for layer, made in self.made.items()}
@@ -160,7 +160,7 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
     found = graph_effect(model, graph, TOKENS.flip(0), basis=basis)
     assert found == pytest.approx(1.0, abs=0.01) and found != 1.0
     check = check_graph(model, graph, basis=basis, n=12)
-    double = basis.to(torch.device("cpu"), torch.float64)
+    double = transcoders_of(basis, adapt(model))
 
     def value(row: dict[str, Any] | None) -> float:
         def write(out: torch.Tensor, hook: Any) -> torch.Tensor:
@@ -210,7 +210,7 @@ def test_examples_are_where_a_feature_is_most_active(tmp_path: Path) -> None:
     found = with_examples(
         model, graph, find_examples(model, texts, basis=basis, n=2, progress=False)
     )
-    double = basis.to(torch.device("cpu"), torch.float64)
+    double = transcoders_of(basis, adapt(model))
     for row in found.nodes[found.nodes["kind"] == "feature"].to_dict("records"):
         transcoder, largest = double.layers[row["layer"]], list[float]()
         for text in texts:
@@ -257,19 +257,22 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
     good = tracer_folder(tmp_path / "good", model)
     if other.cfg.d_model != model.cfg.d_model:
-        refused("dimensions", good, other)
+        refused("numbers, and mlp.hook_in", good, other)
     refused("hook point", tracer_folder(tmp_path / "hook", model, feature_input_hook="mlp.hook_x"))
-    refused("model_kind", tracer_folder(tmp_path / "kind", model, model_kind="sae"))
     for name in ("feature_input_hook", "feature_output_hook"):
         changed = tracer_folder(tmp_path / name, model, **{name: "mlp.hook_pre"})
-        refused("32 numbers, and blocks.0.mlp.hook_pre has 48", changed)
+        refused("layer 0 .* 32 numbers, and mlp.hook_pre .* has 48", changed)
     normed = boot(plain_transformer("gemma2", "float64"))
     refused("norm or a gate", tracer_folder(tmp_path / "norm", normed), normed)
     fewer = tracer_folder(tmp_path / "fewer", model)
     (fewer / f"layer_{model.cfg.n_layers - 1}.safetensors").unlink()
     refused("layers", fewer)
     save_file(tensors(0, model.cfg.d_model + 2), good / "layer_1.safetensors")
-    refused("32 and 34 dimensions", good)
+    refused("layer 1 .* 34 numbers, and mlp.hook_in .* has 32", good)
+    save_file(
+        tensors(0, model.cfg.d_model) | {"b_dec": torch.zeros(5)}, good / "layer_1.safetensors"
+    )
+    refused("shapes in .*layer_1", good)
     nan = tracer_folder(tmp_path / "nan", model)
     broken = tensors(0, model.cfg.d_model)
     broken["W_dec"][3, 1] = torch.nan
@@ -282,4 +285,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     refused("neither a folder", str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     refused("holds no transcoders", tmp_path / "empty")
-    refused("give one of each layer", lens_folders(tmp_path, model)[1:])
+    folders = lens_folders(tmp_path, model)
+    refused("give one of each layer", folders[1:])
+    config = json.loads((folders[1] / "cfg.json").read_text()) | {"model_name": "another"}
+    (folders[1] / "cfg.json").write_text(json.dumps(config))
+    refused("of one model", folders)

@@ -170,14 +170,8 @@ class AttributionGraph(Result):
         return float(influence[some].sum() / (influence[some].sum() + errors))
 
     def __repr__(self) -> str:
-        kinds = self.nodes["kind"].value_counts()
-        counted = ", ".join(
-            f"{n} {kind}{'s' * (n > 1)}" for kind, n in kinds.items() if kind != "target"
-        )
-        return (
-            f"AttributionGraph({self.target} {self.value:+.3f} logits: {counted}; "
-            f"{len(self.links):,} links)"
-        )
+        size = f"{len(self.nodes):,} nodes, {len(self.links):,} links"
+        return f"AttributionGraph({self.target} {self.value:+.3f} logits: {size})"
 
 
 @checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -37,13 +37,9 @@ class Examples(Result):
     """
 
     kind: str
-    tokens: Sequence[Int[Tensor, " _"]]
-    values: Sequence[Float[Tensor, "sign _ example"]]
-    places: Sequence[Int[Tensor, "sign _ example two"]]
-
-    def __repr__(self) -> str:
-        n_units = sum(values.shape[1] for values in self.values)
-        return f"Examples({n_units:,} {self.kind}s in {len(self.tokens):,} texts)"
+    tokens: Sequence[Int[Tensor, " _"]] = field(repr=False)
+    values: Sequence[Float[Tensor, "sign _ example"]] = field(repr=False)
+    places: Sequence[Int[Tensor, "sign _ example two"]] = field(repr=False)
 
 
 @checked

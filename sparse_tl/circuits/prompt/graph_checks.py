@@ -20,8 +20,15 @@ from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
 from sparse_tl.circuits.prompt.transcoders import Basis, feature_hooks, transcoders_of
 from sparse_tl.results import NONE, Result
 
-_MOST_GATES = 2**24
-"""Maximum number of gates in one pass."""
+_AXES = {
+    "attention edge": ("index", "position", "source"),
+    "neuron": ("position", "index"),
+    "feature": ("position", "index"),
+    "error": ("position",),
+}
+"""The axes of the values of each kind of node that can be removed."""
+_MOST_TOKENS = 512
+"""Maximum number of tokens in one pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +89,12 @@ def check_graph(
     Raises:
         ValueError: the target is not the graph's in this model, or the basis is another one.
     """
-    run, parts = GraphRun(model, graph, basis), _parts(graph.to_pandas())[:n]
-    rows = max(1, _MOST_GATES // sum(gates.numel() for gates in run.gates([{}])))
-    exact = list[float]()
-    for first in range(0, len(parts), rows):
-        removed = [{name: 0.0} for name in parts["name"][first : first + rows]]
-        values, _ = run.values(run.gates(removed))
+    run, parts = GraphRun(model, graph, basis), graph.to_pandas()
+    parts = parts[parts["name"].isin(run.places.keys())][:n]
+    removed, exact = [{name: 0.0} for name in parts["name"]], list[float]()
+    rows = max(1, _MOST_TOKENS // len(run.tokens))
+    for first in range(0, len(removed), rows):
+        values, _ = run.values(removed[first : first + rows])
         exact += (values - run.whole[0]).tolist()
     columns = {"name": parts["name"], "predicted": -parts["flow"], "exact": exact}
     return GraphCheck(pd.DataFrame(columns).reset_index(drop=True))
@@ -126,13 +133,13 @@ def graph_effect(
             f"the corrupted prompt has {len(other)} tokens, and the graph's {len(run.tokens)}: "
             "give one of the same length"
         )
-    low, others = run.values(run.gates([{}]), other[: len(run.tokens)])
+    low, others = run.values(tokens=other[: len(run.tokens)])
     high, own = run.whole
     if bool(high == low):
         raise ValueError("the target is the same on both prompts, so that there is no effect")
-    frozen = {name: own[name] for name in own if name.endswith("pattern") and patterns != "run"}
-    kept = run.gates([dict.fromkeys(_parts(graph.nodes)["name"], 1.0)], default=0.0)
-    found, _ = run.values(kept, others=others, patterns=frozen)
+    frozen = {at: own[at] for at in own if at.startswith("attention") and patterns != "run"}
+    kept = dict.fromkeys(run.places, 1.0)
+    found, _ = run.values([kept], default=0.0, others=others, patterns=frozen)
     return ((found - low) / (high - low)).item()
 
 
@@ -158,41 +165,35 @@ def scale_nodes(
     Raises:
         ValueError: the graph has no such node, or it is an embedding or the target.
     """
-    if unknown := factors.keys() - set(_parts(graph.nodes)["name"]):
-        raise ValueError(f"the graph has no node {', '.join(sorted(unknown))} to scale")
     run = GraphRun(model, graph, basis)
-    after, _ = run.values(run.gates([factors]))
+    if unknown := factors.keys() - run.places.keys():
+        raise ValueError(f"the graph has no node {', '.join(sorted(unknown))} to scale")
+    after, _ = run.values([factors])
     return run.whole[0].item(), after.item()
 
 
-def _parts(nodes: pd.DataFrame) -> pd.DataFrame:
-    """The nodes that can be removed."""
-    return nodes[~nodes["kind"].isin(["embedding", "target"])]
-
-
-Gates = tuple[Float[Tensor, "row layer head query key"], Float[Tensor, "row layer pos unit"]]
-"""What attention edges, and neurons or features, are multiplied by in every row; with transcoders,
-the last unit of a layer is their error."""
-
-
 class GraphRun:
-    """Runs of a model with gates on its attention edges, neurons or features, and errors.
+    """Runs of a model with factors on attention edges, neurons or features, and errors of a graph.
 
     The graph is one of this model, `basis` that of the graph, and `whole` the `values` without
-    gates. Errors are those of `check_graph`.
+    factors; `places` says where each node is: in which values, and at which index. Errors are those
+    of `check_graph`.
     """
 
     def __init__(self, model: HookedModel, graph: AttributionGraph, basis: Basis) -> None:
         self.model, self.graph, self.adapter = model, graph, adapt(model)
         self.tokens = torch.tensor(graph.token_ids)
         self.transcoders = transcoders_of(basis, self.adapter)
-        self.n_units = self.adapter.model.cfg.d_mlp or 0
-        if self.transcoders is not None:
-            self.n_units = 1 + max(len(layer.encoder) for layer in self.transcoders.layers)
         other = "feature" if self.transcoders is None else "neuron"
         if (graph.nodes["kind"] == other).any():
             raise ValueError(f"the graph has {other}s: pass the basis= that it was made with")
-        self.whole = self.values(self.gates([{}]))
+        nodes: list[Any] = graph.nodes.to_dict("records")
+        self.places = {
+            node["name"]: (f"{node['kind']}.{node['layer']}", [node[axis] for axis in axes])
+            for node in nodes
+            if (axes := _AXES.get(node["kind"]))
+        }
+        self.whole = self.values()
         found, before = self.whole[0].item(), graph.value
         # With a soft cap, the graph's target is before it.
         capped = self.adapter.model.cfg.output_logits_soft_cap > 0
@@ -202,73 +203,65 @@ class GraphRun:
                 "pass the model, and the hooks, that the graph was made with"
             )
 
-    def gates(self, rows: Sequence[Mapping[str, float]], default: float = 1.0) -> Gates:
-        """In each row, the gates of some nodes by name; all others are `default`."""
-        n, layers = len(self.tokens), self.adapter.n_layers
-        edges = torch.full((len(rows), layers, self.adapter.n_heads, n, n), default)
-        units = torch.full((len(rows), layers, n, self.n_units), default)
-        nodes: dict[Any, Any] = self.graph.nodes.set_index("name").to_dict("index")
-        for row, given in enumerate(rows):
-            for name, gate in given.items():
-                node = nodes[name]
-                layer, index, position = node["layer"], node["index"], node["position"]
-                if node["kind"] == "attention edge":
-                    edges[row, layer, index, position, node["source"]] = gate
-                else:
-                    units[row, layer, position, -1 if node["kind"] == "error" else index] = gate
-        return edges, units
-
     def values(
         self,
-        gates: Gates,
+        rows: Sequence[Mapping[str, float]] = ({},),
         tokens: Int[Tensor, " pos"] | None = None,
         *,
+        default: float = 1.0,
         others: Mapping[str, Tensor] = NONE,
         patterns: Mapping[str, Tensor] = NONE,
     ) -> tuple[Float[Tensor, " row"], dict[str, Tensor]]:
-        """The target in each row of gates, after a soft cap, and the values that gates multiplied.
+        """The target in each row, after a soft cap, and all values that have factors.
 
         Args:
-            gates: each value is ``gate * own + (1 - gate) * other``.
+            rows: the factors of some nodes in each row; others have the `default`. Each value
+                becomes ``factor * own + (1 - factor) * other``.
             tokens: prompt of every row; the graph's by default.
             others: the other values, from an earlier run; 0 by default.
             patterns: attention patterns that edges have in place of those of this run.
         """
         tokens, adapter = self.tokens if tokens is None else tokens, self.adapter
-        edges, units = (each.to(adapter.device, adapter.dtype) for each in gates)
         seen = dict[str, Tensor]()
 
-        def gated(name: str, value: Tensor, gate: Tensor) -> Tensor:
-            seen[name] = value
-            return gate * value + (1 - gate) * others.get(name, 0.0)
+        def factors(place: str, value: Tensor) -> Tensor:
+            seen[place], found = value, torch.full_like(value, default)
+            for row, given in enumerate(rows):
+                for name, factor in given.items():
+                    at, index = self.places[name]
+                    if at == place:
+                        found[row, *index] = factor
+            return found
+
+        def scaled(kind: str, layer: int, value: Tensor) -> Tensor:
+            place, own = f"{kind}.{layer}", value.view(len(rows), len(tokens), -1)
+            factor = factors(place, own)
+            return (factor * own + (1 - factor) * others.get(place, 0.0)).view(value.shape)
 
         def moved(pattern: Tensor, v: Tensor) -> Tensor:
             return torch.einsum("bhqk,bkhd->bqhd", pattern, adapter.values_by_head(v))
 
         def attention(layer: int, z: Tensor) -> Tensor:
-            pattern, v = (f"blocks.{layer}.attn.{name}" for name in ("hook_pattern", "hook_v"))
-            gate, own = edges[:, layer], seen[pattern]
-            z = z + moved(gate * patterns.get(pattern, own) - own, seen[v])
-            return z + moved((1 - gate) * others[pattern], others[v]) if others else z
+            place, v = f"attention edge.{layer}", f"v.{layer}"
+            own = seen[place]
+            factor = factors(place, own)
+            z = z + moved(factor * patterns.get(place, own) - own, seen[v])
+            return z + moved((1 - factor) * others[place], others[v]) if others else z
 
-        def unit(layer: int, found: Tensor) -> Tensor:
-            flat = found.view(len(units), len(tokens), -1)
-            gate = units[:, layer, :, : flat.shape[-1]]
-            return gated(f"units.{layer}", flat, gate).view(found.shape)
-
-        def error(layer: int, found: Tensor) -> Tensor:
-            return gated(f"errors.{layer}", found, units[:, layer, :, -1:])
-
+        kinds = {"attn.hook_pattern": "attention edge", "attn.hook_v": "v"}
         hooks: list[Hook] = []
         if self.transcoders is not None:
-            hooks += feature_hooks(adapter, self.transcoders, unit, error)
+            both = partial(scaled, "feature"), partial(scaled, "error")
+            hooks += feature_hooks(adapter, self.transcoders, *both)
         for layer in range(adapter.n_layers):
             block = f"blocks.{layer}"
-            for name in (f"{block}.attn.hook_pattern", f"{block}.attn.hook_v"):
-                hooks.append((name, Order.LAST, partial(seen.__setitem__, name)))
+            for point, kind in kinds.items():
+                keep = partial(seen.__setitem__, f"{kind}.{layer}")
+                hooks.append((f"{block}.{point}", Order.LAST, keep))
             hooks.append((f"{block}.attn.hook_z", Order.LAST, partial(attention, layer)))
             if adapter.has_mlps and self.transcoders is None:
-                hooks.append((f"{block}.mlp.hook_post", Order.LAST, partial(unit, layer)))
+                neurons = partial(scaled, "neuron", layer)
+                hooks.append((f"{block}.mlp.hook_post", Order.LAST, neurons))
         with attached(adapter, hooks):
-            logits = self.model(tokens.expand(len(edges), -1).to(adapter.device))
+            logits = self.model(tokens.expand(len(rows), -1).to(adapter.device))
         return target_value(logits[:, -1].cpu(), self.graph.answers, self.graph.weights), seen

@@ -122,9 +122,7 @@ class Linearised:
         )
         norm = self.adapter.final_norm
         value = norm.share(self.final, self.final.detach()) @ direction
-        if norm.bias is not None:
-            constant = constant + norm.bias.detach() @ direction
-        self.value = value.detach() + constant
+        self.value = (norm(self.final) @ direction + constant).detach()
         read = {name: x for name, x in self._kept.items() if x.requires_grad}
         read["final"] = self.final
         found = torch.autograd.grad(

@@ -21,25 +21,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
 import torch
 import yaml
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import ArgumentError, checked
 from sparse_tl.backend import Adapter, Hook, Order
+from sparse_tl.backend.load import fetch
 from sparse_tl.storage.files import read_json, read_tensors
 
 _CONFIG, _LENS_CONFIG, _LENS_WEIGHTS = "config.yaml", "cfg.json", "sae_weights.safetensors"
-_FILES = ["*.safetensors", _CONFIG, _LENS_CONFIG]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Transcoder:
     """The features that read one layer.
@@ -77,23 +77,8 @@ class Transcoders:
 
     input_hook: str
     output_hook: str
-    layers: Sequence[Transcoder]
+    layers: Sequence[Transcoder] = field(repr=False)
     model_name: str = ""
-
-    def __repr__(self) -> str:
-        features = sum(len(layer.encoder) for layer in self.layers)
-        return (
-            f"Transcoders({len(self.layers)} layers, {features:,} features, "
-            f"{self.input_hook} -> {self.output_hook})"
-        )
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Transcoders:
-        """The same, on a device and in a floating-point format."""
-        moved = (
-            Transcoder(*(tensor.to(device, dtype) for tensor in vars(layer).values()))
-            for layer in self.layers
-        )
-        return replace(self, layers=[*moved])
 
     def written(
         self, layer: int, features: Mapping[int, Float[Tensor, "*pos feature"]]
@@ -113,7 +98,11 @@ Basis = Literal["neurons"] | Transcoders
 
 def transcoders_of(basis: Basis, adapter: Adapter) -> Transcoders | None:
     """The transcoders of a basis, where and as the model computes; None for neurons."""
-    return basis.to(adapter.device, adapter.dtype) if isinstance(basis, Transcoders) else None
+    if not isinstance(basis, Transcoders):
+        return None
+    like = torch.empty(0, device=adapter.device, dtype=adapter.dtype)
+    layers = ((tensor.to(like) for tensor in vars(layer).values()) for layer in basis.layers)
+    return replace(basis, layers=[Transcoder(*layer) for layer in layers])
 
 
 def feature_hooks(
@@ -129,20 +118,16 @@ def feature_hooks(
     Raises:
         ValueError: the transcoders do not fit the model.
     """
-    widths = {each.encoder.shape[1] for each in transcoders.layers}
-    if len(transcoders.layers) != adapter.n_layers or widths != {adapter.d_model}:
-        raise ValueError(
-            f"the transcoders read {len(transcoders.layers)} layers of "
-            f"{' and '.join(map(str, sorted(widths)))} dimensions, and {adapter.name!r} has "
-            f"{adapter.n_layers} of {adapter.d_model}"
-        )
+    if (n := len(transcoders.layers)) != adapter.n_layers:
+        raise ValueError(f"transcoders of {n} layers, and {adapter.name!r} has {adapter.n_layers}")
     own, used = dict[int, Tensor](), dict[int, Tensor]()
 
     def check(layer: int, hook: str, x: Tensor) -> None:
-        if x.shape[-1] != adapter.d_model:
+        width = transcoders.layers[layer].encoder.shape[1]
+        if x.shape[-1] != width:
             raise ValueError(
-                f"the transcoders read and write {adapter.d_model} numbers, and blocks.{layer}."
-                f"{hook} has {x.shape[-1]}"
+                f"the transcoder of layer {layer} reads and writes {width} numbers, and {hook} of "
+                f"{adapter.name!r} has {x.shape[-1]} there"
             )
 
     def encode(layer: int, x: Tensor) -> None:
@@ -178,21 +163,11 @@ def load_transcoders(source: str | Path | Sequence[str | Path]) -> Transcoders:
             compute (skip connections, normalised activations, activation functions other than ReLU
             and JumpReLU).
     """
-    folders = [_folder(each) for each in ([source] if isinstance(source, str | Path) else source)]
+    sources = [source] if isinstance(source, str | Path) else source
+    folders = [Path(each) if Path(each).is_dir() else fetch(str(each))[0] for each in sources]
     if len(folders) == 1 and (folders[0] / _CONFIG).is_file():
         return _of_tracer(folders[0])
     return _of_lens(folders)
-
-
-def _folder(source: str | Path) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=_FILES))
-    except Exception as error:  # of any underlying library
-        raise ValueError(
-            f"{source} is neither a folder nor a repository that the hub gives: {error!s:.300}"
-        ) from error
 
 
 def _of_tracer(folder: Path) -> Transcoders:
@@ -200,25 +175,16 @@ def _of_tracer(folder: Path) -> Transcoders:
     path = folder / _CONFIG
     try:
         config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        kind, *hooks = (
-            str(config[key]) for key in ("model_kind", "feature_input_hook", "feature_output_hook")
-        )
+        hooks = [str(config[f"feature_{way}_hook"]) for way in ("input", "output")]
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} says nothing about transcoders: {error!s:.200}") from error
-    if config.get("transcoders"):
-        raise ValueError(
-            f"{path} lists files elsewhere; put them beside it as layer_0.safetensors, "
-            "layer_1.safetensors, ..."
-        )
-    if kind not in ("transcoder_set", "cross_layer_transcoder"):
-        raise ValueError(f"{path} has the unknown model_kind {kind!r}")
     layers = list[Transcoder]()
     while files := sorted(folder.glob(f"*_{len(layers)}.safetensors")):
         found = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
         of_layer = {name.removesuffix(f"_{len(layers)}"): x for name, x in found.items()}
         layers.append(_transcoder(files[0], of_layer))
     if not layers:
-        raise ValueError(f"{folder} holds no file of a transcoder")
+        raise ValueError(f"{folder} holds no layer_0.safetensors or W_enc_0.safetensors")
     read, written = (hook.removeprefix("blocks.{layer}.") for hook in hooks)
     return Transcoders(read, written, layers, str(config.get("model_name", "")))
 
@@ -251,13 +217,11 @@ def _of_lens(folders: Sequence[Path]) -> Transcoders:
         found[int(match[1])] = _transcoder(folder / _LENS_WEIGHTS, tensors)
         made.add((match[2], match[3], str(said.get("model_name") or "")))
     numbers = sorted(found)
-    if numbers != [*range(len(folders) or 1)]:
+    if numbers != [*range(len(folders) or 1)] or len(made) > 1:
         raise ValueError(
-            f"these are transcoders of layers {', '.join(map(str, numbers))}: give one of each "
-            "layer, from 0"
+            f"these are transcoders of layers {numbers} at {sorted(made)}: give one of each layer, "
+            "from 0, of one model and its hook points"
         )
-    if len(made) > 1:
-        raise ValueError(f"these transcoders are of different models or hook points: {made}")
     read, written, name = made.pop()
     return Transcoders(read, written, [found[number] for number in numbers], name)
 
@@ -275,11 +239,7 @@ def _transcoder(path: Path, tensors: Mapping[str, Tensor]) -> Transcoder:
     decoder = decoder[:, None] if decoder.ndim == 2 else decoder
     thresholds = [tensors[name] for name in tensors if name.endswith("threshold")]
     threshold = thresholds[0].float().flatten() if thresholds else torch.zeros_like(bias)
-    sizes = {len(encoder), len(decoder), len(bias), len(threshold)}
-    widths = {encoder.shape[-1], decoder.shape[-1], len(tensors["b_dec"])}
-    if encoder.ndim != 2 or decoder.ndim != 3 or len(sizes) > 1 or len(widths) > 1:
-        raise ValueError(
-            f"the shapes in {path} do not fit: encoder {tuple(encoder.shape)}, decoder "
-            f"{tuple(decoder.shape)}, bias {tuple(bias.shape)}"
-        )
-    return Transcoder(encoder, bias, decoder, tensors["b_dec"].float(), threshold)
+    try:
+        return Transcoder(encoder, bias, decoder, tensors["b_dec"].float(), threshold)
+    except ArgumentError as error:
+        raise ValueError(f"the shapes in {path} do not fit: {error}") from error

@@ -15,7 +15,8 @@ import pandas as pd
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import AttributionGraph
-from sparse_tl.circuits.paths import Link, PathGraph
+from sparse_tl.circuits.paths import Link, PathGraph, PositionedNode
+from sparse_tl.graph import Node
 from sparse_tl.plots.diagrams.component_diagram import (
     MOST_EDGES,
     ComponentDiagram,
@@ -28,7 +29,7 @@ from sparse_tl.plots.diagrams.component_diagram import (
 from sparse_tl.plots.page.rendering import Surround, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 
-_KINDS = {"embedding": "input", "attention edge": "head", "target": "logits"}
+_KINDS: dict[str, Any] = {"embedding": "input", "attention edge": "head", "target": "logits"}
 """The shape of each kind of node; that of all others is an MLP's."""
 _WORDS = {
     "edges": "links",
@@ -36,9 +37,6 @@ _WORDS = {
     "helps": "raises the target",
     "hurts": "lowers the target",
 }
-ALONE = "Attribution graph"
-"""Title of a single panel."""
-_LAST = 1 << 30
 
 
 @checked
@@ -70,7 +68,7 @@ def attribution_diagram(
     Raises:
         ValueError: the graphs are not of one prompt, or the state cannot be read.
     """
-    panels = by_title(panels, ALONE)
+    panels = by_title(panels, "Attribution graph")
     if len({tuple(graph.tokens) for graph in panels.values()}) != 1:
         raise ValueError("the panels of an attribution diagram are graphs of one prompt")
     first = next(iter(panels.values()))
@@ -88,11 +86,7 @@ def attribution_diagram(
             for name, graph in panels.items()
         ],
         "unit": "logits",
-        "marked": {},
-        "markNames": [],
         "words": _WORDS,
-        "slots": False,
-        "neurons": [{} for _ in panels],
     }
     return diagram_of(data, view, first.tokens, Surround(tuple(panels), title, transition))
 
@@ -104,9 +98,9 @@ def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str,
         tokens = [visible_text(token[:20]) for token in graph.tokens]
         for node in graph.nodes.to_dict("records"):
             name, kind, layer = node["name"], node["kind"], node["layer"]
-            step = {"embedding": 0, "target": _LAST, "attention edge": 2 + 3 * layer}
-            at = node["position"], None if kind in ("embedding", "target") else layer
-            rows[name] = [name, _KINDS.get(kind, "mlp"), step.get(kind, 3 + 3 * layer), *at]
+            drawn = PositionedNode(Node(_KINDS.get(kind, "mlp"), layer), node["position"])
+            at = drawn.position, None if kind in ("embedding", "target") else layer
+            rows[name] = [name, drawn.kind, drawn.step, *at]
             token = tokens[node["source"]]
             own = {
                 "embedding": token,
@@ -136,9 +130,7 @@ def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict
         **panel_of(name, paths, [index[node] for node in names]),
         "countsNodes": True,
         "kept": len(graph.links),
-        "existing": None,
         "sign": 1,
-        "roles": {},
         "facts": {row["name"]: _facts(graph, row) for row in graph.nodes.to_dict("records")},
     }
 

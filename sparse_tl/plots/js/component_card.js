@@ -63,7 +63,7 @@ function neuronList(found, name, unit) {
 // The neurons of a node in its panel, or in both if two circuits are drawn as one.
 function neuronsAt(data, view, panelIndex, node) {
   const mlp = node.name.split("@")[0];
-  return data.neurons.flatMap((lists, i) => (Object.hasOwn(lists, mlp) && (view.difference || i === panelIndex)
+  return (data.neurons ?? []).flatMap((lists, i) => (Object.hasOwn(lists, mlp) && (view.difference || i === panelIndex)
     ? neuronList(lists[mlp], view.difference ? data.panels[i].name.slice(0, 40) : "", data.unit) : []));
 }
 

@@ -22,7 +22,7 @@ function captionOf(data, view, panel) {
   const held = panel.names.length;
   const of = held < panel.kept ? `the ${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
   const by = view.by === "influence" ? "influence" : `|${data.words.value}|`;
-  const whole = panel.existing === null ? "" : ` (model: ${n(panel.existing)})`;
+  const whole = panel.existing === undefined ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
   const nodes = new Set(panel.links.flatMap(({ source, reader }) => [source, reader]));
   const connected = panel.countsNodes ? `${n(nodes.size)} nodes with ` : "";
@@ -118,7 +118,7 @@ function nearOf(panel, source, ...readers) {
 const nodeOpacity = (index, isFound, near) => (near && !near.nodes.has(index) && !isFound ? 0.3 : null);
 
 const roleOf = (data, view, panel, { name }) =>
-  data.panels[view.difference ? 0 : panel.index].roles[name.split("@")[0]];
+  data.panels[view.difference ? 0 : panel.index].roles?.[name.split("@")[0]];
 
 function paintOf(data, view, panel, node) {
   const links = panel.linksAt.get(node.index) ?? [];
@@ -148,7 +148,7 @@ function drawNode(data, view, panel, node, box, chosen, near) {
 }
 
 function marksOf(data, { layout, nodes }) {
-  return Object.entries(data.marked).flatMap(([colour, names]) =>
+  return Object.entries(data.marked ?? {}).flatMap(([colour, names]) =>
     [...layout.boxes].filter(([i]) => names.includes(nodes[i].name.split("@")[0]))
       .map(([i, box]) => svgElement("rect", { "data-mark": nodes[i].name, fill: "none",
         x: box.x - box.width / 2 - 2, y: box.y - HALF - 2, width: box.width + 4,
@@ -179,6 +179,6 @@ function legendOf(data, view, { panels, nodes }) {
   const roles = new Set(panels.flatMap((panel) => panel.links.flatMap(({ source, reader }) => [source, reader])
     .map((i) => roleOf(data, view, panel, nodes[i]))));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
-  Object.keys(data.marked).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
+  Object.keys(data.marked ?? {}).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
   return entries;
 }
