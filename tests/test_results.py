@@ -173,7 +173,9 @@ RESULTS: dict[str, Any] = {
 
 
 def _leaves(result: Any, name: str = "") -> dict[str, Any]:
-    """Everything a result holds, down to what can be compared."""
+    """Everything a result holds, down to what can be compared; a list is read as a tuple."""
+    if isinstance(result, list | tuple):
+        result = dict(enumerate(result))
     if isinstance(result, dict):
         return {
             key: leaf for k, v in result.items() for key, leaf in _leaves(v, f"{name}.{k}").items()
