@@ -10,7 +10,7 @@ import pytest
 import torch
 from finite_differences import derivative
 from oracle import run_patched
-from planted import PLANTED, Planted
+from planted import PLANTED
 from random_models import random_pairs, shaken
 from torch import Tensor
 
@@ -190,7 +190,7 @@ def test_the_gradient_of_pruning_is_that_at_constant_size(
         return (expected * (clean.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean()
 
     largest = gradient.abs().max().item()
-    for place in range(0, len(logits), 6):
+    for place in range(0, len(logits), 18):
         by_hand = derivative(lost, logits, place)
         assert gradient[place].item() == pytest.approx(by_hand, abs=1e-6 * largest), place
 
@@ -216,14 +216,6 @@ def test_pruning_is_compared_with_attribution() -> None:
     assert f"best edges by attribution: {outcome(found.ranked)}" in repr(found)
     ranked, searched = (each.values.mean().item() for each in (found.ranked, found.searched))
     assert ranked == pytest.approx(lost, abs=1e-9) != searched
-
-
-def test_planted_circuits_are_faithful() -> None:
-    planted: Planted = next(iter(PLANTED.values()))()
-    found = acdc(planted.model, planted.pairs, threshold=1e-4, metric="kl", **QUIET)
-    assert found.searched.effect.item() == pytest.approx(1, abs=1e-6)
-    assert found.searched.values.abs().max() < 1e-4
-    assert found.held_out is None
 
 
 def test_held_out_pairs_that_cannot_be_measured_are_refused_before_the_search(
