@@ -67,7 +67,7 @@ def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> No
 @pytest.mark.long
 def test_planted_circuits_are_learned(planted: Planted) -> None:
     found = prune_circuit_edges(
-        planted.model, planted.pairs, size=len(planted.edges), steps=240, progress=False
+        planted.model, planted.pairs, size=len(planted.edges), steps=120, progress=False
     )
     assert _names(found.circuit) == planted.edges
 
