@@ -117,6 +117,16 @@ def run_patched(
     return pairs.read(run_split(model, graph, pairs.clean, read))
 
 
+def run_patched_each(
+    model: Model, graph: CircuitGraph, pairs: PromptPairs, masks: Tensor, patch: Any = "corrupted"
+) -> Float[Tensor, "mask pair vocab"]:
+    """`run_patched` under each of several masks ``[mask, source, destination]``, in one pass."""
+    rows, length = torch.arange(len(pairs)).repeat(len(masks)), pairs.clean.shape[1]
+    each = masks.repeat_interleave(len(pairs), dim=0)[:, None].expand(-1, length, -1, -1)
+    found = run_patched(model, graph, pairs.select(rows), each, patch)
+    return found.unflatten(0, (len(masks), len(pairs)))
+
+
 def explained(
     model: Model, graph: CircuitGraph, pairs: PromptPairs, metric: Metric, mask: Tensor
 ) -> float:

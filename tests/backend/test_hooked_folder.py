@@ -33,9 +33,17 @@ def _tokens(vocabulary: int = 13, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", ["plain", "float64", "grouped", "attention_only"])
-def test_own_folder_round_trip_is_exact(build_tiny: Build, tmp_path: Path, kind: str) -> None:
-    model = build_tiny(kind)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in ("plain", "float64", "grouped", "attention_only")),
+        ("plain", {"normalization_type": None}),
+    ],
+)
+def test_own_folder_round_trip_is_exact(
+    build_tiny: Build, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    model = build_tiny(kind, **fields)
     loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
     assert loaded.embed.W_E.dtype == model.embed.W_E.dtype
     assert torch.equal(loaded(_tokens()), model(_tokens()))

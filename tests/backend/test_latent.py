@@ -12,7 +12,7 @@ from architecture_checks import CHECKS, Subject
 from architecture_checks.subject import PAIRS, QUIET
 from architectures import ARCHITECTURES, LATENT, N_HEADS, N_LAYERS, plain_transformer
 from double_precision import DoublePrecision
-from oracle import by_head, mask_of, run_patched
+from oracle import by_head, mask_of, run_patched_each
 from torch import Tensor
 
 from sparse_tl import (
@@ -67,9 +67,10 @@ def test_single_edges_against_the_oracle(name: str) -> None:
     with DoublePrecision():
         found = patch_exactly(model, PAIRS, logit_difference, EDGES, **QUIET).to_list()
         whole = logit_difference(PAIRS.read(model(PAIRS.clean)), PAIRS)
-        for edge, moved in zip(EDGES, found, strict=True):
-            mask = graph.exists & ~mask_of(graph, [edge])
-            patched = logit_difference(run_patched(model, graph, PAIRS, mask), PAIRS)
+        masks = torch.stack([graph.exists & ~mask_of(graph, [edge]) for edge in EDGES])
+        each = run_patched_each(model, graph, PAIRS, masks)
+        for logits, moved in zip(each, found, strict=True):
+            patched = logit_difference(logits, PAIRS)
             assert moved == pytest.approx((patched - whole).mean().item(), abs=1e-9)
             assert abs(moved) > 1e-4
 

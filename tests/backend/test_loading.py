@@ -274,15 +274,16 @@ def test_constants_of_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
 def test_stories260k_reads_stories(shared_data: Path) -> None:
     model = load_model(shared_data / "models" / "stories260K", device="cpu")
     text = (shared_data / "text" / "tinystories_val.txt").read_text(encoding="utf-8")
-    stories = [part.strip() for part in text.split("<|endoftext|>") if part.strip()][:40]
+    stories = [part.strip() for part in text.split("<|endoftext|>") if part.strip()][:8]
     losses = []
     with torch.no_grad():
         for story in stories:
             batch = TokenBatch.next_token(model.to_tokens(story)[:, :512])
             logits = model(batch.tokens)[batch.loss_mask]
             losses.append(token_losses(logits, batch.loss_labels()))
-    assert 14_000 < sum(map(len, losses)) < 15_000
-    assert torch.cat(losses).mean().item() == pytest.approx(1.273, abs=2e-3)
+    # As of transformers' Llama with these weights: 1.2729 on the first 40 stories, as published.
+    assert sum(map(len, losses)) == 2821
+    assert torch.cat(losses).mean().item() == pytest.approx(1.2347, abs=2e-4)
 
 
 # Objects.

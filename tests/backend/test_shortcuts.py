@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparse_tl.backend import Model, adapt
-from sparse_tl.gates import SparseTransformer
 
 Build = Callable[..., Model]
 TOKENS = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -42,13 +41,6 @@ def test_logits_and_gradients_are_the_same_where_they_are_read(
     assert gradients.keys() == plain_gradients.keys()
     for name, gradient in gradients.items():
         assert torch.allclose(gradient, plain_gradients[name], rtol=1e-9, atol=1e-13), name
-
-
-def test_gated_models_too(build_tiny: Build) -> None:
-    sparse, read = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0), _read()
-    plain = sparse(TOKENS)[read]
-    with adapt(sparse).only_at(read) as logits_at:
-        assert torch.allclose(logits_at(sparse(TOKENS)), plain, rtol=0, atol=1e-12)
 
 
 def test_the_last_mlp_sees_no_more_than_is_read(build_tiny: Build) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jinja2.exceptions import SecurityError
-from tiny import HAS_HOOKED, hooked_alone, tiny_model
+from tiny import HAS_HOOKED, tiny_model
 from tokenizers import Tokenizer
 from transformers import (
     GPT2Config,
@@ -22,7 +22,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from sparse_tl.backend import build_model, load_model, model_config, save_model
+from sparse_tl.backend import load_model, save_model
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.storage.files import read_json
 from sparse_tl.tasks.addition import addition_tokenizer
@@ -197,16 +197,6 @@ def test_what_cannot_be_read_is_refused(
     _change(folder / file, **fields)
     with pytest.raises(ValueError, match=message.format(folder=folder)):
         load_model(folder, device="cpu")
-
-
-@hooked_alone
-def test_a_model_without_normalisation_comes_back(tmp_path: Path) -> None:
-    model: Any = tiny_model(normalization_type=None)
-    save_model(model, tmp_path)
-    loaded = load_model(tmp_path, device="cpu")
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(loaded(tokens), model(tokens))
-    assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
 
 
 def test_a_sparse_folder_is_no_dense_model(tmp_path: Path) -> None:

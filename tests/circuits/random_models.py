@@ -39,15 +39,16 @@ def shaken(model: Model) -> Model:
     return model
 
 
-def random_pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
-    """Pairs without meaning, read at positions of their own."""
+def random_pairs(n: int = 5, length: int = 6, seed: int = 0, at: int | None = None) -> PromptPairs:
+    """Pairs without meaning, read at positions of their own, or all at the same."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
     clean, corrupted, answers, wrong = (draw(n, width) for width in (length, length, 1, 2))
+    own = torch.randint(2, length, (n,), generator=generator)
     return PromptPairs(
         clean=clean,
         corrupted=corrupted,
         answers=answers,
         wrong=torch.where(wrong == answers, (wrong + 7) % 13, wrong),
-        positions=torch.randint(2, length, (n,), generator=generator),
+        positions=own if at is None else torch.full((n,), at),
     )

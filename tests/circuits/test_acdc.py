@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> No
 @pytest.mark.long
 def test_planted_circuits_are_learned(planted: Planted) -> None:
     found = prune_circuit_edges(
-        planted.model, planted.pairs, size=len(planted.edges), steps=240, progress=False
+        planted.model, planted.pairs, size=len(planted.edges), steps=120, progress=False
     )
     assert _names(found.circuit) == planted.edges
 
@@ -89,7 +90,7 @@ def test_pruning_can_start_from_scores(planted: Planted) -> None:
 def test_states_of_few_batches_are_held(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     """More pairs take no more memory, and what is found is the same."""
     searches = {
-        "acdc": partial(acdc, threshold=1e-4),
+        "acdc": partial(acdc, threshold=1e-4, start="heads"),
         "pruning": partial(prune_circuit_edges, size=len(planted.edges), steps=5),
     }
     options = {"batch_size": 2, "progress": False}
@@ -161,9 +162,7 @@ def test_the_value_is_that_of_the_circuit(
     build_tiny: Build, pairs: PromptPairs, patch: str
 ) -> None:
     model = build_tiny(dtype="float64", seed=3)
-    pairs = PromptPairs(
-        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 4)
-    )
+    pairs = replace(pairs, positions=torch.full((5,), 4))
     settings = {"metric": logit_difference, "patch": patch, "progress": False}
     found = acdc(model, pairs, threshold=0.02, **settings)
     said = evaluate(model, pairs, logit_difference, found.circuit, patch=patch, progress=False)
@@ -189,13 +188,3 @@ def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
     assert len(found.history) == model.cfg.n_layers * model.cfg.n_heads
     assert found.history["moved"][found.history["kept"]].abs().min() >= 0.02
     assert (found.history["moved"][~found.history["kept"]].abs() < 0.02).all()
-
-
-def test_edges_on_no_path_are_left_out() -> None:
-    graph = CircuitGraph(2, 2, 2)
-    mask = torch.zeros_like(graph.exists)
-    path = ["input->a0.h0<v>", "a0.h0->m1", "m1->logits"]
-    lost = ["input->a0.h1<q>", "a1.h0->logits", "m0->a1.h1<k>"]
-    for edge in [*path, *lost]:
-        mask[graph.index(edge)] = True
-    assert _names(Circuit(graph, mask).connected()) == frozenset(path)

@@ -33,17 +33,15 @@ NAMES = {
 
 def same_length(n: int = 5) -> PromptPairs:
     """Random pairs that are read at their ends, and differ from the third token on."""
-    pairs = random_pairs(n)
+    pairs = random_pairs(n, at=5)
     corrupted = torch.cat([pairs.clean[:, :2], pairs.corrupted[:, 2:]], dim=1)
-    return replace(pairs, corrupted=corrupted, positions=torch.full((n,), 5))
+    return replace(pairs, corrupted=corrupted)
 
 
 def exchange(at: str, column: int, other: Tensor, value: Tensor, hook: Any) -> Tensor:
     """Put in what the other prompts have at a position, or in a head."""
     value = value.clone()
-    if at == "pattern":
-        value[:, column] = other[:, column]
-    elif at == "z":
+    if at == "z":
         value[:, :, column] = other[:, :, column]
     else:
         value[:, column] = other[:, column]
@@ -184,18 +182,6 @@ def test_what_no_difference_reaches_has_no_effect_at_all(build_tiny: Build) -> N
     assert list(table) == ["layer", "position", "token", "metric", "effect"]
     assert every.columns == [str(token) for token in same_length(1).clean[0].tolist()]
     assert table["layer"].tolist() == [0] * 6 + [1] * 6
-
-
-def test_without_attention_the_last_position_is_all(build_tiny: Build) -> None:
-    """Without attention, the answer comes from its own position alone."""
-    sparse = SparseTransformer(
-        build_tiny(dtype="float64"), initial_bias=-100.0
-    )  # no attention anywhere
-    pairs = same_length()
-    found = patch_activations(sparse, pairs, logit_difference, progress=False)
-    expected = torch.zeros(2, 6, dtype=torch.float64)
-    expected[:, -1] = 1
-    torch.testing.assert_close(found.effect, expected, atol=1e-9, rtol=0)
 
 
 def test_a_sparse_model_is_patched_as_it_is_run(build_tiny: Build) -> None:

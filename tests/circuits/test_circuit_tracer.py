@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from architectures import plain_transformer
 
@@ -56,3 +57,9 @@ def test_it_has_the_schema_and_whole_links():
     for link in found["links"]:
         check(link, LINK)
         assert {link["source"], link["target"]} <= set(ids)
+    assert [node["ctx_idx"] for node in found["nodes"]] == graph.nodes["position"].tolist()
+    assert found["nodes"][-1]["is_target_logit"]
+    assert found["metadata"]["prompt_tokens"] == graph.tokens
+    into = sum(link["weight"] for link in found["links"] if link["target"] == ids[-1])
+    last = graph.nodes.iloc[-1]
+    assert into + last["constant"] + last["left_out"] == pytest.approx(graph.value)

@@ -1,15 +1,13 @@
-"""ROC and overlap against numbers that one can count, and planted circuits that rank first."""
+"""ROC and overlap against numbers that one can count."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from planted import PLANTED
 
 from sparse_tl.circuits import (
     Circuit,
     Scores,
-    attribute_circuit_edges,
     overlap,
     roc,
 )
@@ -47,13 +45,3 @@ def test_an_overlap_that_can_be_counted() -> None:
     found = overlap(_circuit([0, 1, 2]), _circuit([1, 2, 3, 4]))
     assert (found.iou, found.precision, found.recall) == (2 / 5, 2 / 3, 2 / 4)
     assert "<td>0.6667</td>" in found._repr_html_()
-
-
-@pytest.mark.parametrize("name", list(PLANTED))
-@pytest.mark.parametrize("method", ["eap", "eap-ig"])
-def test_planted_edges_rank_first(name: str, method: str) -> None:
-    planted = PLANTED[name]()
-    scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric, method=method)
-    known = Circuit(planted.graph, planted.mask)
-    assert roc(scores, known).auc == 1
-    assert overlap(scores.top(len(known)), known).iou == 1

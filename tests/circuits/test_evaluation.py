@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from analyses import call, taking
 from oracle import run_patched
-from random_models import shaken
+from random_models import random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl import TargetDataset, fit_head_gates
@@ -28,7 +29,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.evaluation import effect_draws
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
+from sparse_tl.gates import CircuitEdges, Heads
 from sparse_tl.graph import CircuitGraph, HeadGrid
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.metrics import logit_difference, measure
@@ -52,9 +53,10 @@ def _plain(model: Model, tokens: Tensor, pairs: PromptPairs) -> Tensor:
         return _metric_of(pairs.read(model(tokens)), pairs)
 
 
-@pytest.mark.parametrize("patch", ["corrupted", "zero"])
-def test_edge_circuits_equal_the_slow_oracle(model: Model, pairs: PromptPairs, patch: Any) -> None:
+@pytest.mark.parametrize("patch", ["corrupted", "mean", "zero"])
+def test_edge_circuits_equal_the_slow_oracle(model: Model, patch: Any) -> None:
     graph = adapt(model).graph
+    pairs = random_pairs(at=4 if patch == "mean" else None)  # of one length
     shares = enumerate((0.03, 0.2, 0.5, 0.9))  # from sources that are patched to some that are kept
     circuits = [_some_edges(graph, share, seed) for seed, share in shares]
     found = evaluate(
@@ -64,16 +66,6 @@ def test_edge_circuits_equal_the_slow_oracle(model: Model, pairs: PromptPairs, p
         slow = run_patched(model, graph, pairs, circuit.mask, patch)
         torch.testing.assert_close(values, _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
     assert found.values.std() > 0.01
-
-
-def test_mean_patches_equal_the_slow_oracle(model: Model, pairs: PromptPairs) -> None:
-    pairs = PromptPairs(
-        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 4)
-    )
-    circuit = _some_edges(adapt(model).graph)
-    found = evaluate(model, pairs, logit_difference, circuit, patch="mean", progress=False)
-    slow = run_patched(model, adapt(model).graph, pairs, circuit.mask, "mean")
-    torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
 
 
 def test_single_precision_equals_the_slow_oracle(build_tiny: Build, pairs: PromptPairs) -> None:
@@ -119,7 +111,7 @@ def test_all_heads_are_the_clean_run_and_none_the_corrupted_one(
     rows = torch.arange(len(pairs))
     corrupted = pairs.corrupted.clone()
     corrupted[rows, pairs.positions] = pairs.clean[rows, pairs.positions]
-    pairs = PromptPairs(pairs.clean, corrupted, pairs.answers, pairs.wrong, pairs.positions)
+    pairs = replace(pairs, corrupted=corrupted)
     shape = model.cfg.n_layers, model.cfg.n_heads
     both = [Circuit(HeadGrid(*shape), torch.full(shape, kept)) for kept in (False, True)]
     found = evaluate(model, pairs, logit_difference, both, progress=False)
@@ -182,18 +174,6 @@ def test_the_gates_have_the_gradient_of_finite_differences(
     assert not gradient[:, ~graph.exists].any(), "what is no edge has no effect"
 
 
-def test_a_sparse_model_is_evaluated_under_its_gates(build_tiny: Build, pairs: PromptPairs) -> None:
-    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
-    graph = adapt(sparse).graph
-    found = evaluate(sparse, pairs, logit_difference, _some_edges(graph), progress=False)
-    with sparse.opened():
-        opened = evaluate(sparse, pairs, logit_difference, _some_edges(graph), progress=False)
-    torch.testing.assert_close(
-        found.clean, _plain(sparse, pairs.clean, pairs), rtol=1e-5, atol=1e-5
-    )
-    assert not torch.allclose(found.values, opened.values)
-
-
 def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
     graph = adapt(model).graph
@@ -236,10 +216,15 @@ CIRCUITS = ("circuits", "readers", "start")
 RESULTS = {name: f for kind in (Scores, Circuit, HeadRoles) for name, f in taking(kind).items()}
 
 
+@pytest.fixture(scope="module")
+def two_models(build_tiny: Build) -> list[Model]:
+    return [build_tiny(n_layers=n, n_heads=n, d_model=8 * n) for n in (4, 2)]
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", sorted(RESULTS))
-def test_results_of_another_model(build_tiny: Build, pairs: PromptPairs, name: str) -> None:
-    model, other = (build_tiny(n_layers=n, n_heads=n, d_model=8 * n) for n in (4, 2))
+def test_results_of_another_model(two_models: list[Model], pairs: PromptPairs, name: str) -> None:
+    model, other = two_models
     graph = adapt(other).graph
     grid = graph.heads if name == "evaluate_heads" else graph
     scores = Scores(grid, grid.exists.double(), "by hand")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import run_patched
+from oracle import run_patched_each
 from torch import Tensor
 
 from sparse_tl.backend import Model, adapt
@@ -28,10 +28,10 @@ def test_every_edge_equals_the_slow_oracle(model: Model, pairs: PromptPairs) -> 
     found = patch_exactly(model, pairs, logit_difference, batch_size=23, progress=False)
     assert list(found.index) == [str(edge) for edge in graph.edges]
     clean = _metric(model, pairs.clean, pairs)
-    for edge in graph.edges:
-        mask = graph.exists.clone()
+    masks = graph.exists.repeat(graph.n_edges, 1, 1)
+    for mask, edge in zip(masks, graph.edges, strict=True):
         mask[graph.index(edge)] = False
-        logits = run_patched(model, graph, pairs, mask)
+    for edge, logits in zip(graph.edges, run_patched_each(model, graph, pairs, masks), strict=True):
         slow = logit_difference(logits, pairs).mean().item() - clean
         assert found[str(edge)] == pytest.approx(slow, rel=1e-9, abs=1e-9), edge
     assert found.abs().max() > 0.01

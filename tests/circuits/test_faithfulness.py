@@ -10,7 +10,7 @@ import pytest
 import torch
 from finite_differences import derivative
 from oracle import run_patched
-from planted import PLANTED, Planted
+from planted import PLANTED
 from random_models import random_pairs, shaken
 from torch import Tensor
 
@@ -108,14 +108,16 @@ def test_heads_that_are_returned_were_run(build_tiny: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_last_steps_of_pruning_run_the_circuit_that_is_returned(build_tiny: Any) -> None:
+@pytest.mark.parametrize("part", [4, 2])
+def test_the_last_steps_of_pruning_run_the_circuit_that_is_returned(
+    build_tiny: Any, part: int
+) -> None:
     model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
-    total = adapt(model).graph.n_edges
-    for size in (total // 4, total // 2):
-        found = prune_circuit_edges(model, pairs, size=size, steps=100, progress=False)
-        assert found.n_kept == size == len(found.circuit)
-        last = found.history["divergence"].iloc[-3:].tolist()
-        assert last == pytest.approx([found.searched.values.mean().item()] * 3, rel=0.02)
+    size = adapt(model).graph.n_edges // part
+    found = prune_circuit_edges(model, pairs, size=size, steps=100, progress=False)
+    assert found.n_kept == size == len(found.circuit)
+    last = found.history["divergence"].iloc[-3:].tolist()
+    assert last == pytest.approx([found.searched.values.mean().item()] * 3, rel=0.02)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def test_the_gradient_of_pruning_is_that_at_constant_size(
         return (expected * (clean.log_softmax(-1) - found.log_softmax(-1))).sum(-1).mean()
 
     largest = gradient.abs().max().item()
-    for place in range(0, len(logits), 6):
+    for place in range(0, len(logits), 18):
         by_hand = derivative(lost, logits, place)
         assert gradient[place].item() == pytest.approx(by_hand, abs=1e-6 * largest), place
 
@@ -216,14 +218,6 @@ def test_pruning_is_compared_with_attribution() -> None:
     assert f"best edges by attribution: {outcome(found.ranked)}" in repr(found)
     ranked, searched = (each.values.mean().item() for each in (found.ranked, found.searched))
     assert ranked == pytest.approx(lost, abs=1e-9) != searched
-
-
-def test_planted_circuits_are_faithful() -> None:
-    planted: Planted = next(iter(PLANTED.values()))()
-    found = acdc(planted.model, planted.pairs, threshold=1e-4, metric="kl", **QUIET)
-    assert found.searched.effect.item() == pytest.approx(1, abs=1e-6)
-    assert found.searched.values.abs().max() < 1e-4
-    assert found.held_out is None
 
 
 def test_held_out_pairs_that_cannot_be_measured_are_refused_before_the_search(

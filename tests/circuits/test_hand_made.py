@@ -16,7 +16,7 @@ from hand_made import (
     rescaled_model,
     threshold_model,
 )
-from oracle import mask_of, run_patched
+from oracle import mask_of, run_patched_each
 
 from sparse_tl.circuits import attribute_circuit_edges
 
@@ -70,12 +70,15 @@ def test_every_circuit_does_what_it_does_on_paper(known: Known) -> None:
     """Silent edges are kept in every other circuit, and patched in the rest: no difference."""
     graph = known.graph
     silent = {str(edge) for edge in graph.edges} - known.scores.keys()
-    for number, (kept, expected) in enumerate(known.effects.items()):
-        mask = mask_of(graph, kept | silent if number % 2 else kept)
-        logits = run_patched(known.model, graph, known.pairs, mask)
+    masks = [
+        mask_of(graph, kept | silent if number % 2 else kept)
+        for number, kept in enumerate(known.effects)
+    ]
+    found = run_patched_each(known.model, graph, known.pairs, torch.stack(masks))
+    for (kept, expected), logits in zip(known.effects.items(), found, strict=True):
         metric = known.metric(logits, known.pairs).mean().item()
-        found = (metric - known.corrupted) / (known.clean - known.corrupted)
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12), sorted(kept)
+        effect = (metric - known.corrupted) / (known.clean - known.corrupted)
+        assert effect == pytest.approx(expected, rel=1e-12, abs=1e-12), sorted(kept)
 
 
 def test_patching_on_paper() -> None:

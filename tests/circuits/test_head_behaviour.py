@@ -12,7 +12,7 @@ import torch
 from architecture_checks import Subject
 from architecture_checks.subject import PAIRS
 from planted import induction, inhibition
-from random_models import random_pairs
+from random_models import random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl import (
@@ -71,12 +71,7 @@ def logits_of(model: Any, part: Tensor, stream: Tensor) -> Tensor:
 def some_model(request: pytest.FixtureRequest, build_tiny: Build) -> Model:
     if request.param == "grouped":
         request.getfixturevalue("double_precision")
-    model = build_tiny(request.param, dtype="float64")
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.5 * torch.randn(parameter.shape, generator=generator).to(parameter)
-    return model
+    return shaken(build_tiny(request.param, dtype="float64"))
 
 
 @pytest.mark.every_case
@@ -216,13 +211,14 @@ def test_inhibition_is_the_slope_of_the_movers_attention(some_model: Model) -> N
 def test_a_sparse_model_is_scored_by_its_gated_attention(build_tiny: Build) -> None:
     dense = build_tiny(dtype="float64")
     opened = SparseTransformer(build_tiny(dtype="float64"), initial_bias=99.0)
-    for name, scores in measured(dense).scores.items():
-        torch.testing.assert_close(measured(opened)[name], scores)
-    gated = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
-    attention = sum(measured(gated)[name] for name in BY_ATTENTION)
-    assert (attention <= sum(measured(dense)[name] for name in BY_ATTENTION)).all()
-    closed = SparseTransformer(build_tiny(dtype="float64"), initial_bias=-99.0)
-    assert not any(measured(closed)[name].any() for name in BY_ATTENTION)
+    plain, same = measured(dense), measured(opened)
+    for name, scores in plain.scores.items():
+        torch.testing.assert_close(same[name], scores)
+    gated = measured(SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0))
+    attention = sum(gated[name] for name in BY_ATTENTION)
+    assert (attention <= sum(plain[name] for name in BY_ATTENTION)).all()
+    closed = measured(SparseTransformer(build_tiny(dtype="float64"), initial_bias=-99.0))
+    assert not any(closed[name].any() for name in BY_ATTENTION)
 
 
 # ---- where the answer is known -----------------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from oracle import explained, mask_of, run_patched
+from oracle import explained, run_patched, run_patched_each
 from torch import Tensor
 
 from sparse_tl.backend import Model, adapt
@@ -25,29 +26,20 @@ def test_all_edges_kept_is_the_clean_run(model: Model, pairs: PromptPairs) -> No
     torch.testing.assert_close(found, _plain(model, pairs, pairs.clean), rtol=1e-9, atol=1e-9)
 
 
-def test_all_edges_patched_is_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
+def test_a_circuit_that_carries_nothing_is_the_corrupted_run(
+    model: Model, pairs: PromptPairs
+) -> None:
+    """Of no edges; of all but those into the logits; of all but the input's, as all follows it."""
     graph = adapt(model).graph
     nothing = torch.zeros_like(graph.exists)
-    found = run_patched(model, graph, pairs, nothing)
-    torch.testing.assert_close(found, _plain(model, pairs, pairs.corrupted), rtol=1e-9, atol=1e-9)
+    no_logits, no_input = graph.exists.clone(), graph.exists.clone()
+    no_logits[:, -1] = False
+    no_input[0] = False
+    expected = _plain(model, pairs, pairs.corrupted)
+    for mask in (nothing, no_logits, no_input):
+        found = run_patched(model, graph, pairs, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert explained(model, graph, pairs, logit_difference, nothing) == pytest.approx(0, abs=1e-9)
-
-
-def test_patching_only_the_logits_is_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
-    graph = adapt(model).graph
-    mask = graph.exists.clone()
-    mask[:, -1] = False
-    found = run_patched(model, graph, pairs, mask)
-    torch.testing.assert_close(found, _plain(model, pairs, pairs.corrupted), rtol=1e-9, atol=1e-9)
-
-
-def test_patched_input_edges_are_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
-    """Sources upstream are recomputed: with the corrupted input alone, all else follows from it."""
-    graph = adapt(model).graph
-    mask = graph.exists.clone()
-    mask[0] = False
-    found = run_patched(model, graph, pairs, mask)
-    torch.testing.assert_close(found, _plain(model, pairs, pairs.corrupted), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("patch", ["corrupted", "mean", "zero"])
@@ -56,20 +48,16 @@ def test_the_slope_at_a_gate_is_attribution_patching(
 ) -> None:
     """``- d m / d gate`` where all gates are 1, by central differences, edge by edge."""
     graph = adapt(model).graph
-    same = torch.full_like(pairs.positions, 4)  # a mean over prompts asks for it
-    pairs = PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, same)
+    pairs = replace(pairs, positions=torch.full((5,), 4))  # a mean over prompts asks for it
     scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap", patch=patch)
-    for edge in graph.edges[1 :: graph.n_edges // 4]:
-        ends = []
-        for gate in (1 + 1e-4, 1 - 1e-4):
-            gates = graph.exists.double()
-            gates[graph.index(edge)] = gate
-            logits = run_patched(model, graph, pairs, gates, patch)
-            ends.append(logit_difference(logits, pairs).mean().item())
-        assert (ends[1] - ends[0]) / 2e-4 == pytest.approx(scores[edge], rel=1e-4, abs=1e-7)
-
-
-def test_no_hook_stays(model: Model, pairs: PromptPairs) -> None:
-    graph = adapt(model).graph
-    run_patched(model, graph, pairs, mask_of(graph, ["input->logits"]))
-    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+    edges = graph.edges[1 :: graph.n_edges // 4]
+    gates = graph.exists.double().repeat(len(edges), 2, 1, 1)
+    for of_edge, edge in zip(gates, edges, strict=True):
+        of_edge[0][graph.index(edge)] += 1e-4
+        of_edge[1][graph.index(edge)] -= 1e-4
+    logits = run_patched_each(model, graph, pairs, gates.flatten(0, 1), patch)
+    together = logits[3], run_patched(model, graph, pairs, gates[1, 1], patch)
+    torch.testing.assert_close(*together, rtol=1e-9, atol=1e-9)
+    ends = torch.stack([logit_difference(each, pairs).mean() for each in logits])
+    for edge, (more, less) in zip(edges, ends.view(-1, 2).tolist(), strict=True):
+        assert (less - more) / 2e-4 == pytest.approx(scores[edge], rel=1e-4, abs=1e-7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_padding_changes_no_number(build_tiny: Build, name: str, unchecked_types
             check_same(*(call(ANALYSES[name], model, some, **options) for some in alike))
 
 
+@cache
 def long_rope(dtype: str = "float64") -> Model:
     """Its rotary positions are others in passes of more than five tokens."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 100.0}
@@ -175,10 +177,11 @@ def _pairs_of(clean: torch.Tensor) -> PromptPairs:
     return PromptPairs(clean, corrupted, answers, answers + 1, ends)
 
 
-@pytest.fixture
-def reads_words(build_tiny: Build, tmp_path: Path) -> Model:
+@pytest.fixture(scope="module")
+def reads_words(build_tiny: Build, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A model with a tokenizer, of which token 0 is BOS, EOS and padding."""
-    tokenizer = tokenizer_of([f"w{token}" for token in range(13)], tmp_path)
+    words = [f"w{token}" for token in range(13)]
+    tokenizer = tokenizer_of(words, tmp_path_factory.mktemp("tokenizer"))
     return build_tiny(dtype="float64", tokenizer=tokenizer)
 
 

@@ -62,6 +62,7 @@ def test_scores_by_pair_are_those_of_each_pair(
 def test_sizes_are_those_of_a_loop_over_pairs(model: Model, pairs: PromptPairs, patch: Any) -> None:
     """Also of a pair whose prompts are the same, which corruption leaves without an effect."""
     pairs = replace(pairs, corrupted=torch.cat([pairs.clean[:1], pairs.corrupted[1:]]))
+    pairs = pairs.select(slice(0, 4))
     found = circuit_sizes_per_prompt(
         model,
         pairs,

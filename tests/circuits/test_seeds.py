@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -89,14 +88,6 @@ def test_to_pandas_has_a_row_per_seed_and_size() -> None:
     assert list(table.columns) == ["seed", "name", "size", "mean", "low", "high"]
     assert table["seed"].tolist() == [5] * 3 + [2] * 3
     assert table["size"].tolist() == [0, 10, 10_000, 0, 100, 10_000]
-
-
-def test_results_are_saved_whole(tmp_path: Path) -> None:
-    curves = reaching(10, 100)
-    assert SeedCurves.load(curves.save(tmp_path / "curves")) == curves
-    pd.testing.assert_frame_equal(
-        SeedCurves.load(tmp_path / "curves").to_pandas(), curves.to_pandas()
-    )
 
 
 def test_refuses_models_of_other_seeds() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from analyses import call, check_same, of_prompts
+from finite_differences import derivative
 from oracle import mask_of, run_patched, slow_scores
 from random_models import random_pairs, shaken
 from torch import Tensor
@@ -264,14 +265,10 @@ def test_gradients_are_finite_differences(build_tiny: Build, metric: Metric) -> 
     model, pairs = build_tiny(dtype="float64"), _pairs()
     scores = attribute_circuit_edges(model, pairs, metric, method="eap", progress=False)
     ((batch, run),) = PairRuns(model, CircuitEdges(), pairs, "corrupted", 8)
+    gates = torch.ones(run.site.shape(run.adapter), dtype=torch.float64)
     for place in scores.order()[::17].tolist():
-        values = []
-        for change in (1e-5, -1e-5):
-            gates = torch.ones(run.site.shape(run.adapter), dtype=torch.float64)
-            gates[tuple(place)] += change
-            values.append(metric(run.logits(gates), batch).mean().item())
-        derivative = (values[0] - values[1]) / 2e-5
-        assert scores.values[tuple(place)].item() == pytest.approx(-derivative, rel=1e-5, abs=1e-9)
+        slope = derivative(lambda: metric(run.logits(gates), batch).mean(), gates, tuple(place))
+        assert scores.values[tuple(place)].item() == pytest.approx(-slope, rel=1e-5, abs=1e-9)
 
 
 def test_heads_attention_and_neurons(build_tiny: Build) -> None:
@@ -305,18 +302,13 @@ def test_circuits_and_patches_are_those_of_the_oracle(build_tiny: Build, metric:
     masks = torch.rand(2, *graph.exists.shape, generator=torch.Generator().manual_seed(0)) < 0.6
     masks &= graph.exists
     found = evaluate(model, pairs, metric, [Circuit(graph, mask) for mask in masks], batch_size=2)
-    for mask, values in zip(
-        (*masks, graph.exists, graph.exists & False),
-        (
-            *found.values,
-            found.clean,
-            found.none,
-        ),
-        strict=True,
-    ):
-        by_hand = _by_hand(lambda one, mask=mask: run_patched(model, graph, one, mask), pairs)
-        torch.testing.assert_close(values, _expected(metric, by_hand))
-    edges = ["input->a0.h1<v>", "a0.h0->m1", "m0->a1.h1<q>", "m1->logits"]
+    runs: list[Run] = [
+        lambda one, mask=mask: run_patched(model, graph, one, mask) for mask in masks
+    ]
+    runs += [lambda one: one.read(model(one.clean)), lambda one: one.read(model(one.corrupted))]
+    for run, values in zip(runs, (*found.values, found.clean, found.none), strict=True):
+        torch.testing.assert_close(values, _expected(metric, _by_hand(run, pairs)).detach())
+    edges = ["a0.h0->m1", "m0->a1.h1<q>"]
     effects = patch_exactly(model, pairs, metric, edges, batch_size=2, progress=False)
     for edge, effect in effects.items():
         mask = graph.exists & ~mask_of(graph, [edge])

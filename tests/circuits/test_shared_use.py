@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +13,12 @@ from analyses import call, check_same, of_prompts
 from random_models import random_pairs, shaken
 
 from sparse_tl import (
-    PromptPairs,
     SparseTransformer,
     ablate_heads,
-    circuit_diagram,
-    explore,
+    attribute_circuit_edges,
     logit_difference,
     patch_exactly,
     post_train,
-    trace_attention,
 )
 from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
@@ -32,41 +28,22 @@ Build = Callable[..., Model]
 ANALYSES = of_prompts()
 
 
-def _pairs(model: Any) -> PromptPairs:
-    """Pairs of one length, whose answers the model prefers."""
-    pairs = random_pairs()
-    logits = model(pairs.clean)[:, -1].detach()
-    best, worst = (choose(dim=-1, keepdim=True) for choose in (logits.argmax, logits.argmin))
-    return replace(pairs, positions=torch.full((5,), 5), answers=best, wrong=worst)
+def test_gradients_switched_off_change_nothing(build_tiny: Build) -> None:
+    """Nor in the checks of a new model, nor in training; `test_training_mode` has all analyses."""
 
-
-def _post_trained(model: Any, pairs: PromptPairs) -> Any:
-    rows = TokenBatch.next_token(pairs.clean)
-    stream, settings = ShuffledStream(rows, 2), {"steps": 2, "target_loss": "+1.0"}
-    found = post_train(
-        SparseTransformer(model), stream, validation=rows, progress=False, **settings
-    )
-    return found.history["loss"].tolist()
-
-
-MORE: dict[str, Callable[..., Any]] = {
-    "circuit_diagram": lambda model, pairs: circuit_diagram({"M": model}, pairs.clean[0]).svg,
-    "explore": lambda model, pairs: explore({"M": model}, pairs.clean[0]) and None,
-    "post_train": _post_trained,
-    "trace_attention": lambda model, pairs: (
-        trace_attention(model, pairs.clean[0], attribution=True).attention
-    ),
-}
-
-
-@pytest.mark.long
-@pytest.mark.every_case
-@pytest.mark.parametrize("name", sorted({**ANALYSES, **MORE}))
-def test_gradients_switched_off_change_nothing(build_tiny: Build, name: str) -> None:
-    def run() -> Any:
-        model = shaken(build_tiny(dtype="float64"))
-        pairs = _pairs(model)
-        return MORE[name](model, pairs) if name in MORE else call(ANALYSES[name], model, pairs)
+    def run() -> list[float]:
+        model, pairs = shaken(build_tiny(dtype="float64")), random_pairs()
+        scores = attribute_circuit_edges(model, pairs, logit_difference, progress=False)
+        rows = TokenBatch.next_token(pairs.clean)
+        found = post_train(
+            SparseTransformer(model),
+            ShuffledStream(rows, 2),
+            validation=rows,
+            steps=2,
+            target_loss="+1.0",
+            progress=False,
+        )
+        return [*scores.values.flatten().tolist(), *found.history["loss"]]
 
     expected = run()
     torch.set_grad_enabled(False)

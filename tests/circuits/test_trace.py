@@ -345,22 +345,13 @@ def test_edge_weights():
             plain.edge_weights(kind)
 
 
-def test_a_graph_is_saved_tabulated_and_told(tmp_path):
+def test_a_graph_is_tabulated_and_told():
     attention = torch.zeros(1, 2, 3, 3)
     attention[0, 1, 2, 0], attention[0, 0, 1, 1] = 0.25, 0.5
     graph = AttentionGraph(
         attention, attention > 0, ("a", "b", "?"), ("a", "b", "c"), ((2, 2),),
         effect=-4 * attention[None],
     )  # fmt: skip
-    restored = AttentionGraph.load(graph.save(tmp_path / "graph"))
-    assert torch.equal(restored.gates, graph.gates) and restored.targets == ((2, 2),)
-    assert restored.attribution is None and torch.equal(restored.effect, graph.effect)
     assert graph.to_pandas().to_numpy().tolist() == [[0, 0, 1, 1, 0.5, -2], [0, 1, 2, 0, 0.25, -1]]
     said = "AttentionGraph('a b ?': 2 of 12 attention edges open"
-    assert repr(graph) == f"{said}; effects on answer_logit, in logits)"  # as of old graphs
-    assert "effect" in graph._repr_html_()
-    assert repr(replace(graph, effect=None)) == f"{said})"
-    own = replace(graph, metric="my_rank", answers=("c",), wrong=("d",))
-    assert repr(own) == f"{said}; effects on my_rank)"
-    restored = AttentionGraph.load(own.save(tmp_path / "own"))
-    assert (restored.metric, restored.answers, restored.wrong) == ("my_rank", ("c",), ("d",))
+    assert repr(graph) == f"{said}; effects on answer_logit, in logits)"

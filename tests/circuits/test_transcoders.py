@@ -104,13 +104,10 @@ class FrozenFeatures(FrozenModel):
     def upto(self, layer: int) -> dict[int, torch.Tensor]:
         return {source: made for source, made in self.made.items() if source <= layer}
 
-    def lost(self, node: dict[str, Any]) -> float:
-        """How much lower the target is without a feature or error."""
-        whole = self.target({})
+    def without(self, node: dict[str, Any]) -> float:
+        """The target without a feature or error."""
         self.removed = node
-        less = self.target({})
-        self.removed = None
-        return whole - less
+        return self.target({})
 
     def _frozen(self, name: str, edit: Any) -> Any:
         block, _, point = name.rpartition(".")
@@ -149,7 +146,8 @@ def test_features_and_errors_have_the_effect_of_a_frozen_model(
     nodes = graph.nodes[graph.nodes["kind"].isin(["feature", "error"])]
     assert set(nodes["kind"]) == {"feature", "error"}
     for node in nodes.sample(20, random_state=0).to_dict("records"):
-        assert frozen.lost(node) == pytest.approx(node["flow"], rel=1e-6, abs=1e-9), node["name"]
+        lost = graph.value - frozen.without(node)
+        assert lost == pytest.approx(node["flow"], rel=1e-6, abs=1e-9), node["name"]
 
 
 def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
@@ -193,9 +191,9 @@ def test_checks_run_features_in_the_model(tmp_path: Path) -> None:
         logits = model.run_with_hooks(TOKENS[None], fwd_hooks=hooks)[0, -1]
         return (logits[graph.answers[0]] - logits.mean()).item()
 
-    nodes = graph.nodes.set_index("name", drop=False)
+    nodes, whole = graph.nodes.set_index("name", drop=False), value(None)
     for row in check.nodes.to_dict("records"):
-        assert row["exact"] == pytest.approx(value(nodes.loc[row["name"]].to_dict()) - value(None))
+        assert row["exact"] == pytest.approx(value(nodes.loc[row["name"]].to_dict()) - whole)
     with pytest.raises(ValueError, match="has features: .* basis"):
         check_graph(model, graph)
     with pytest.raises(ValueError, match="has neurons: .* basis"):
@@ -211,10 +209,10 @@ def test_examples_are_where_a_feature_is_most_active(tmp_path: Path) -> None:
         model, graph, find_examples(model, texts, basis=basis, n=2, progress=False)
     )
     double = transcoders_of(basis, adapt(model))
+    caches = [model.run_with_cache(text[None])[1] for text in texts]
     for row in found.nodes[found.nodes["kind"] == "feature"].to_dict("records"):
         transcoder, largest = double.layers[row["layer"]], list[float]()
-        for text in texts:
-            _, cache = model.run_with_cache(text[None])
+        for cache in caches:
             read = cache[f"blocks.{row['layer']}.mlp.hook_in"]
             largest.append(transcoder.activations(read)[0, :, row["index"]].max().item())
         shown = [value for *_, value in row["examples"]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import in_pieces, tokenizer_of
 
-from sparse_tl import AdditionTask, PromptPairs, load_addition_models
+from sparse_tl import PromptPairs
 from sparse_tl.backend import Model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import (
@@ -47,8 +47,8 @@ def test_every_pass_draws_reference_prompts_of_its_own(build_tiny: Build) -> Non
     model, tokens, reference = build_tiny(), _tokens(3), _tokens(40, seed=1)
     of_reference = [z[:, :, head] for z, (_, head) in zip(_z(model, reference), HEADS, strict=True)]
     drawn = []
-    for _ in range(2):
-        with ablate_heads(model, HEADS, "resample", reference=reference, seed=3):
+    for seed in (3, 3, 4):
+        with ablate_heads(model, HEADS, "resample", reference=reference, seed=seed):
             for _ in range(2):
                 found = [
                     z[:, :, head] for z, (_, head) in zip(_z(model, tokens), HEADS, strict=True)
@@ -59,7 +59,8 @@ def test_every_pass_draws_reference_prompts_of_its_own(build_tiny: Build) -> Non
                 ]
                 assert torch.equal(*same) and same[0].any(dim=1).all()
                 drawn.append(same[0].int().argmax(dim=1).tolist())
-    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+    assert drawn[:2] == drawn[2:4] and drawn[0] != drawn[1]
+    assert drawn[4] not in drawn[:4]
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
@@ -80,28 +81,6 @@ def test_mean_heads_write_their_mean_position_by_position(build_tiny: Build) -> 
     with ablate_heads(model, [(0, 1)], "mean", reference=reference):
         found = _z(model, _tokens(2))[0][:, :, 1]
     assert torch.allclose(found, expected[:6].expand(2, -1, -1))
-
-
-def test_resampled_heads_write_what_they_do_on_one_reference_prompt(build_tiny: Build) -> None:
-    model, reference = build_tiny(), _tokens(4, seed=1)
-    written, runs = _z(model, reference), []
-    for seed in (0, 0, 1):
-        with ablate_heads(model, HEADS, "resample", reference=reference, seed=seed):
-            runs.append(_z(model, _tokens(16)))
-    found = runs[0]
-    for row in range(16):
-        matches = [
-            set(
-                torch.isclose(found[layer][row, :, head], written[layer][:, :, head], atol=1e-6)
-                .all(dim=(1, 2))
-                .nonzero()[:, 0]
-                .tolist()
-            )
-            for layer, head in HEADS
-        ]
-        assert matches[0] & matches[1]  # the same prompt for both heads
-    assert torch.equal(runs[0][0], runs[1][0])
-    assert not torch.equal(runs[0][0], runs[2][0])
 
 
 @pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
@@ -145,18 +124,6 @@ def test_heads_may_be_named(build_tiny: Build) -> None:
 # Attention edges
 
 EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
-
-
-def test_edges_under_a_key_value_cache(build_tiny: Build) -> None:
-    model, tokens = build_tiny("float64"), _tokens(3)
-    late = [edge for edge in EDGES if edge[2] == 5]
-    with ablate_attention_edges(model, late):
-        whole = model(tokens)
-    pieces = in_pieces(model, (tokens[:, :5], tokens[:, 5:]))
-    start = next(pieces)
-    with ablate_attention_edges(model, late):
-        last = next(pieces)
-    assert torch.allclose(torch.cat([start, last], dim=1), whole, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
@@ -273,9 +240,10 @@ def test_padded_tensors_are_known_by_the_padding_token(
         pass
 
 
-def test_answers_in_the_place_of_padding_are_text() -> None:
+def test_a_mask_token_in_the_place_of_padding_is_text(build_tiny: Build, tmp_path: Path) -> None:
     """The addition models' placeholder is their padding token as well."""
-    _, sparse = load_addition_models()
-    pairs = AdditionTask().pairs("tens", 4)
-    with ablate_heads(sparse, [(0, 1)], "mean", reference=pairs.clean):
-        sparse(pairs.clean)
+    tokenizer = tokenizer_of([f"w{token}" for token in range(13)], tmp_path)
+    tokenizer.mask_token = tokenizer.pad_token
+    model, rows = build_tiny(tokenizer=tokenizer), torch.tensor([[1, 2, 3, 0], [1, 2, 0, 0]])
+    with ablate_heads(model, [(0, 1)], "mean", reference=rows):
+        model(rows)

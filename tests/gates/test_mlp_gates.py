@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from torch import Tensor
 from sparse_tl import SparseTransformer
 from sparse_tl.backend import Model, adapt, boot, checkpointed_activations, read_parameters
 from sparse_tl.gates import (
-    BernoulliGate,
-    HardConcreteGate,
     HookPoints,
     MLPGates,
     SigmoidGate,
@@ -204,18 +201,15 @@ def test_a_patch_at_the_output_is_shown_whatever_the_gate_says(tokens: Tensor) -
 # What is drawn and counted.
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["plain", "grouped", "parallel"])
 def test_expected_count_is_the_mean_of_sampled_ones(tokens: Tensor, kind: str) -> None:
     sparse = sparse_of(kind, initial_bias=1e4)
     expected = sparse.count_attention_edges(tokens).expected_mlps
     assert expected is not None
     name, runs = "blocks.0.hook_mlp_out", 400
-    generator, total = torch.Generator().manual_seed(0), torch.zeros(3)
-    with sparse.sampled(generator), torch.no_grad():
-        for _ in range(runs):
-            _, cache = sparse.run_with_cache(tokens, names_filter=name)
-            total += cache[name].abs().sum(dim=-1).gt(0).sum(dim=-1)
+    with sparse.sampled(torch.Generator().manual_seed(0)), torch.no_grad():
+        _, cache = sparse.run_with_cache(tokens.repeat(runs, 1), names_filter=name)
+    total = cache[name].any(dim=-1).sum(dim=-1).view(runs, 3).sum(dim=0)
     # 8 positions: a standard deviation of at most 1.5 per run, 0.07 for the mean over 400.
     torch.testing.assert_close(total / runs, expected[0], atol=0.3, rtol=0)
 
@@ -359,19 +353,6 @@ def test_copies_have_gates_of_their_own(tokens: Tensor, kind: str) -> None:
 
 
 # Folders.
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("distribution", [BernoulliGate(2.0), HardConcreteGate(beta=0.5)])
-def test_saved_and_loaded_is_the_same(
-    tokens: Tensor, tmp_path: Path, kind: str, distribution: Any
-) -> None:
-    sparse = sparse_of(kind, initial_bias=0.0, distribution=distribution)
-    sparse.save_pretrained(tmp_path / "sparse")
-    loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
-    assert torch.equal(loaded(tokens), sparse(tokens))
-    assert gates_of(loaded).distribution == distribution
-    assert torch.equal(gates_of(loaded).weight, gates_of(sparse).weight)
 
 
 # Bad input.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.backend import Model, adapt
-from sparse_tl.gates import GatedRun, Heads, PatchValues, SparseTransformer
+from sparse_tl.gates import GatedRun, Heads, PatchValues
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]
@@ -72,19 +72,6 @@ def test_positions_that_are_not_read_change_nothing(build_tiny: Build, kind: str
     assert torch.allclose(*slopes, atol=1e-11)
 
 
-@pytest.mark.parametrize("normalization", ["LN", "LNPre", "RMS", "RMSPre", None])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_every_normalisation_is_the_models_own(
-    build_tiny: Build, normalization: str | None, parallel: bool
-) -> None:
-    model = build_tiny(
-        dtype="float64", normalization_type=normalization, parallel_attn_mlp=parallel
-    )
-    tokens = _tokens()
-    found = _stacked(model, tokens, torch.ones(2, 2, 2))
-    assert torch.allclose(found[1], _final(model, tokens), rtol=0, atol=1e-12)
-
-
 def test_a_hook_inside_a_normalisation_still_fires(build_tiny: Build) -> None:
     model, tokens, seen = build_tiny(dtype="float64"), _tokens(), []
 
@@ -97,42 +84,6 @@ def test_a_hook_inside_a_normalisation_still_fires(build_tiny: Build) -> None:
         assert torch.allclose(found[0], _final(model, tokens), rtol=0, atol=1e-12)
     # HookedTransformers normalise for q, k and v each, bridges once.
     assert list(dict.fromkeys(seen)) == [6, 3]
-
-
-def test_a_hook_inside_the_last_mlp_sees_every_position(build_tiny: Build) -> None:
-    model, tokens = build_tiny(dtype="float64"), _tokens()
-    read = torch.zeros(3, 6, dtype=torch.bool)
-    read[:, -1] = True
-
-    def silence(post: torch.Tensor, hook: object) -> None:
-        post[:, 5] = 0
-
-    with model.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", silence)]):
-        found = GatedRun(model, Heads(), tokens, read).final(torch.ones(2, 2, 2))
-        assert torch.allclose(found[0], _final(model, tokens)[:, -1], rtol=0, atol=1e-12)
-
-
-def test_left_padding_under_a_stack(build_tiny: Build) -> None:
-    model, tokens = build_tiny(dtype="float64"), _tokens(2, 5)
-    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], dim=1)
-    mask = torch.tensor([[0] * 3 + [1] * 5] * 2)
-    gates = _random_gates(model, 3)
-    found = _stacked(model, padded, gates, mask)[:, :, 3:]
-    assert torch.allclose(found, _stacked(model, tokens, gates), atol=1e-12)
-
-
-def test_a_sparse_model_keeps_its_attention_gates(build_tiny: Build) -> None:
-    model, tokens = build_tiny(dtype="float64"), _tokens()
-    plain = _stacked(model, tokens, torch.ones(2, 2, 2))
-    sparse = SparseTransformer(model, initial_bias=-0.1)
-    found = _stacked(sparse, tokens, torch.ones(2, 2, 2))
-    assert not torch.allclose(found, plain)
-    assert torch.allclose(found[1], _final(sparse, tokens), atol=1e-12)
-
-
-def test_the_unembedding_is_the_models(build_tiny: Build) -> None:
-    model, tokens = build_tiny(dtype="float64"), _tokens()
-    assert torch.allclose(adapt(model).logits(_final(model, tokens)), model(tokens), atol=1e-12)
 
 
 @pytest.mark.parametrize("more", [{"seed": 1}, {"reference": _tokens()}])

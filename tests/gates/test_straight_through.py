@@ -93,6 +93,7 @@ def test_values_counts_and_gradients(mask: str, costly: bool, noise: float) -> N
     assert found[0]["by bias"].abs().min() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["aot_eager", "broken"])
 @pytest.mark.parametrize("by_share", [False, True])
 def test_the_compiled_form(monkeypatch: pytest.MonkeyPatch, by_share: bool, backend: str) -> None:

@@ -11,6 +11,8 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import AblationCurve, HeadRoles, ablation_curve, fit_head_gates
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def roles(planted: Model, echo_targets: TargetDataset) -> HeadRoles:
@@ -35,7 +37,6 @@ def _planted_damage(model: Model, rows: TargetDataset, gates: torch.Tensor) -> f
     return without - given
 
 
-@pytest.mark.long
 def test_a_dead_head_is_irrelevant(roles: HeadRoles) -> None:
     assert (roles.score("irrelevance")[:, *DEAD] >= 0.9).all()
 
