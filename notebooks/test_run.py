@@ -34,8 +34,9 @@ sparse_tl.load_task_models = small_task_models
 sparse_tl.load_language_models = small_task_models
 sparse_tl.load_language_model = lambda small=small_task_models: small()[0]
 sparse_tl.AdditionTask.split = partialmethod(sparse_tl.AdditionTask.split, validation=64, test=256)
-pairs = sparse_tl.AdditionTask.pairs
-sparse_tl.AdditionTask.pairs = lambda task, digit, n: pairs(task, digit, min(n, 24))
+sparse_tl.AdditionTask.pairs = (
+    lambda task, digit, n, pairs=sparse_tl.AdditionTask.pairs: pairs(task, digit, min(n, 24))
+)
 sparse_tl.zoo.task_accuracy = partial(sparse_tl.zoo.task_accuracy, n=8)
 %reset -f
 """
