@@ -84,14 +84,14 @@ def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
     return small_model(seed=seed, **{**TINY, **KINDS[kind], **overrides})
 
 
-def small_task_models(*_: Any, **__: Any) -> tuple[Model, Any]:
+def small_task_models(*_: Any, size: dict[str, int] | None = None, **__: Any) -> tuple[Model, Any]:
     """In place of `load_task_models` and `load_language_models`, with the words of the former.
 
-    Four layers of eight heads, untrained, with room for longer prompts.
+    Four layers of eight heads or of another size, untrained, with room for longer prompts.
     """
     from sparse_tl.gates import SparseTransformer
 
-    dense, gated = (_small_task_model(n_positions=128) for _ in range(2))
+    dense, gated = (_small_task_model(n_positions=128, **(size or {})) for _ in range(2))
     return dense, SparseTransformer(gated, initial_bias=0.0)
 
 

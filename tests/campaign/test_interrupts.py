@@ -97,7 +97,7 @@ def test_an_interrupted_call_leaves_nothing(tmp_path: Path, name: str) -> None:
     call.run(model, tmp_path / "first")  # what is found out once, and then known
     with interrupted() as counted:
         call.run(model, tmp_path / "count")
-    for at in draw.sample(range(1, counted.seen + 1), min(4, counted.seen)):
+    for at in draw.sample(range(1, counted.seen + 1), min(2, counted.seen)):
         before = state_of(model, weights=not call.trains)
         kept: BaseException | None = None  # as notebooks keep it, with all frames
         try:

@@ -183,7 +183,7 @@ def test_a_streamed_dataset_is_read_by_several_threads(tmp_path: Path) -> None:
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(3) as pool:
-            for _ in range(30):
+            for _ in range(8):
                 assert list(pool.map(read, (0, 1, 2))) == expected
                 assert list(pool.map(read, (0, 0, 0))) == expected[:1] * 3
     finally:
@@ -218,7 +218,7 @@ def test_forked_processes_read_the_same(tokenizer: Any) -> None:
     stream = TextStream(_texts(400), tokenizer, 8, 4, shuffle=64)
 
     def check() -> None:
-        for _ in range(5):
+        for _ in range(2):
             assert _rows(stream, range(200)) == expected
 
     forked = [get_context("fork").Process(target=check) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -119,6 +120,7 @@ ABLATIONS = [
 ]
 
 
+@cache
 def _graphs() -> dict[str, AttributionGraph]:
     return {
         name: attribution_graph(model, "36+28=", max_nodes=60)
@@ -209,7 +211,7 @@ def saved_page(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def _problems(page: Any, html: str, margin: int = 0) -> str:
-    """What cannot be read of a piece of HTML, at each width and in each theme."""
+    """What cannot be read of a piece of HTML."""
     page.evaluate(SHOW, [html, margin])
     return problems_of(page)
 

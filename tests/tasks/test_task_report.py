@@ -14,7 +14,7 @@ from sparse_tl.zoo import TASKS
 
 @pytest.fixture(scope="module")
 def report() -> TaskReport:
-    return task_report(load_task_models(device="cpu")[0], n=40)
+    return task_report(load_task_models(device="cpu")[0], n=16)
 
 
 def test_the_tasks_by_name() -> None:
@@ -35,7 +35,7 @@ def test_the_built_in_model_does_its_tasks_and_knows_nothing_of_others(report: T
     assert (table["accuracy"][:4] > 0.9).all() and (table["choice"][:4] > 0.9).all()
     assert table["chance"]["ioi"] == 0.5
     assert table["chance"]["docstring"] == pytest.approx(1 / 11)
-    assert table["prompts"][["ioi", "induction"]].tolist() == [40, 40]
+    assert table["prompts"][["ioi", "induction"]].tolist() == [16, 16]
     assert table.loc["capitals"].isna().sum() == 6  # its words are not asked for
     for name in ("subject_verb", "anaphor", "capitals"):
         assert "that are single tokens after a space" in report.lacks[name]

@@ -130,6 +130,7 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     assert "held out" not in outcome.verdict
 
 
+@pytest.mark.long
 def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_rows: Rows) -> None:
     """The label of every row is wrong; only the dense model's predictions are learned."""
     rows = echo_rows()

@@ -203,7 +203,7 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        models = [build_tiny() for _ in range(4)]
+        models = [build_tiny() for _ in range(3)]
         for model in models:
             _pretrain(model, stream, echo_rows(seed=1), steps=4)
     finally:

@@ -159,6 +159,7 @@ def test_costs_by_column_are_those_of_shorter_rows_too(build_tiny: Build) -> Non
 # The outcome.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edge_cost", [None, 0.01, 100.0])
 def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
     build_echo: Build, echo_rows: Rows, edge_cost: float | None

@@ -10,7 +10,6 @@ import torch
 from sparse_tl.tasks import GreaterThanTask
 from sparse_tl.zoo import (
     TASKS,
-    load_task_models,
     task_accuracy,
     task_pairs,
     task_recipe,
@@ -104,7 +103,7 @@ def test_padding_on_the_right_changes_no_answer() -> None:
 
 
 def test_accuracy_is_the_share_of_right_answers() -> None:
-    dense, _ = load_task_models(device="cpu")
+    dense = task_recipe().build(device="cpu")
     answer = task_vocabulary().index("99")
 
     def prefer(logits: torch.Tensor, hook: Any) -> torch.Tensor:
