@@ -9,7 +9,6 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from io import BufferedRandom, FileIO
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import ShuffledStream, TextStream, TokenBatch, read_documents, token_windows
-from sparse_tl.data import documents, streams
+from sparse_tl.data import documents
 
 VOCABULARY = 500
 
@@ -227,28 +226,6 @@ def test_forked_processes_read_the_same(tokenizer: Any) -> None:
     for process in forked:
         process.join()
     assert [process.exitcode for process in forked] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=repr)
-def test_a_write_that_stops_halfway_is_repeated(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    errors = [error]
-
-    class Stopped(BufferedRandom):
-        def write(self, data: Any) -> int:
-            if errors and self.tell():
-                super().write(data[:10])
-                raise errors.pop()
-            return super().write(data)
-
-    expected = _rows(TextStream(_texts(80), tokenizer, 8, 4, shuffle=16), range(20))
-    file = Stopped(FileIO(tmp_path / "tokens", "w+"))
-    monkeypatch.setattr(streams, "TemporaryFile", lambda: file)
-    stream = TextStream(_texts(80), tokenizer, 8, 4, shuffle=16)
-    with pytest.raises(type(error)):
-        _rows(stream, range(20))
-    assert _rows(stream, range(20)) == expected
 
 
 # The thread, and memory.

@@ -109,12 +109,6 @@ def test_what_reaches_a_node_equals_networkx(seed):
         assert reached == reached_by_networkx(edges, column, level)
 
 
-def test_another_target_has_other_ancestors(make_flow, circuit):
-    (panel,) = panels_of(attention_diagram({"model": make_flow(circuit)}, target=3))
-    assert len(lines_of(panel, "main")) == 4  # the 6 does not need the edge into the last column
-    assert lines_of(panel, "open") == {line_of_edge(panel, 1, 10, 9)}
-
-
 def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flow, circuit):
     targets = tuple((column, column - 1) for column in range(6, 11))
     (panel,) = panels_of(attention_diagram({"model": make_flow(circuit, targets=targets)}))

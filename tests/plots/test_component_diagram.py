@@ -10,7 +10,7 @@ import pytest
 import torch
 from component_examples import ATTACK, EDGES, Scored, draw, head_roles_of
 
-from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
+from sparse_tl.circuits import Circuit, HeadBehaviour
 from sparse_tl.graph import CircuitGraph, PositionedGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
@@ -103,17 +103,6 @@ def test_rows_are_layers_upwards_and_unused_layers_take_no_room(make_circuit):
     (panel,) = panels_of(draw({"m": above}))
     y = {e.get("data-node"): float(e[0].get("y", "")) for e in panel.iter() if e.get("data-node")}
     assert y["a2.h0"] > y["m2"]
-
-
-def test_scores_by_position_draw_their_strongest_edges() -> None:
-    site = PositionedGraph(CircuitGraph(2, 2, 2), ("A", "END"))
-    values = torch.rand(site.exists.shape) * site.exists
-    scores = Scores(site, values, "eap")
-    figure = scores.figure(title="By position", size=5)
-    assert isinstance(figure, ComponentDiagram)
-    assert set(links_of(panels_of(figure)[0])) == set(
-        links_of(panels_of(component_diagram({"By position": scores.top(5)}, scores=scores))[0])
-    )
 
 
 def test_positions_are_columns_and_paths_cross_them():
