@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from made_tokenizers import word_level
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl.data import documents, read_documents, token_windows
@@ -17,9 +17,7 @@ WORDS = ["<s>", "a", "b", "c", "d"]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="d"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    return word_level(*WORDS, unknown="d", bos_token="<s>")
 
 
 def test_a_limit_reads_no_further_than_it_must() -> None:

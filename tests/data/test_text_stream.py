@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import load_dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from made_tokenizers import word_level
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import ShuffledStream, TextStream, TokenBatch, read_documents, token_windows
@@ -28,10 +28,8 @@ VOCABULARY = 500
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for each of the words w1, w2, ..., so that nearly all windows differ."""
-    words = {f"w{number}": number for number in range(1, VOCABULARY)}
-    inner = Tokenizer(models.WordLevel({"<s>": 0, **words}, unk_token="<s>"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    words = (f"w{number}" for number in range(1, VOCABULARY))
+    return word_level("<s>", *words, unknown="<s>", bos_token="<s>")
 
 
 class Forgetful:

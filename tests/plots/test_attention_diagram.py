@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from component_examples import SVG, panels_of
 from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
@@ -19,7 +20,6 @@ from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
 
-SVG = "{http://www.w3.org/2000/svg}"
 OPEN = "of 1,056 attention edges open; drawn:"
 MakeFlow = Callable[..., AttentionGraph]
 
@@ -32,11 +32,6 @@ REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
 def selected(figure: CircuitDiagram) -> dict[str, Any]:
     """What the script says of the first view of a figure's only panel."""
     return run_script(CircuitDiagram.drawing, SELECTED, figure.data)
-
-
-def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
-    root = ElementTree.fromstring(figure.svg)
-    return [group for group in root.iter(f"{SVG}g") if "data-panel" in group.attrib]
 
 
 def part(panel: ElementTree.Element, role: str) -> ElementTree.Element:

@@ -8,20 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from component_examples import ATTACK, EDGES, Scored, draw, head_roles_of
+from component_examples import ATTACK, EDGES, SVG, Scored, draw, head_roles_of, panels_of
 
 from sparse_tl.circuits import Circuit, HeadBehaviour
 from sparse_tl.graph import CircuitGraph, PositionedGraph
-from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots import component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def panels_of(figure: ComponentDiagram) -> list[ElementTree.Element]:
-    root = ElementTree.fromstring(figure.svg)
-    return [group for group in root.iter() if "data-panel" in group.attrib]
 
 
 def nodes_of(panel: ElementTree.Element) -> dict[str, str]:
