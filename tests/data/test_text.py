@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from made_tokenizers import word_level
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl.data import documents, read_documents, token_windows
