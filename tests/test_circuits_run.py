@@ -33,6 +33,7 @@ from sparse_tl.jobs.own_pairs import OwnPairs
 from sparse_tl.metrics import log_probability, logit_difference
 from sparse_tl.plots import component_diagram as draw
 from sparse_tl.plots.diagrams.component_diagram import shown_first
+from sparse_tl.plots.panels import grid
 from sparse_tl.tasks import GreaterThanTask
 
 pytestmark = pytest.mark.long
@@ -46,7 +47,7 @@ FEW = partial(shown_first, size=5)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Smaller ones than the built-in task models, which do Greater-Than, as folders."""
-    size = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_inner": 32}
+    size = {"n_layer": 3, "n_head": 4}
     return save_taught_task_models(tmp_path_factory.mktemp("models"), **size)
 
 
@@ -54,6 +55,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("run") / "circuits"
     return out, _run(out, models)
+
+
+@pytest.fixture(autouse=True)
+def no_images_of_plots(run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the run that all tests share draws them, in a browser that takes longer than the run."""
+    monkeypatch.setattr(grid, "has_browser", lambda: False)
 
 
 def _run(out: Path, models: tuple[Path, Path], **more: Any) -> Any:
