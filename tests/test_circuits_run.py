@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from sparse_tl.metrics import log_probability, logit_difference
 from sparse_tl.plots import component_diagram as draw
 from sparse_tl.plots.diagrams.component_diagram import shown_first
 from sparse_tl.plots.panels import grid
+from sparse_tl.plots.panels.grid import has_browser
 from sparse_tl.tasks import GreaterThanTask
 
 pytestmark = pytest.mark.long
@@ -54,13 +56,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("run") / "circuits"
-    return out, _run(out, models)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", has_browser)
+        return out, _run(out, models)
 
 
-@pytest.fixture(autouse=True)
-def no_images_of_plots(run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the run that all tests share draws them, in a browser that takes longer than the run."""
-    monkeypatch.setattr(grid, "has_browser", lambda: False)
+@pytest.fixture(scope="module", autouse=True)
+def no_images_of_plots() -> Iterator[None]:
+    """Only the run that tests share draws them, in a browser that takes longer than the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", lambda: False)
+        yield
 
 
 def _run(out: Path, models: tuple[Path, Path], **more: Any) -> Any:

@@ -36,10 +36,14 @@ FEW: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tasks() -> Iterator[None]:
-    """A smaller pair in the place of the built-in task models."""
+    """A smaller pair in the place of the built-in task models, and no images of plots.
+
+    Only the run that tests share draws them, in a browser that takes longer than the run.
+    """
     size = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_roles, "load_task_models", partial(small_task_models, size=size))
+        patch.setattr(grid, "has_browser", lambda: False)
         yield
 
 
@@ -47,13 +51,9 @@ def small_tasks() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadRolesRun]:
     """Built-in models on two tasks."""
     out = tmp_path_factory.mktemp("runs") / "roles"
-    return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
-
-
-@pytest.fixture(autouse=True)
-def no_images_of_plots(run: tuple[Path, HeadRolesRun], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the run that all tests share draws them, in a browser that takes longer than the run."""
-    monkeypatch.setattr(grid, "has_browser", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", has_browser)
+        return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
 
 
 def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> None:
