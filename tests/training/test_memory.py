@@ -57,6 +57,7 @@ def _small() -> SparseTransformer:
     return SparseTransformer(small.build(device="cpu"), initial_bias=2.0)
 
 
+@pytest.mark.long
 def test_the_dense_copy_in_bf16() -> None:
     """Its loss is the model's to the precision of bfloat16, and it takes half the memory."""
     sparse, rows = _small(), AdditionTask().split()[0].select(slice(0, 32))
