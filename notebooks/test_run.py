@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from parameters import give
 
-pytestmark = pytest.mark.every_case
+pytestmark = [pytest.mark.every_case, pytest.mark.long]
 
 FOLDER = Path(__file__).parent
 _PROMPT = "Then , Jessica and John went to the office . John gave a basketball to"
@@ -25,15 +25,23 @@ FEW = {
 }
 START = """
 import sys
+from functools import partial, partialmethod
 import sparse_tl
+import sparse_tl.zoo
 sys.path.append("../tests")
 from tiny import small_task_models
 sparse_tl.load_task_models = small_task_models
 sparse_tl.load_language_models = small_task_models
 sparse_tl.load_language_model = lambda small=small_task_models: small()[0]
+sparse_tl.AdditionTask.split = partialmethod(sparse_tl.AdditionTask.split, validation=64, test=256)
+sparse_tl.AdditionTask.pairs = (
+    lambda task, digit, n, pairs=sparse_tl.AdditionTask.pairs: pairs(task, digit, min(n, 24))
+)
+sparse_tl.zoo.task_accuracy = partial(sparse_tl.zoo.task_accuracy, n=8)
 %reset -f
 """
-"""Smaller models than the built-in ones, and none of the last notebook's names."""
+"""Smaller models than the built-in ones, fewer sums and prompts, and none of the last notebook's
+names."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a reader of a page in a browser cannot see or read, at two widths and in both themes."""
+"""What a reader of a page in a browser cannot see or read, narrow and light, and wide and dark."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ SETTLED = """() => new Promise((done) => {
 
 
 def problems_of(page: Any) -> str:
-    """A line for everything that is cut off, overlaps, is too small or has too little contrast."""
+    """A line for everything that is cut off, overlaps, is too small or has too little contrast.
+
+    A theme changes no place, and a width no colour.
+    """
     problems: list[str] = []
-    for width in WIDTHS:
+    for width, scheme in zip(WIDTHS, ("light", "dark"), strict=True):
         page.set_viewport_size({"width": width, "height": 3000})
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            page.evaluate(SETTLED)  # figures fit themselves to their page
-            seen = page.evaluate(LOOK)
-            assert len(seen["texts"]) > 5
-            found = [*seen["problems"], *_unreadable(seen["texts"], scheme)]
-            problems += [f"{width} px, {scheme}: {problem}" for problem in found]
+        page.emulate_media(color_scheme=scheme)
+        page.evaluate(SETTLED)  # figures fit themselves to their page
+        seen = page.evaluate(LOOK)
+        assert len(seen["texts"]) > 5
+        found = [*seen["problems"], *_unreadable(seen["texts"], scheme)]
+        problems += [f"{width} px, {scheme}: {problem}" for problem in found]
     return "\n".join(problems)
 
 

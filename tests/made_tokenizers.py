@@ -78,6 +78,14 @@ def sentencepiece(*words: str, before: str | None = "<s>") -> Any:
     return _with_special(inner, before, None, unk_token="<unk>")
 
 
+def word_level(*words: str, unknown: str | None = None, **special: str) -> Any:
+    """Words between spaces; all others are the unknown one, if there is one."""
+    numbers = {word: number for number, word in enumerate(words)}
+    inner = Tokenizer(models.WordLevel(numbers, unk_token=unknown))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+
+
 def whole_words(*words: str) -> Any:
     """Words and marks, without the spaces between them; all others are ``[UNK]``."""
     vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from architectures import VOCABULARY
 
 from sparse_tl.backend import Model, read_parameters
 from sparse_tl.data import ShuffledStream, TokenBatch, TokenStream
@@ -36,6 +37,12 @@ def short_run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTra
     }
     settings = {**defaults, **settings}
     return post_train(sparse, settings.pop("stream"), **settings)
+
+
+def random_rows(n: int = 32, seed: int = 0) -> TokenBatch:
+    """Rows of eight tokens of the plain transformers' vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return TokenBatch.next_token(torch.randint(VOCABULARY, (n, 8), generator=generator))
 
 
 def late_step(model: Any, objective: Objective, stream: TokenStream, **config: Any) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from sparse_tl.jobs.own_pairs import OwnPairs
 from sparse_tl.metrics import log_probability, logit_difference
 from sparse_tl.plots import component_diagram as draw
 from sparse_tl.plots.diagrams.component_diagram import shown_first
+from sparse_tl.plots.panels import grid
+from sparse_tl.plots.panels.grid import has_browser
 from sparse_tl.tasks import GreaterThanTask
 
 pytestmark = pytest.mark.long
@@ -40,18 +43,30 @@ pytestmark = pytest.mark.long
 TASKS = ["greater_than"]
 ASKED = ["greater_than", "ioi", "capitals"]
 """The models do the first, and their tokenizer does not know the words of the last."""
+FEW = partial(shown_first, size=5)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Smaller ones than the built-in task models, which do Greater-Than, as folders."""
-    return save_taught_task_models(tmp_path_factory.mktemp("models"))
+    size = {"n_layer": 3, "n_head": 4}
+    return save_taught_task_models(tmp_path_factory.mktemp("models"), **size)
 
 
 @pytest.fixture(scope="module")
 def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     out = tmp_path_factory.mktemp("run") / "circuits"
-    return out, _run(out, models)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", has_browser)
+        return out, _run(out, models)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_images_of_plots() -> Iterator[None]:
+    """Only the run that tests share draws them, in a browser that takes longer than the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", lambda: False)
+        yield
 
 
 def _run(out: Path, models: tuple[Path, Path], **more: Any) -> Any:
@@ -73,8 +88,8 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
         for side in ("dense", "sparse"):
             assert {"accuracy", "heads_at_0.9", "circuit_edges_at_0.9"} <= set(said[side])
             place = out / task / "seed-0" / side
-            assert Scores.load(place / "circuit_edge_scores").grid.n_layers == 4
-            assert Scores.load(place / "head_scores").values.shape == (4, 8)
+            assert Scores.load(place / "circuit_edge_scores").grid.n_layers == 3
+            assert Scores.load(place / "head_scores").values.shape == (3, 4)
             found = FoundCircuit.load(place / "found_circuit")
             circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
             assert {row["edge"] for row in circuit} == set(map(str, found.circuit.edges))
@@ -105,14 +120,25 @@ def test_a_task_that_a_model_does_not_do_has_no_circuits(run: tuple[Path, Any]) 
         assert said["choice"] > 0.9 and said["chance"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_a_dense_model_alone(
-    run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def alone(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A run of a dense model, whose page shows five circuit edges at first."""
+    out = tmp_path_factory.mktemp("alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "shown_first", FEW)
+        patch.setattr(run_module, "component_diagram", partial(draw, max_circuit_edges=5))
+        return out, _run(out, models, sparse=None, tasks=TASKS)
+
+
+def test_a_dense_model_alone(run: tuple[Path, Any], alone: tuple[Path, Any]) -> None:
     """The numbers are those of the dense side of a pair."""
-    out = tmp_path / "out"
-    outcome = _run(out, models, sparse=None, tasks=TASKS)
+    out, outcome = alone
     said, expected = outcome.metrics["greater_than"], run[1].metrics["greater_than"]
-    assert said["dense"] == expected["dense"] and set(said) == {"dense", "seeds"}
+    found, both = (
+        {name: value for name, value in some["dense"].items() if not name.startswith("shown")}
+        for some in (said, expected)
+    )
+    assert found == both and set(said) == {"dense", "seeds"}
     assert outcome.to_pandas()["dense"].tolist() == run[1].to_pandas()["dense"].tolist()
     folder = out / "greater_than" / "seed-0"
     assert {file.name for file in folder.iterdir()} == {
@@ -122,18 +148,15 @@ def test_a_dense_model_alone(
 
 
 def test_the_page_says_what_the_edges_that_it_shows_explain(
-    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Path, Path], alone: tuple[Path, Any]
 ) -> None:
     """Run again with the edges that the drawing script chose."""
-    few = partial(shown_first, size=5)
-    monkeypatch.setattr(run_module, "shown_first", few)
-    monkeypatch.setattr(run_module, "component_diagram", partial(draw, max_circuit_edges=5))
-    outcome = _run(tmp_path, models, sparse=None, tasks=TASKS)
+    out, outcome = alone
     said = outcome.metrics["greater_than"]["dense"]
-    folder = tmp_path / "greater_than" / "seed-0" / "dense"
+    folder = out / "greater_than" / "seed-0" / "dense"
     found = FoundCircuit.load(folder / "found_circuit")
     drawn = Circuit.load(folder / "drawn_circuit")
-    shown = few(drawn, found.scores)
+    shown = FEW(drawn, found.scores)
     model = load_model(models[0], device="cpu")
     pairs = GreaterThanTask().pairs(model, 8)
     scored, held_out = pairs.select(slice(4)), pairs.select(slice(4, None))
@@ -147,7 +170,7 @@ def test_the_page_says_what_the_edges_that_it_shows_explain(
     assert f">{len(shown)} of {said['drawn']} circuit edges, by influence" in text
     helping = Circuit(found.circuit.grid, found.circuit.mask & (found.scores.values < 0))
     both = [found.circuit, helping.connected()]
-    first = [few(some, found.scores) for some in both]
+    first = [FEW(some, found.scores) for some in both]
     off = (1 - evaluate(model, scored, metric, first, progress=False).effect).abs()
     assert torch.equal(drawn.mask, both[int(off.argmin())].mask) and said["drawn"] == len(drawn)
 
@@ -167,9 +190,6 @@ def test_prompt_pairs_of_a_file(models: tuple[Path, Path], tmp_path: Path) -> No
     single.to_csv(tmp_path / "years.csv", index=False)
     of_csv = OwnPairs.read(tmp_path / "years.csv")
     assert of_csv.metric is log_probability and "wrong" not in of_csv.rows[0]
-    file = tmp_path / "years.jsonl"
-    outcome = _run(tmp_path / "out", models, sparse=None, tasks=(), pairs=None, pairs_file=file)
-    assert list(outcome.metrics) == ["years"] and outcome.metrics["years"]["dense"]["choice"] > 0.9
 
 
 HEAD = "clean,corrupted,answer,wrong\n"
@@ -213,6 +233,7 @@ def test_answers_of_several_tokens_of_a_file(models: tuple[Path, Path], tmp_path
     pd.DataFrame(rows).to_json(file, orient="records", lines=True)
     assert OwnPairs.read(file).pairs(model, 12).answers.shape[2] == 2
     outcome = _run(tmp_path / "out", models, sparse=None, tasks=(), pairs=None, pairs_file=file)
+    assert list(outcome.metrics) == ["whole"]
     said = outcome.metrics["whole"]["dense"]
     assert said["choice"] > 0.9 and said["circuit_effect"] >= 0.9
 

@@ -8,6 +8,7 @@ import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,8 @@ LONG_PAGES = [
     DOCS / "coming-from.md",
     *(DOCS / "how-to" / f"{name}.md" for name in ("find-a-circuit", "gpus", "sparsify")),
 ]
+# Of the page that searches all of a model's circuit edges.
+SMALLEST = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 32}
 # The title of a block says when it needs more than is here, such as a download.
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
 SMOLLM2 = ' title="needs SmolLM2"'
@@ -89,7 +92,8 @@ def test_code_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if page in LONG_PAGES:
-        monkeypatch.setattr(sparse_tl, "load_task_models", small_task_models)
+        size = SMALLEST if page.stem == "find-a-circuit" else None
+        monkeypatch.setattr(sparse_tl, "load_task_models", partial(small_task_models, size=size))
     monkeypatch.chdir(tmp_path)
     _run(page)
 

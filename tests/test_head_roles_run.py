@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.jobs import HeadRolesRun, head_roles, run_head_roles
 from sparse_tl.jobs.head_roles import cells_of
 from sparse_tl.jobs.settings import HeadRolesJob, Running
+from sparse_tl.plots.panels import grid
 from sparse_tl.plots.panels.grid import has_browser
 
 pytestmark = pytest.mark.long
@@ -34,9 +36,14 @@ FEW: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tasks() -> Iterator[None]:
-    """A smaller pair in the place of the built-in task models."""
+    """A smaller pair in the place of the built-in task models, and no images of plots.
+
+    Only the run that tests share draws them, in a browser that takes longer than the run.
+    """
+    size = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_roles, "load_task_models", small_task_models)
+        patch.setattr(head_roles, "load_task_models", partial(small_task_models, size=size))
+        patch.setattr(grid, "has_browser", lambda: False)
         yield
 
 
@@ -44,7 +51,9 @@ def small_tasks() -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadRolesRun]:
     """Built-in models on two tasks."""
     out = tmp_path_factory.mktemp("runs") / "roles"
-    return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "has_browser", has_browser)
+        return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
 
 
 def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> None:
@@ -54,7 +63,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
     assert list(metrics["tasks"]) == ["addition", "ioi"]
     scores = pd.read_csv(out / "scores.csv")
     curves = pd.read_csv(out / "curves.csv")
-    for task, heads in (("addition", 16), ("ioi", 32)):
+    for task, heads in (("addition", 16), ("ioi", 8)):
         for side in ("dense", "sparse"):
             place, numbers = out / task / side, metrics["tasks"][task][side]
             roles = HeadRoles.load(place / "roles")

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tiny import save_taught_task_models
+from tiny import save_small_task_models
 
 from sparse_tl.backend import load_model
 from sparse_tl.circuits import AttributionGraph, HeadBehaviour, find_examples, head_behaviour
@@ -22,7 +22,7 @@ QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("models")
-    return [*map(str, save_taught_task_models(folder, n_layer=2, n_head=2, n_embd=16, n_inner=16))]
+    return [*map(str, save_small_task_models(folder, n_layer=2, n_head=2, n_embd=16, n_inner=16))]
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -21,7 +21,7 @@ JOB = PostTrainingJob(model="tiny", task="capitals", window=16, steps=1, batch_s
 
 @pytest.fixture
 def model(build_tiny: Callable[..., Model]) -> Any:
-    words = [f" {word}" for row in COUNTRIES[:40] for word in row]
+    words = [f" {word}" for row in COUNTRIES[:20] for word in row]
     tokenizer = byte_level(*words)
     return SparseTransformer(build_tiny(d_vocab=len(tokenizer), n_ctx=128, tokenizer=tokenizer))
 

@@ -7,6 +7,7 @@ Face model of the architecture that has these features; where there is none, the
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -84,14 +85,14 @@ def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
     return small_model(seed=seed, **{**TINY, **KINDS[kind], **overrides})
 
 
-def small_task_models(*_: Any, **__: Any) -> tuple[Model, Any]:
+def small_task_models(*_: Any, size: dict[str, int] | None = None, **__: Any) -> tuple[Model, Any]:
     """In place of `load_task_models` and `load_language_models`, with the words of the former.
 
-    Four layers of eight heads, untrained, with room for longer prompts.
+    Four layers of eight heads or of another size, untrained, with room for longer prompts.
     """
     from sparse_tl.gates import SparseTransformer
 
-    dense, gated = (_small_task_model(n_positions=128) for _ in range(2))
+    dense, gated = (_small_task_model(n_positions=128, **(size or {})) for _ in range(2))
     return dense, SparseTransformer(gated, initial_bias=0.0)
 
 
@@ -155,15 +156,24 @@ def tokenizer_of(words: Sequence[str], folder: Path, unknown: str | None = None)
         folder: folder for its files.
         unknown: the word that stands for all others; the first one by default.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from made_tokenizers import word_level
+    from transformers import AutoTokenizer
 
-    numbers = {word: number for number, word in enumerate(words)}
-    inner = Tokenizer(models.WordLevel(numbers, unk_token=unknown or words[0]))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), words[0])
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    word_level(*words, unknown=unknown or words[0], **special).save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
+
+
+WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
+"""Of the models that commands are given."""
+
+
+def save_story(path: Path) -> Path:
+    """Sixty stories of eleven of these words: ninety windows of eight tokens."""
+    choice = random.Random(0)
+    stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
+    path.write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
+    return path
 
 
 def save_tiny(folder: Path, words: Sequence[str], unknown: str | None = None) -> Path:

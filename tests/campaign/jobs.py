@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from importlib import import_module
@@ -14,14 +13,12 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, rows, targets
-from tiny import save_taught_task_models, save_tiny, tiny_model
+from tiny import WORDS, save_story, save_taught_task_models, save_tiny, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import run_circuits, run_post_training
-
-WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
 
 
 def facts(value: Any) -> str:
@@ -78,9 +75,7 @@ def _head_gates(folder: Path) -> str:
 def inputs(place: Path) -> None:
     """What the commands read: models with a tokenizer, and a text."""
     place.mkdir(parents=True, exist_ok=True)
-    choice = random.Random(0)
-    stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
-    (place / "story.txt").write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
+    save_story(place / "story.txt")
     save_tiny(place / "tiny", WORDS)
     save_taught_task_models(place, n_layer=1, n_head=2, n_embd=16, n_inner=16)
 

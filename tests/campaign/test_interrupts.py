@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, VOCABULARY
+from calls import CALLS
 from tiny import tiny_model
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
@@ -97,7 +97,7 @@ def test_an_interrupted_call_leaves_nothing(tmp_path: Path, name: str) -> None:
     call.run(model, tmp_path / "first")  # what is found out once, and then known
     with interrupted() as counted:
         call.run(model, tmp_path / "count")
-    for at in draw.sample(range(1, counted.seen + 1), min(4, counted.seen)):
+    for at in draw.sample(range(1, counted.seen + 1), min(2, counted.seen)):
         before = state_of(model, weights=not call.trains)
         kept: BaseException | None = None  # as notebooks keep it, with all frames
         try:
@@ -107,16 +107,3 @@ def test_an_interrupted_call_leaves_nothing(tmp_path: Path, name: str) -> None:
             kept = stop
         assert not changed(before, state_of(model, weights=not call.trains)), at
         assert kept is not None or call.trains
-
-
-def test_what_is_checked_is_seen() -> None:
-    model = tiny_model(n_layers=1)
-    before = state_of(model)
-    handle = model.blocks[0].mlp.register_forward_hook(lambda *_: None)
-    (found,) = changed(before, state_of(model))
-    assert found.endswith("mlp _forward_hooks")
-    handle.remove()
-    with torch.no_grad():
-        assert changed(before, state_of(model)) == ["gradients"]
-    assert model(torch.zeros(1, 3, dtype=torch.long)).shape[-1] == VOCABULARY
-    assert not changed(before, state_of(model))

@@ -52,6 +52,3 @@ def no_training() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShuffledStream, "batch", refuse)
         yield
-
-
-WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]

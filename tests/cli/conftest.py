@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import WORDS
-from tiny import save_tiny
+from tiny import WORDS, save_story, save_tiny
 
 from sparse_tl.tasks.addition import AdditionTask
 
@@ -26,6 +24,8 @@ def few_sums() -> Iterator[None]:
         patch.setattr(AdditionTask, "split", small)
         patch.setattr("sparse_tl.jobs.addition.PAIRS", 8)
         patch.setattr("sparse_tl.jobs.addition.EXAMPLES", 8)
+        # Models of a few steps have no small circuit, so a search takes all the time it is given.
+        patch.setattr("sparse_tl.jobs.addition.SECONDS", 0.1)
         patch.setattr("sparse_tl.jobs.addition.DIGITS", ("tens", "units"))
         yield
 
@@ -38,9 +38,5 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty stories of eleven words: ninety windows of eight tokens."""
-    path = tmp_path_factory.mktemp("text") / "story.txt"
-    choice = random.Random(0)
-    stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
-    path.write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
-    return path
+    """Ninety windows of eight tokens."""
+    return save_story(tmp_path_factory.mktemp("text") / "story.txt")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from command_line import run_command
-
-from sparse_tl import __version__
 
 COMMANDS = ("addition", "post-train", "circuits", "head-roles", "head-behaviour", "graph")
 COMMANDS += ("doctor", "get")
@@ -43,16 +39,6 @@ def test_every_example_can_be_read_by_its_command(
     for words in examples:
         assert run_command(*words).code == 1, words
     assert len(reached) == len(examples)
-
-
-def test_the_package_can_be_run_as_a_module() -> None:
-    process = subprocess.run(
-        [sys.executable, "-m", "sparse_tl", "--version"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (process.returncode, process.stdout.strip()) == (0, f"sparse_tl {__version__}")
 
 
 def _circuits_that_raise(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_tokenizers import byte_level, sentencepiece
+from reading import Reader
 from transformers import AutoTokenizer
 
 from sparse_tl.data import PromptPairs
@@ -39,21 +39,9 @@ ROWS = [
 WORDS = (" cat", " dog", " sat", " far", " near")
 
 
-class _Reader:
-    """A model as far as tasks ask for one."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.cfg = tokenizer, SimpleNamespace(default_prepend_bos=True)
-
-    def to_tokens(self, text: str) -> Any:
-        raise NotImplementedError
-
-    __call__ = state_dict = to_tokens
-
-
-def _model(tokenizer: Any, template: str | None = SMOLLM2) -> _Reader:
+def _model(tokenizer: Any, template: str | None = SMOLLM2) -> Reader:
     tokenizer.chat_template = template
-    return _Reader(tokenizer)
+    return Reader(tokenizer, bos=True)
 
 
 def _smollm2() -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from made_tokenizers import word_level
+from reading import Reader
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.metrics import (
@@ -36,10 +36,8 @@ RECORDS: list[dict[str, Any]] = [
 def _reader(*, bos: bool = True, tokenizer: Any = None) -> Any:
     """What is asked of a model: its tokenizer, and whether it prepends BOS."""
     if tokenizer is None:
-        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
-        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
-    return SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(default_prepend_bos=bos))
+        tokenizer = word_level(*WORDS, bos_token="<s>")
+    return Reader(tokenizer, bos=bos)
 
 
 def _pairs() -> PromptPairs:

@@ -6,11 +6,11 @@ import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_tokenizers import byte_level, sentencepiece, whole_words
+from reading import Reader
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -26,8 +26,7 @@ KINDS = {"bytes": BYTES, "pieces": PIECES, "words": whole_words("once", "a", "ti
 def _model(tokenizer: Any, bos: bool | None = None) -> Any:
     """What is asked of a model, which follows its tokenizer unless it is told otherwise."""
     own = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    setting = SimpleNamespace(default_prepend_bos=own if bos is None else bos)
-    return SimpleNamespace(tokenizer=tokenizer, cfg=setting)
+    return Reader(tokenizer, bos=own if bos is None else bos)
 
 
 def _pairs(tokenizer: Any, prompt: str, answer: str, corrupted: str | None = None) -> PromptPairs:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_tokenizers import word_level
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,9 +18,7 @@ WORDS = ["<s>", "a", "b", "c", "d"]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="d"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+    return word_level(*WORDS, unknown="d", bos_token="<s>")
 
 
 def test_a_limit_reads_no_further_than_it_must() -> None:
@@ -45,17 +44,6 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_may_be_shortened_while_it_is_read(tmp_path: Path) -> None:
-    """Which kills a process that has mapped it; separators may lie across what is read at once."""
-    path, mark = tmp_path / "long.txt", "<|endoftext|>"
-    texts = ["a " * 2**18 + "b" * n for n in range(2, 8)]
-    path.write_text(mark.join(texts), encoding="utf-8")
-    found = iter(read_documents(path))
-    assert [next(found), next(found)] == texts[:2]
-    path.write_text("short")
-    assert len(list(found)) < 4
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One<|endoftext|>\ufeffTwo", encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text('{"text": "Three\u2028\x85"}', encoding="utf-8-sig")
@@ -73,12 +61,6 @@ def test_what_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text": 3}')
     with pytest.raises(ValueError, match=r"column 'text' of line 3 of .*b\.jsonl"):
         list(read_documents(tmp_path / "b.jsonl"))
-
-
-def _dataset_folder(folder: Path) -> str:
-    folder.mkdir()
-    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    return str(folder)
 
 
 def test_empty_rows_of_a_dataset_are_no_documents(tmp_path: Path) -> None:

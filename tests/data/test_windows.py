@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from made_tokenizers import word_level
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import (
@@ -29,11 +29,9 @@ EACH = ["predict", "skip", "split"]
 
 
 def tokenizer(bos: bool = False, eos: bool = True) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="a"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"bos_token": "<s>"} if bos else {}
     special |= {"eos_token": "</s>"} if eos else {}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    return word_level(*WORDS, unknown="a", **special)
 
 
 def some_texts(n: int = 60, longest: int = 30) -> list[str]:

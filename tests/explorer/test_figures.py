@@ -36,22 +36,21 @@ def test_a_view_shows_the_gated_patterns(models, panel):
 
 
 def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
-    masked = circuit_diagram(models, PROMPT)
-    assert masked.data["targets"] == [[column, column] for column in range(6, 11)]
-    assert masked.data["state"]["target"] == 4  # the last one
     chosen = circuit_diagram(models, PROMPT, position=7)
-    assert chosen.data["targets"] == masked.data["targets"]
+    assert chosen.data["targets"] == [[column, column] for column in range(6, 11)]
     assert chosen.data["state"]["target"] == 1
-    assert circuit_diagram(models, PROMPT, position=-4).svg == chosen.svg
-    known = circuit_diagram(models, "36+28=00", positions=[-1, 3], position=-1)
-    assert known.data["targets"] == [[8, 7], [3, 2]] and known.data["state"]["target"] == 0
-    known = circuit_diagram(models, "36+28=00", position=3)
-    assert known.data["targets"] == [[column, column - 1] for column in range(1, 9)]
-    assert known.data["state"]["target"] == 2
-    unmasked = circuit_diagram(models, PROMPT, position=3)  # also predicted, from the left
-    assert unmasked.data["targets"] == [[3, 2], *masked.data["targets"]]
-    some = circuit_diagram(models, PROMPT, positions=[-1, 7], position=7)
-    assert some.data["targets"] == [[10, 10], [7, 7]] and some.data["state"]["target"] == 1
+
+    def plan(prompt, position=None, positions=None):
+        columns, shown, _ = figures._plan(models["Dense"], prompt, position, positions, "attention")
+        return columns, shown
+
+    masked = [6, 7, 8, 9, 10]
+    assert plan(PROMPT) == (masked, -1)  # the last one
+    assert plan(PROMPT, 7) == plan(PROMPT, -4) == (masked, 1)
+    assert plan("36+28=00", -1, [-1, 3]) == ([8, 3], 0)
+    assert plan("36+28=00", 3) == ([*range(1, 9)], 2)
+    assert plan(PROMPT, 3) == ([3, *masked], 0)  # also predicted, from the left
+    assert plan(PROMPT, 7, [-1, 7]) == ([10, 7], 1)
 
 
 def test_one_model_needs_no_title(models):

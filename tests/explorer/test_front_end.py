@@ -265,17 +265,3 @@ def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models
     assert [(m["action"], m["column"]) for m in sent(page)] == [("show_position", 3)]
     explorer._handle_custom_msg({"action": "show_position", "column": 3}, [])
     assert explorer.exploration.targets == ((3, 2), (6, 5)) and explorer._state["target"] == 0
-
-
-def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
-    show(page, tmp_path, explorer)
-    message = page.locator(".message")
-    assert not message.is_visible()
-    page.evaluate("t => window.change('_message', {kind: 'error', text: t})", ATTACK)
-    assert ATTACK in message.inner_text()
-    message.locator("button").click()
-    assert not message.is_visible()
-    page.evaluate("t => window.change('_message', {kind: 'error', text: t, at: 2})", "again")
-    assert message.is_visible()
-    page.locator("input[name=threshold]").fill("0.3")  # whatever the reader does next closes it
-    assert not message.is_visible()

@@ -1,16 +1,18 @@
-"""A small circuit and a hostile text, which the tests of the component diagram share."""
+"""A small circuit and a hostile text, which the tests of diagrams share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import torch
 
 from sparse_tl.circuits import Circuit, DrivingToken, NeuronEffects, Scores
 from sparse_tl.head_roles import AblationCurve, HeadRoles
-from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots import ComponentDiagram, Figure, component_diagram
 
+SVG = "{http://www.w3.org/2000/svg}"
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
 EDGES = {
@@ -22,6 +24,12 @@ EDGES = {
     "m0->logits": -0.04,
 }
 """Four edges make a path; the last but one leads nowhere, the last comes from nowhere."""
+
+
+def panels_of(figure: Figure) -> list[ElementTree.Element]:
+    """The panels of a drawn diagram."""
+    root = ElementTree.fromstring(figure.svg)
+    return [group for group in root.iter(f"{SVG}g") if "data-panel" in group.attrib]
 
 
 class Scored(NamedTuple):

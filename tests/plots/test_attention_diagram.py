@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from component_examples import SVG, panels_of
 from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
@@ -19,7 +20,6 @@ from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
 
-SVG = "{http://www.w3.org/2000/svg}"
 OPEN = "of 1,056 attention edges open; drawn:"
 MakeFlow = Callable[..., AttentionGraph]
 
@@ -32,11 +32,6 @@ REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
 def selected(figure: CircuitDiagram) -> dict[str, Any]:
     """What the script says of the first view of a figure's only panel."""
     return run_script(CircuitDiagram.drawing, SELECTED, figure.data)
-
-
-def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
-    root = ElementTree.fromstring(figure.svg)
-    return [group for group in root.iter(f"{SVG}g") if "data-panel" in group.attrib]
 
 
 def part(panel: ElementTree.Element, role: str) -> ElementTree.Element:
@@ -107,12 +102,6 @@ def test_what_reaches_a_node_equals_networkx(seed):
     for (level, column), names in zip(nodes, found, strict=True):
         reached = {tuple(map(int, name.split(","))) for name in names}
         assert reached == reached_by_networkx(edges, column, level)
-
-
-def test_another_target_has_other_ancestors(make_flow, circuit):
-    (panel,) = panels_of(attention_diagram({"model": make_flow(circuit)}, target=3))
-    assert len(lines_of(panel, "main")) == 4  # the 6 does not need the edge into the last column
-    assert lines_of(panel, "open") == {line_of_edge(panel, 1, 10, 9)}
 
 
 def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flow, circuit):

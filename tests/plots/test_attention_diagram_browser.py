@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from component_examples import ATTACK
 from reachability import reached_by_networkx
 
 from sparse_tl.plots import CircuitDiagram, attention_diagram
-
-ATTACK = "</script><img src=x onerror=alert(1)>"
 
 READ_LINES = """panel => [...panel.querySelectorAll('[data-role=edges] path')].map(
     path => ['data-kind', 'd', 'stroke', 'stroke-width'].map(name => path.getAttribute(name)))"""

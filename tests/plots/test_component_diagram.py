@@ -8,20 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from component_examples import ATTACK, EDGES, Scored, draw, head_roles_of
+from component_examples import ATTACK, EDGES, SVG, Scored, draw, head_roles_of, panels_of
 
-from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
+from sparse_tl.circuits import Circuit, HeadBehaviour
 from sparse_tl.graph import CircuitGraph, PositionedGraph
-from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots import component_diagram
 from sparse_tl.plots.diagrams.component_diagram import ONLY, STATE_FORMAT
 from sparse_tl.plots.page.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def panels_of(figure: ComponentDiagram) -> list[ElementTree.Element]:
-    root = ElementTree.fromstring(figure.svg)
-    return [group for group in root.iter() if "data-panel" in group.attrib]
 
 
 def nodes_of(panel: ElementTree.Element) -> dict[str, str]:
@@ -103,17 +96,6 @@ def test_rows_are_layers_upwards_and_unused_layers_take_no_room(make_circuit):
     (panel,) = panels_of(draw({"m": above}))
     y = {e.get("data-node"): float(e[0].get("y", "")) for e in panel.iter() if e.get("data-node")}
     assert y["a2.h0"] > y["m2"]
-
-
-def test_scores_by_position_draw_their_strongest_edges() -> None:
-    site = PositionedGraph(CircuitGraph(2, 2, 2), ("A", "END"))
-    values = torch.rand(site.exists.shape) * site.exists
-    scores = Scores(site, values, "eap")
-    figure = scores.figure(title="By position", size=5)
-    assert isinstance(figure, ComponentDiagram)
-    assert set(links_of(panels_of(figure)[0])) == set(
-        links_of(panels_of(component_diagram({"By position": scores.top(5)}, scores=scores))[0])
-    )
 
 
 def test_positions_are_columns_and_paths_cross_them():

@@ -53,18 +53,6 @@ def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
     assert [trace.name for trace in traces if trace.showlegend] == ["Interference"]
 
 
-def test_a_grid_says_what_its_axes_are_and_which_roles_are_empty() -> None:
-    empty = curves(in_role=0)
-    few = ablation_grid({"Math": {"Dense": empty}, "Syntax": {"Dense": curves()}}).plotly
-    texts = [annotation.text for annotation in few.layout.annotations]
-    assert "Number of Ablated Heads" in texts
-    assert "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response" in texts
-    assert any("No heads of facilitation: Math (Dense)." in text for text in texts)
-    assert few.layout.legend.x > 1  # at the right
-    many = ablation_grid({"Math": {f"Model {number}": empty for number in range(5)}}).plotly
-    assert many.layout.legend.y < 0  # below
-
-
 def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     figure = head_roles_figure(roles)
     assert figure.plotly.data[0].z == ([0.0, 1.0], [0.5, 0.0])

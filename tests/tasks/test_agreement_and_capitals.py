@@ -56,7 +56,7 @@ def is_plural(noun: str) -> bool:
 @pytest.mark.every_case
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_prompts_differ_in_one_word_and_answers_are_one_token(task: Task, tokenizer: Any) -> None:
-    for record in check_pairs(task.pairs(Reader(tokenizer), 150, seed=2), tokenizer, 150):
+    for record in check_pairs(task.pairs(Reader(tokenizer), 60, seed=2), tokenizer, 60):
         words = [re.findall(r"\w+", record[side]) for side in ("clean", "corrupted")]
         assert sum(one != other for one, other in zip(*words, strict=True)) == 1
 
@@ -64,7 +64,7 @@ def test_prompts_differ_in_one_word_and_answers_are_one_token(task: Task, tokeni
 @pytest.mark.every_case
 def test_a_verb_agrees_with_the_subject_and_not_with_what_is_between(tokenizer: Any) -> None:
     kinds = set()
-    for record in SubjectVerbTask().pairs(Reader(tokenizer), 150).to_records(tokenizer):
+    for record in SubjectVerbTask().pairs(Reader(tokenizer), 60).to_records(tokenizer):
         subject, *_, other = re.findall(r"\w+", record["clean"])[1:]
         verbs = [" are", " were", " have"], [" is", " was", " has"]
         right, wrong = verbs if is_plural(subject) else verbs[::-1]
@@ -78,7 +78,7 @@ def test_a_verb_agrees_with_the_subject_and_not_with_what_is_between(tokenizer: 
 @pytest.mark.every_case
 def test_a_pronoun_agrees_with_the_subject(tokenizer: Any) -> None:
     seen = set()
-    for record in AnaphorTask().pairs(Reader(tokenizer), 150).to_records(tokenizer):
+    for record in AnaphorTask().pairs(Reader(tokenizer), 60).to_records(tokenizer):
         nouns = [
             re.search(r"[Tt]he (?!end\b)(\w+)", record[side]) for side in ("clean", "corrupted")
         ]
@@ -94,7 +94,7 @@ def test_a_pronoun_agrees_with_the_subject(tokenizer: Any) -> None:
 @pytest.mark.every_case
 def test_capitals_are_those_of_the_countries(tokenizer: Any) -> None:
     known = 0
-    for record in CapitalsTask().pairs(Reader(tokenizer), 150).to_records(tokenizer):
+    for record in CapitalsTask().pairs(Reader(tokenizer), 60).to_records(tokenizer):
         for side, said in (("clean", "answer"), ("corrupted", "wrong")):
             (country,) = {
                 country for country, _ in COUNTRIES if re.search(rf"\b{country}\b", record[side])
@@ -104,7 +104,7 @@ def test_capitals_are_those_of_the_countries(tokenizer: Any) -> None:
             if country in CAPITALS:
                 assert capital == f" {CAPITALS[country]}"
                 known += 1
-    assert known > 80
+    assert known > 30
 
 
 def test_the_list_of_capitals() -> None:

@@ -19,6 +19,7 @@ from sparse_tl import (
 )
 from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.tasks import Continuations
+from sparse_tl.tasks.skill_battery import wilson_interval
 
 PROMPTS = ["Once upon a time", "The big dog", "Lily and Tom went to the park. They saw a"]
 
@@ -106,11 +107,8 @@ def test_shares_by_hand(tmp_path: Path) -> None:
     ]
     assert table.loc["other", ["contains", "stops", "agrees"]].tolist() == [0.5, 0.5, 0.25]
     assert table.loc["other", "agreement"] == pytest.approx(5 / 4)
-    low, high = table.loc["other", ["agrees_low", "agrees_high"]]  # Wilson's, by the formula
-    z, p, n_prompts = 1.959964, 0.25, 4
-    middle = (p + z**2 / (2 * n_prompts)) / (1 + z**2 / n_prompts)
-    half = z * (p * (1 - p) / n_prompts + z**2 / (4 * n_prompts**2)) ** 0.5 / (1 + z**2 / n_prompts)
-    assert (low, high) == pytest.approx((middle - half, middle + half), abs=1e-6)
+    ends = table.loc["other", ["agrees_low", "agrees_high"]]
+    assert tuple(ends) == pytest.approx(wilson_interval(1, 4))
     assert "contains" not in compare_continuations({"dense": dense})
     assert torch.equal(Continuations.load(dense.save(tmp_path / "kept")).tokens, dense.tokens)
 

@@ -184,7 +184,7 @@ def test_intervals() -> None:
 @pytest.mark.long
 def test_a_language_model_has_the_skills_and_a_broken_one_lost_them(smollm2: Path) -> None:
     sparse = SparseTransformer(load_language_model(device="cpu"), initial_threshold=0.6)
-    found = compare_skills(sparse, sparse, n=12, progress=False)
+    found = compare_skills(sparse, sparse, n=8, progress=False)
     assert not found.table.isna().any(axis=None)
     table = found.to_pandas()
     assert table["above_dense"].min() >= 0.75 and table["above_dense"].mean() > 0.92

@@ -170,17 +170,3 @@ def test_a_constraint_that_does_not_bind_ends_near_nothing() -> None:
     xs, lambdas = _solve(lambda x, lambda_: x - 2 - lambda_, lambda x: 1 - x, constraint)
     assert lambdas[-1].item() == pytest.approx(FREE[0])
     assert xs[-1].item() == pytest.approx(2.0, abs=0.01)
-
-
-def test_the_proportional_part_keeps_lambda_from_swinging() -> None:
-    """From the same start, with the same integral, on the same problem."""
-    swings, settled = {}, {}
-    for proportional in (0.0, PROPORTIONAL):
-        constraint = _constraint(start=0.5, integral=0.02, proportional=proportional, bounds=FREE)
-        _, lambdas = _one(constraint, rate=0.01)
-        swings[proportional] = lambdas.max().item() - 1
-        outside = ((lambdas - 1).abs() > 0.02).nonzero()
-        settled[proportional] = int(outside[-1, 0])
-    assert swings[0.0] > 0.2, "the integral alone overshoots"
-    assert swings[PROPORTIONAL] < 0.8 * swings[0.0]
-    assert settled[PROPORTIONAL] < 0.7 * settled[0.0]

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from short_runs import Build, Rows, check_resumes, short_run
+from short_runs import Build, Rows, short_run
 
 from sparse_tl.backend import Model
-from sparse_tl.data import MixedStream, PromptPairs, ShuffledStream, TokenStream
+from sparse_tl.data import MixedStream, PromptPairs, ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import PostTraining, evaluate_held_out
@@ -130,6 +129,7 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     assert "held out" not in outcome.verdict
 
 
+@pytest.mark.long
 def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_rows: Rows) -> None:
     """The label of every row is wrong; only the dense model's predictions are learned."""
     rows = echo_rows()
@@ -147,17 +147,6 @@ def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_r
     )
     assert outcome.feasible
     assert evaluate_held_out(sparse, echo_rows(seed=1)).loss < right + 0.3
-
-
-def test_a_run_on_several_texts_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
-        sparse = SparseTransformer(build_echo(), gates="share")
-        return sparse, _trained(sparse, echo_rows, stream=stream, **settings).history
-
-    monkeypatch.setattr("sparse_tl.training.loop.SAVE_AFTER", 0.0)
-    check_resumes(run, MixedStream(_streams(echo_rows)), tmp_path / "checkpoint", 4)
 
 
 @pytest.mark.parametrize("names", [["short", "long"], ["long"], None])

@@ -16,7 +16,7 @@ from sparse_tl.data import TokenStream
 from sparse_tl.training import pretrain
 from sparse_tl.training.loop import PlainLoss
 from sparse_tl.training.memory import training_memory
-from sparse_tl.zoo import build_addition_model
+from sparse_tl.zoo import addition_recipe
 
 SETTINGS: dict[str, Any] = {
     "steps": 4,
@@ -31,7 +31,10 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def half(tmp_path: Path) -> Model:
-    save_model(build_addition_model(), tmp_path / "addition")
+    recipe = addition_recipe()
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 32}
+    small = recipe.changed(architecture={**recipe.architecture, **size})
+    save_model(small.build(device="cpu"), tmp_path / "addition")
     return load_model(tmp_path / "addition", device="cpu", dtype="bfloat16")
 
 

@@ -21,6 +21,7 @@ from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.distillation import reference_of
 from sparse_tl.training.loop import in_precision
 from sparse_tl.training.memory import training_memory
+from sparse_tl.zoo import addition_recipe
 
 
 def _addition() -> tuple[SparseTransformer, TokenBatch]:
@@ -49,10 +50,17 @@ def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:
         assert training_memory(sparse, 11) == expected, "and it leaves the block as it was"
 
 
+def _small() -> SparseTransformer:
+    recipe = addition_recipe()
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 32}
+    small = recipe.changed(architecture={**recipe.architecture, **size})
+    return SparseTransformer(small.build(device="cpu"), initial_bias=2.0)
+
+
 @pytest.mark.long
 def test_the_dense_copy_in_bf16() -> None:
     """Its loss is the model's to the precision of bfloat16, and it takes half the memory."""
-    sparse, rows = _addition()
+    sparse, rows = _small(), AdditionTask().split()[0].select(slice(0, 32))
     whole, half = (reference_of(sparse, list(read_parameters(sparse)), k) for k in PRECISIONS)
     assert isinstance(whole, Model) and isinstance(half, Model)
     one, other = (evaluate_held_out(model, rows).loss for model in (whole, half))
@@ -60,7 +68,7 @@ def test_the_dense_copy_in_bf16() -> None:
     found = [sum(p.nbytes for p in model.parameters()) for model in (whole, half)]
     assert found[0] == 2 * found[1]
     for precision in PRECISIONS:
-        sparse, rows = _addition()
+        sparse = _small()
         outcome = post_train(
             sparse,
             ShuffledStream(rows, 16),
@@ -70,7 +78,7 @@ def test_the_dense_copy_in_bf16() -> None:
             precision=precision,  # type: ignore[arg-type]
             progress=False,
         )
-        sparse, _ = _addition()
+        sparse = _small()
         with sparse.opened(), in_precision(precision, rows.tokens.device):
             assert outcome.dense.loss == evaluate_held_out(sparse, rows).loss
 

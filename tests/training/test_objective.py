@@ -259,15 +259,6 @@ def test_a_group_that_is_never_validated_is_refused(build_echo: Build, echo_rows
         _measured(_objective(SparseTransformer(build_echo()), n_groups=2), batch)
 
 
-def _joined(*batches: TokenBatch) -> TokenBatch:
-    return TokenBatch(
-        *(
-            torch.cat([getattr(batch, name) for batch in batches])
-            for name in ("tokens", "labels", "loss_mask")
-        )
-    )
-
-
 # Micro-batches.
 
 
@@ -296,7 +287,7 @@ def test_micro_batches_of_one_size_are_one_big_batch(
 ) -> None:
     """The same rows in each piece: the same objective, though a size counts by its logarithm."""
     piece = echo_rows(4, seed=3)
-    batch = _in_groups(_joined(*[piece] * pieces), [0, 1, 1, 1] * pieces)
+    batch = _in_groups(TokenBatch.joined([piece] * pieces), [0, 1, 1, 1] * pieces)
     settings: dict[str, Any] = {
         "n_groups": 2,
         "head_cost": 2.0,

@@ -29,6 +29,7 @@ class Untouchable:
 # A target of edges.
 
 
+@pytest.mark.long
 def test_the_edges_that_are_asked_for(build_echo: Build, echo_rows: Rows) -> None:
     """Reached and held; of the weights with at most so many, those nearest to the dense model."""
     sparse, dense = SparseTransformer(build_echo(), gates="share"), build_echo()
@@ -175,7 +176,7 @@ def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> Non
 @pytest.mark.long
 def test_every_group_has_to_meet_the_target(build_echo: Build, echo_rows: Rows) -> None:
     """The rows that lose the most are a group: the target that all rows together meet is missed."""
-    rows = echo_rows(seed=1)
+    rows = echo_rows(24, seed=1)
     sparse = SparseTransformer(build_echo(), initial_bias=0.5)
     losses = [
         [evaluate_held_out(model, rows.select(slice(n, n + 1))).loss for n in range(len(rows))]

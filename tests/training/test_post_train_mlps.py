@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from short_runs import Build, Rows, check_resumes, moved, short_run, weights
+from short_runs import Build, Rows, moved, short_run, weights
 from tiny import small_model
 
 from sparse_tl.backend import Model
-from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training import LossConstraint, evaluate_held_out
@@ -159,6 +153,7 @@ def test_costs_by_column_are_those_of_shorter_rows_too(build_tiny: Build) -> Non
 # The outcome.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("edge_cost", [None, 0.01, 100.0])
 def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
     build_echo: Build, echo_rows: Rows, edge_cost: float | None
@@ -195,17 +190,3 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     outcome = short_run(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1})
     assert outcome.best_step > 0
     assert moved(before, sparse) == gates
-
-
-@pytest.mark.parametrize("stopped_at", [1, 4])
-def test_a_run_that_is_stopped_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path, stopped_at: int
-) -> None:
-    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
-        sparse = SparseTransformer(build_echo(), mlps=True, initial_bias=2.0)
-        return sparse, short_run(sparse, echo_rows, steps=8, stream=stream, **settings).history
-
-    stream, stop = ShuffledStream(echo_rows(), 32), partial(os.kill, os.getpid(), signal.SIGINT)
-    _, resumed = check_resumes(run, stream, tmp_path / "c", stopped_at, stop)
-    start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
-    assert not torch.equal(_mlp_gates(resumed).bias, start.bias)

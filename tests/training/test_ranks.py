@@ -11,9 +11,10 @@ import pytest
 import torch
 from accelerate import notebook_launcher
 from several_ranks import on_ranks
+from short_runs import Build, Rows, short_run
 from torch import nn
 
-from sparse_tl import AdditionTask, ShuffledStream, load_addition_models, post_train
+from sparse_tl import SparseTransformer
 from sparse_tl.backend import checked_device, processes
 from sparse_tl.training import ranks
 
@@ -66,7 +67,7 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zero() -> None:
 
 
 @pytest.mark.long
-def test_a_notebook_launches_ranks(tmp_path: Path) -> None:
+def test_a_notebook_launches_ranks(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,16 +75,7 @@ def test_a_notebook_launches_ranks(tmp_path: Path) -> None:
     def job() -> None:
         rank = processes().process_index
         said = [rank, processes().num_processes, checked_device(None), ranks.gathered(rank)]
-        _, sparse = load_addition_models()
-        rows = AdditionTask().split()[0].select(slice(0, 32))
-        outcome = post_train(
-            sparse,
-            ShuffledStream(rows, 16),
-            validation=rows,
-            target_loss="+1",
-            steps=2,
-            progress=False,
-        )
+        outcome = short_run(SparseTransformer(build_tiny()), echo_rows, steps=2)
         said += outcome.history["loss"].dropna().tolist()
         (tmp_path / str(rank)).write_text(json.dumps(said))
 

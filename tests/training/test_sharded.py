@@ -13,16 +13,16 @@ import pandas as pd
 import pytest
 import short_runs
 import torch
-from architectures import VOCABULARY, plain_transformer
+from architectures import plain_transformer
 from several_ranks import Trained, assert_same, on_ranks, stop
-from short_runs import CallingAt, late_step, short_run
+from short_runs import CallingAt, late_step, random_rows, short_run
 from tiny import keep_last_weights
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
 from sparse_tl.backend import add_lora, boot, processes, read_parameters, shard_model, whole
-from sparse_tl.data import ShuffledStream, TokenBatch
+from sparse_tl.data import ShuffledStream
 from sparse_tl.gates import Heads, SparseTransformer, gated
 from sparse_tl.training import LossConstraint, evaluate_held_out
 from sparse_tl.training.post_train import SparsityObjective
@@ -33,11 +33,6 @@ pytestmark = pytest.mark.long
 def _model(name: str = "gpt2") -> TransformerBridge:
     fewer: dict[str, Any] = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
     return boot(plain_transformer(name, **fewer))
-
-
-def _rows(n: int = 32, seed: int = 0) -> TokenBatch:
-    generator = torch.Generator().manual_seed(seed)
-    return TokenBatch.next_token(torch.randint(VOCABULARY, (n, 8), generator=generator))
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -51,7 +46,7 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     sparse = SparseTransformer(wrapped, initial_threshold=0.1, mlps=True)
     constraint = LossConstraint(torch.tensor([0.05], dtype=torch.float64))
     objective = SparsityObjective(sparse, sparse.dense_copy(), constraint, head_cost=2.0)
-    rows = _rows(17)
+    rows = random_rows(17)
     for row in range(17):
         rows.loss_mask[row, 1 : 1 + row % 6] = False
     stream = ShuffledStream(rows, 17, accumulate=accumulate)
@@ -102,10 +97,11 @@ def _run(
     if shard:
         shard_model(model, precision=precision)
     sparse = SparseTransformer(model, initial_bias=2.0)
-    defaults = {"target_loss": "+0.5", "learning_rate": 1e-3, "validation": _rows(17, seed=1)}
-    stream = stream or ShuffledStream(_rows(), 16)
+    defaults: dict[str, Any] = {"target_loss": "+0.5", "learning_rate": 1e-3, "steps": 4}
+    defaults["validation"] = random_rows(17, seed=1)
+    stream = stream or ShuffledStream(random_rows(), 16)
     settings = {**defaults, **settings, "stream": stream, "precision": precision}
-    outcome = short_run(sparse, _rows, **settings)
+    outcome = short_run(sparse, random_rows, **settings)
     if folder is not None:
         sparse.save_pretrained(folder)
     return outcome.history.drop(columns="seconds"), _whole(read_parameters(sparse))
@@ -156,7 +152,7 @@ def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) ->
     assert_same(*whole)
 
     def stopped(rank: int) -> Any:
-        stream = CallingAt(ShuffledStream(_rows(), 16), 3, stop)
+        stream = CallingAt(ShuffledStream(random_rows(), 16), 2, stop)
         return _run(rank, stream=stream, checkpoint=checkpoint)
 
     assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
@@ -168,14 +164,14 @@ def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) ->
     for one, other in zip(on_ranks(2, job), whole, strict=True):
         assert_same(one, other)
     history, _ = _run(shard=False, checkpoint=alone)
-    assert history["step"].tolist() == list(range(7))
+    assert history["step"].tolist() == list(range(5))
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_in_parts_is_one_of_whole_models(runs: Runs, lora: bool) -> None:
     one, two = (f"{name} lora" if lora else name for name in ("sharded", "whole"))
     _close(runs.found[one][0], runs.found[two][0])
-    tokens = _rows(4, seed=2).tokens
+    tokens = random_rows(4, seed=2).tokens
     saved, other = (SparseTransformer.from_pretrained(runs.saved / name) for name in (one, two))
     torch.testing.assert_close(saved(tokens), other(tokens), rtol=1e-3, atol=1e-4)
     plain = AutoModelForCausalLM.from_pretrained(runs.saved / one).eval()
@@ -192,7 +188,7 @@ def test_bf16_is_what_is_gathered(runs: Runs) -> None:
         model.blocks[0].attn.q.register_forward_hook(
             lambda module, *_: seen.update(p.dtype for p in module.parameters())
         )
-        logits = model(_rows(4).tokens)
+        logits = model(random_rows(4).tokens)
         logits.square().mean().backward()
         kept = {t.dtype for p in model.parameters() for t in (p, p.grad) if t is not None}
         return seen, kept, logits.dtype
@@ -216,7 +212,7 @@ def test_held_out_rows_of_a_sharded_model() -> None:
     def job(rank: int = 0) -> Any:
         model = _model("llama")
         sparse = SparseTransformer(shard_model(model) if processes().num_processes > 1 else model)
-        return [evaluate_held_out(sparse, _rows(n), batch_size=4) for n in (4, 9)]
+        return [evaluate_held_out(sparse, random_rows(n), batch_size=4) for n in (4, 9)]
 
     for found in on_ranks(2, job):
         for one, other in zip(found, job(), strict=True):

@@ -176,13 +176,12 @@ def _same(one: Found, other: Found) -> None:
 
 
 @pytest.mark.long
-def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
-    first, second = on_ranks(2, partial(_run, build_echo, echo_rows, steps=60, target_loss="+0.1"))
+def test_a_run_on_two_ranks_measures_what_one_process_does(
+    build_echo: Build, echo_rows: Rows, whole: list[Found]
+) -> None:
+    first, second = whole
     _same(first, second)
-    history, weights, found = first
-    measured = history.dropna(subset=["validation_loss"])
-    met = measured[measured["validation_violation"] <= 0].iloc[1:]
-    assert len(met) and found.active_attention_edges < 0.5 * found.possible_attention_edges
+    _, weights, found = first
     sparse = SparseTransformer(build_echo(), initial_bias=2.0)
     sparse.load_state_dict(weights)
     alone = evaluate_held_out(sparse, echo_rows(seed=1))
@@ -252,7 +251,7 @@ def test_ranks_that_differ_are_refused(build_echo: Build, echo_rows: Rows, what:
 
 
 def test_a_batch_smaller_than_the_ranks(build_echo: Build, echo_rows: Rows) -> None:
-    stream = ShuffledStream(echo_rows(), 2)
-    for error in on_ranks(3, partial(_run, build_echo, echo_rows, stream=stream)):
+    stream = ShuffledStream(echo_rows(), 1)
+    for error in on_ranks(2, partial(_run, build_echo, echo_rows, stream=stream)):
         assert isinstance(error, ValueError)
-        assert "at least 3 rows with a label in every batch, one for each rank; got 2" in str(error)
+        assert "at least 2 rows with a label in every batch, one for each rank; got 1" in str(error)

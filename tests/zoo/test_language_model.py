@@ -24,7 +24,7 @@ from sparse_tl.zoo import language, shipping
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_bridge_equals_transformers(smollm2: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32, attn_implementation="eager"

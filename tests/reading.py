@@ -9,11 +9,11 @@ from sparse_tl.data import PromptPairs
 
 
 class Reader:
-    """A model as far as tasks ask for one: a tokenizer, and no BOS token before its prompts."""
+    """A model as far as tasks ask for one: a tokenizer, and whether prompts begin with BOS."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, bos: bool = False) -> None:
         self.tokenizer = tokenizer
-        self.cfg = SimpleNamespace(default_prepend_bos=False)
+        self.cfg = SimpleNamespace(default_prepend_bos=bos)
 
     def to_tokens(self, text: str) -> Any:
         raise NotImplementedError

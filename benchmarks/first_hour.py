@@ -1,6 +1,6 @@
 """The first hour of a new user: the README's commands, an own question, the pages and a notebook.
 
-    python tests/first_hour.py --out runs/first-hour [--seconds 20] [--only lab]
+    python benchmarks/first_hour.py --out runs/first-hour [--seconds 20] [--only lab]
 
 No test: it takes minutes, needs SmolLM2 (`sparse-tl get smollm2`), Chromium and JupyterLab, and
 leaves screenshots to look at: of every page at two widths, light and dark. It fails where a command
@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE / "explorer"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "explorer")]
 
 from conftest import find_chromium
 from lab import command, open_notebook, running_lab, wait_for_kernel
@@ -82,7 +82,7 @@ def shell(out: Path, seconds: int) -> list[Path]:
     sparse_tl = partial(run, out, "-m", "sparse_tl")
     sparse_tl("doctor")
     sparse_tl("get", "smollm2")
-    block = re.findall(r"```python\n(.*?)```", (HERE.parent / "README.md").read_text(), re.DOTALL)
+    block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     run(out, "-c", block[0])
     write_pairs(out / "pairs.csv")
     model, quick = ("--model", "smollm2"), ("--seconds", str(seconds), "--quiet")
@@ -180,7 +180,7 @@ def main() -> None:
     asked = parser.parse_args()
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    os.environ["PYTHONPATH"] = str(HERE.parent)
+    os.environ["PYTHONPATH"] = str(ROOT)
     with sync_playwright() as playwright, timed(f"all; look at the pictures in {out}"):
         switches = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=find_chromium(), args=switches)
