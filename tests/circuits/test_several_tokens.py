@@ -295,6 +295,7 @@ def test_heads_attention_and_neurons(build_tiny: Build) -> None:
 # ---- exact patching, evaluation, search ----------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("metric", METRICS)
 def test_circuits_and_patches_are_those_of_the_oracle(build_tiny: Build, metric: Metric) -> None:
     model, pairs = build_tiny(dtype="float64"), _pairs()

@@ -222,6 +222,7 @@ def test_effects_are_left_out_where_too_many_edges_are_open(model):
     assert graph.effect is None and graph.gates.sum() == 1056
 
 
+@pytest.mark.long
 def test_of_too_many_open_edges_the_strongest_have_exact_effects(model):
     """As many as there is time for: one batch."""
     prompt, columns = "36+28=?????", {"positions": [9, 10]}

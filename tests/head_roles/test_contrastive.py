@@ -42,6 +42,7 @@ def _fit(model: Model, retain: int, forget: int, **settings: Any) -> Contrastive
     )
 
 
+@pytest.mark.long
 def test_the_retained_task_stays_likely_and_swapping_reverses_it(two_tasks: Model) -> None:
     for retain, forget in ((LOW, HIGH), (HIGH, LOW)):
         found = _fit(two_tasks, retain, forget)

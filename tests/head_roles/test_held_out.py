@@ -46,6 +46,7 @@ def one_stuck(
     return both, replace(both, **alone)
 
 
+@pytest.mark.long
 def test_a_seed_that_never_fits_is_in_no_class(one_stuck: tuple[HeadRoles, HeadRoles]) -> None:
     both, alone = one_stuck
     assert both.fitted.tolist() == [True, False]
@@ -63,6 +64,7 @@ def test_a_seed_that_never_fits_is_in_no_class(one_stuck: tuple[HeadRoles, HeadR
     assert "left out of all classes" in both._repr_html_()
 
 
+@pytest.mark.long
 def test_ablation_leaves_a_stuck_seed_out(
     one_stuck: tuple[HeadRoles, HeadRoles],
     build_echo: Callable[[], Model],
@@ -113,6 +115,7 @@ def _next_in_line() -> TargetDataset:
     return TargetDataset(TokenBatch(tokens, tokens + 1, mask))
 
 
+@pytest.mark.long
 def test_removal_tells_an_essential_head_that_its_gate_does_not(
     essential: HeadRoles, build_looking_up: Callable[..., Model]
 ) -> None:

@@ -52,6 +52,16 @@ class TestFigure:
         assert dash.x == pytest.approx((20, 100))
         assert dash.y == (0.9, 0.9)
 
+    def test_legends_are_in_the_first_panel_of_each_pair_if_they_hide_no_curve(self) -> None:
+        two = {"IOI": [DENSE, SPARSE], "Docstring": [LARGE, SPARSE_LARGE]}
+        figure = effect_figure(two, parts="heads").plotly
+        legends = [figure.layout.legend, figure.layout.legend2]
+        assert [(legend.xanchor, legend.yanchor) for legend in legends] == [("right", "bottom")] * 2
+        assert figure.layout.legend2.font.size == figure.layout.template.layout.legend.font.size
+        late = curve("GPT-2", {0: 0.0, 143: 0.0, 144: 1.0})
+        hidden = effect_figure({"IOI": [late, SPARSE]}, parts="heads").plotly
+        assert hidden.layout.legend.y < 0  # below
+
     def test_multipliers_stand_above_their_lines(self) -> None:
         for parts in ("heads", "circuit_edges"):
             figure = effect_figure(FOUR, parts=parts).plotly
