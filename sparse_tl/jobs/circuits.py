@@ -268,11 +268,10 @@ def report(
             if len(curves) > 1:
                 name, ratios = f"multiplier_{parts}", seed_multipliers(*curves, level=LEVEL)
                 for numbers, ratio in zip(by_seed.values(), ratios, strict=True):
-                    numbers[name] = _number(ratio)
+                    numbers[name] = None if math.isnan(ratio) else ratio
                 found = ratios.dropna()
-                metrics[task][name] = _number(found.median())
                 ends = [found.min(), found.max()] if len(found) else None
-                metrics[task][f"{name}_range"] = ends
+                metrics[task] |= {name: found.median() if ends else None, f"{name}_range": ends}
         metrics[task]["seeds"] = by_seed
     figures = {f"{p}_kept": effect_figure(panels[p], parts=p, level=LEVEL) for p in PARTS}
     save_figures(figures, folder)
@@ -280,11 +279,6 @@ def report(
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table, pages=pages)
-
-
-def _number(value: float) -> float | None:
-    """A number for JSON; None where it is missing."""
-    return None if math.isnan(value) else float(value)
 
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:

@@ -155,11 +155,16 @@ def component_diagram(
     }
     framed = marked_heads(_heads_of(next(iter(panels.values()))), marked or {})
     nodes, panel_data = _nodes_and_links(graphs)
-    if isinstance(roles, HeadBehaviour):
-        view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
+    if isinstance(roles, HeadBehaviour):  # "a5.h1 ind+"
+        short, heads = roles.labels, {name: name.split("@")[0] for name, *_ in nodes}
+        labels = {name: f"{head} {short[head]}" for name, head in heads.items() if head in short}
+        view = replace(view, labels=labels | dict(view.labels))
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
         panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
-        panel["roles"] = _roles(circuit, _by_panel(roles, panels).get(name))
+        given = _by_panel(roles, panels).get(name)
+        if given is not None and given.grid != _heads_of(circuit):
+            raise ValueError(f"roles are not of {_heads_of(circuit)!r}; got {given.grid!r}")
+        panel["roles"] = {} if given is None else given.main
         panel["remark"] = (remarks or {}).get(name)
     data = {
         "nodes": nodes,
@@ -252,22 +257,6 @@ def _by_panel(given: Mapping[str, Any] | Any, panels: Iterable[str]) -> Mapping[
     if given is None or isinstance(given, Mapping):
         return given or {}
     return dict.fromkeys(panels, given)
-
-
-def _roles(circuit: Circuit, roles: Roles | None) -> dict[str, str]:
-    """The role of each head of a panel that has one."""
-    if roles is None:
-        return {}
-    if roles.grid != _heads_of(circuit):
-        raise ValueError(f"roles are not of {_heads_of(circuit)!r}; got {roles.grid!r}")
-    return roles.main
-
-
-def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
-    """The texts of heads that have a kind, such as "a5.h1 ind+", by the name of their node."""
-    heads = [(name, name.split("@")[0]) for name, *_ in nodes]
-    labels = behaviour.labels
-    return {name: f"{head} {labels[head]}" for name, head in heads if head in labels}
 
 
 # ---- what the reader chooses -------------------------------------------------------------------
