@@ -27,9 +27,9 @@ weights alone, or logits over the vocabulary.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -123,11 +123,10 @@ class HeadBehaviour(Result):
 
         A head may be of several kinds, or of none.
         """
-        by_kind = {}
-        for name, score in self._multiples.items():
-            heads = map(tuple, (score >= 1).nonzero().tolist())
-            by_kind[name] = sorted(heads, key=lambda head: -score[head].item())
-        return by_kind
+        return {
+            str(kind): score[score >= 1].sort_values(ascending=False, kind="stable").index.tolist()
+            for kind, score in self._multiples.items()
+        }
 
     @property
     def main(self) -> dict[str, str]:
@@ -138,11 +137,9 @@ class HeadBehaviour(Result):
         """
         main = dict[str, str]()
         for group in (_ON_TASK, _BY_ATTENTION, ("copying", "negative copying")):
-            scores = {name: score for name, score in self._multiples.items() if name in group}
-            if scores:
-                best = torch.stack([*scores.values()]).max(dim=0)
-                for layer, head in (best.values >= 1).nonzero().tolist():
-                    main.setdefault(f"a{layer}.h{head}", list(scores)[best.indices[layer, head]])
+            scores: Any = self._multiples.filter(group)
+            for (layer, head), kind in scores[(scores >= 1).any(axis=1)].idxmax(axis=1).items():
+                main.setdefault(f"a{layer}.h{head}", kind)
         return main
 
     @property
@@ -161,10 +158,15 @@ class HeadBehaviour(Result):
         return {node: label for node, label in labels.items() if label}
 
     @property
-    def _multiples(self) -> dict[str, PerHead]:
-        """Scores as multiples of thresholds: at least 1 for heads of a kind."""
-        kinds = {name: kind for name, kind in KINDS.items() if kind.by in self.scores}
-        return {name: self.scores[kind.by] / kind.least for name, kind in kinds.items()}
+    def _multiples(self) -> pd.DataFrame:
+        """Scores as multiples of thresholds, by head and kind: at least 1 for heads of a kind."""
+        scores = {
+            name: (self.scores[kind.by] / kind.least).flatten()
+            for name, kind in KINDS.items()
+            if kind.by in self.scores
+        }
+        heads = pd.MultiIndex.from_tuples(map(tuple, self.grid.places.tolist()))
+        return pd.DataFrame(scores, index=heads)
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per head: its main kind, if any, and its scores."""
@@ -175,13 +177,11 @@ class HeadBehaviour(Result):
 
     def _summary(self) -> pd.DataFrame:
         """The five heads with the highest scores for every behaviour."""
-        return pd.DataFrame(
-            {
-                name: [f"a{layer}.h{head} {self[name][layer, head]:.2f}" for layer, head in best]
-                for name in self.scores
-                for best in [self.top(name, 5)]
-            }
-        )
+        best = {
+            name: [f"a{layer}.h{head} {scores[layer, head]:.2f}" for layer, head in self.top(name)]
+            for name, scores in self.scores.items()
+        }
+        return pd.DataFrame(best)
 
     def __repr__(self) -> str:
         grid = self.grid
@@ -242,14 +242,13 @@ def head_behaviour(
     drawn = [rng.sample(vocabulary, length) for _ in range(n)]
     tokens = torch.tensor([[*start, *row, *row] for row in drawn])
     check_tokens(adapter, tokens)
-    batches = tokens.split(batch_size)
-    note = ""
+    batches, of_pairs, note = tokens.split(batch_size), list[PromptPairs](), ""
     if pairs is not None:
         pairs = pairs.of_one_token("heads move one token: leave out the pairs")
-    if pairs is not None and not _answer_positions(pairs)[0].any():
-        pairs, note = None, "no movers, since no clean prompt contains its answer"
-    n_of_pairs = 0 if pairs is None else -(-len(pairs) // batch_size)
-    with tracked("scoring heads", len(batches) + n_of_pairs, progress) as step:
+        of_pairs = batches_of(adapter, pairs, batch_size)
+        if not _answer_positions(pairs)[0].any():
+            of_pairs, note = [], "no movers, since no clean prompt contains its answer"
+    with tracked("scoring heads", len(batches) + len(of_pairs), progress) as step:
         by_batch = list[dict[str, Tensor]]()
         for batch in batches:
             by_batch.append(_on_random_tokens(adapter, batch.to(adapter.device), length))
@@ -257,8 +256,8 @@ def head_behaviour(
         scores = {
             name: torch.cat([batch[name] for batch in by_batch]).mean(dim=0) for name in by_batch[0]
         }
-        if pairs is not None:
-            scores |= _task_behaviour(adapter, pairs, batch_size, step)
+        if of_pairs:
+            scores |= _task_behaviour(adapter, of_pairs, step)
     return HeadBehaviour(scores, prompt_start, note)
 
 
@@ -293,10 +292,9 @@ def _on_random_tokens(
 
 
 def _task_behaviour(
-    adapter: Adapter, pairs: PromptPairs, batch_size: int, step: Callable[[], None]
+    adapter: Adapter, batches: Sequence[PromptPairs], step: Callable[[], None]
 ) -> dict[str, PerHead]:
     """The scores of each behaviour on prompt pairs, on the CPU; `step` is called per batch."""
-    batches = batches_of(adapter, pairs, batch_size)
     moved, difference = map(
         torch.cat, zip(*(_moved(adapter, batch) for batch in batches), strict=True)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,10 +41,9 @@ def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
     title = f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums, loss in nats"
     show(title, outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
-    found = jobs.Comparison(outcome.metrics["circuits"])
-    _show_circuits(replace(found, no_circuits=outcome.metrics["no_circuits"]))
-    seconds = f"{outcome.metrics['seconds']:.0f} seconds"
-    console.print(f"{seconds}; see {out / 'addition.html'}", markup=False)
+    metrics = outcome.metrics
+    _show_circuits(jobs.Comparison(metrics["circuits"], no_circuits=metrics["no_circuits"]))
+    console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}", markup=False)
 
 
 def _show_circuits(found: Any) -> None:

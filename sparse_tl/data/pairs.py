@@ -248,17 +248,11 @@ class PromptPairs(Rows):
     def spans_of(self, positions: Positions) -> Spans:
         """The spans that an analysis's ``positions=`` asks for."""
         if positions == "tokens":
-            ends, n_more = self.positions, self.tokens.shape[2] - 1
-            end = int(ends[0])
-            if bool((ends != end).any()):
-                raise ValueError(
-                    f'expected prompts of one length for positions="tokens"; got lengths from '
-                    f"{int(ends.min()) + 1} to {int(ends.max()) + 1} tokens. Select those of one "
-                    'length, or name spans: pairs.with_spans(...) and positions="spans"'
-                )
-            last = end + n_more
-            columns = torch.arange(self.clean.shape[1] + n_more, device=ends.device).clamp(max=last)
-            return Spans(columns.repeat(len(self), 1), tuple(map(str, range(last + 1))))
+            n_more = self.tokens.shape[2] - 1
+            last = self.of_one_length().clean.shape[1] - 1 + n_more
+            columns = torch.arange(self.clean.shape[1] + n_more, device=self.clean.device)
+            at = columns.clamp(max=last).repeat(len(self), 1)
+            return Spans(at, tuple(map(str, range(last + 1))))
         if self.spans is None:
             raise ValueError(
                 'expected pairs with spans for positions="spans"; name them by '

@@ -90,26 +90,18 @@ def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     leaves BOS to the tokenizer. Raises a ValueError if it lacks the requested BOS token.
     """
     check_tokenizer(tokenizer)
-    start, bos = _added_start(tokenizer), tokenizer.bos_token_id
+    start, bos = tuple[int, ...](), tokenizer.bos_token_id
+    if tokenizer("")["input_ids"]:  # it adds tokens to a text: before it, or after it
+        full = tuple(tokenizer("a")["input_ids"])
+        alone = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
+        ends = range(len(full) - len(alone) + 1)
+        start = full[: next(at for at in ends if full[at : at + len(alone)] == alone)]
     if prepend_bos and bos is None:
         raise _no_bos()
     has_bos = bos is not None and start[:1] == (bos,)
     if prepend_bos is None or prepend_bos == has_bos:
         return start
     return (bos, *start) if prepend_bos else start[1:]
-
-
-def _added_start(tokenizer: Any, text: str = "a") -> Tokens:
-    """The tokens that a tokenizer adds before a text, without those that it adds after the text.
-
-    An empty text does not tell the two apart.
-    """
-    if not tokenizer("")["input_ids"]:
-        return ()
-    full = tuple(tokenizer(text)["input_ids"])
-    alone = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    starts = range(len(full) - len(alone) + 1)
-    return full[: next(at for at in starts if full[at : at + len(alone)] == alone)]
 
 
 def _no_bos() -> ValueError:
@@ -290,9 +282,6 @@ _MOST = 8
 
 def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     """The text of a token after others; it may complete a character that they begin."""
-    text = tokenizer.decode([token])
-    if _INCOMPLETE not in text:
-        return text
     return decode_tokens(tokenizer, [*before[1 - _MOST :], token])[-1]
 
 

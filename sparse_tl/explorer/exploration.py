@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sparse_tl.backend import HookedModel, adapt, check_gates, check_head, heads_of
 from sparse_tl.circuits.prompt.attention import (
-    MAX_EFFECTS,
     AttentionEdge,
     Head,
     LeaveOneOut,
@@ -29,7 +28,6 @@ from sparse_tl.circuits.prompt.attention import (
     predicted_column,
     predicted_columns,
     run_prompt,
-    some_unknown,
     with_effects,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, output_text, prompt_tokens
@@ -224,16 +222,6 @@ class AblatedModel:
             self.one_out = LeaveOneOut(self.model, run.pairs, self._quantity.metric)
         self.removed_heads, self.removed_edges = heads, edges
         self.removed, self.now = removed, run
-
-    @property
-    def has_few_edges(self) -> bool:
-        """Whether the exact effects of all edges are computed unasked."""
-        return int(self.now.graph.gates.sum()) <= MAX_EFFECTS
-
-    @property
-    def lacks_effects(self) -> bool:
-        """Whether exact effects of the graph's edges are left to compute."""
-        return some_unknown(self.now.graph)
 
     def compute_edge_effects(self, seconds: float | None = None) -> None:
         """Compute exact effects of the graph's edges: all, or as many as there is time for."""

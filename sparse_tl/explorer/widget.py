@@ -33,8 +33,10 @@ from sparse_tl.arguments import NotNegative, checked
 from sparse_tl.backend import HookedModel
 from sparse_tl.circuits.prompt.attention import (
     EFFECT_SECONDS,
+    MAX_EFFECTS,
     AttentionEdge,
     EdgeWeight,
+    some_unknown,
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
@@ -69,19 +71,13 @@ class CircuitExplorer(anywidget.AnyWidget):
     `explore` is an alias. Every click has a method: `toggle_head`, `toggle_attention_edges`,
     `restore`, `show_prompt`, `select`. `exploration` is the `Exploration` with the data.
 
+    Other arguments are those of `circuit_diagram`; answers stay the same, whatever is removed.
+
     Args:
-        models: a dense or sparse model, or several by panel title, from top to bottom.
-        prompt: text or tokens.
-        position: predicted column shown first, as in `trace_attention`; by default the last one.
         positions: all columns to choose from; by default `position`, and every mask token or,
             without any, the token after the prompt.
-        labels: text of each column, if not the tokenizer's.
-        weight: what lines show, as in `circuit_diagram`; by default, attention or, in models of
-            more than 12 layers, what edges carry. With more than 500 open edges, exact effects are
-            computed for 3 seconds per model, strongest first; others are estimates.
-        metric: metric whose change is the effect of a part, as in `circuit_diagram`.
-        answer: token to measure, which stays the same whatever is removed.
-        wrong: token to compare it with, likewise.
+        weight: what lines show; by default, attention or, in models of more than 12 layers, what
+            edges carry.
         threshold: smallest weight to draw, in 0..1.
         theme: ``"auto"`` (the notebook's), ``"light"`` or ``"dark"``.
         **style: arguments of `plots.attention_diagram`: transition, title.
@@ -459,9 +455,9 @@ class ExactEffects:
     @property
     def _diagram_left(self) -> int | None:
         """A panel whose edges in the diagram are left to compute: few, or shown."""
-        for panel, model in enumerate(self._models):
+        for panel, graph in enumerate(model.now.graph for model in self._models):
             is_shown = self.weight == "effect" and self._seconds_left[panel] > 0
-            if model.lacks_effects and (model.has_few_edges or is_shown):
+            if some_unknown(graph) and (is_shown or int(graph.gates.sum()) <= MAX_EFFECTS):
                 return panel
         return None
 

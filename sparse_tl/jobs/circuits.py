@@ -70,7 +70,6 @@ LEVEL = 0.9
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 ENDS = ("_low", "_high")
 """Suffixes of the keys of a size's 95 % interval over pairs; absent for medians over seeds."""
-_LABELS = ["task", "seed", "side", "parts"]
 FOUND, DRAWN, SHOWN = "found_circuit", "drawn_circuit", "shown_circuit"
 """The circuit found; what the page draws of it; what the edges shown first, and all, explain."""
 BEHAVIOUR = "head_behaviour"
@@ -248,14 +247,14 @@ def report(
     `tasks` are panel titles by task name, and `names` those of the models by side.
     """
     metrics: dict[str, Any] = {}
-    tables, pages = list[pd.DataFrame](), list[Path]()
+    tables, pages = dict[tuple[str, int, str, Parts], pd.DataFrame](), list[Path]()
     panels: dict[Parts, dict[str, list[SeedCurves]]] = {parts: {} for parts in PARTS}
     for task, title in tasks.items():
         by_seed: dict[str, Any] = {str(seed): {} for seed in seeds}
         for seed, numbers in zip(seeds, by_seed.values(), strict=True):
             for side in names:
                 numbers[side], sizes = _numbers(folder / measured_folder(task, seed, side))
-                tables.append(sizes.assign(task=task, seed=seed, side=side))
+                tables |= {(task, seed, side, parts): sizes[parts] for parts in PARTS}
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
             pages.append(_draw_circuits(folder / task / f"seed-{seed}", shown, numbers, names))
         metrics[task] = {
@@ -269,44 +268,43 @@ def report(
             if len(curves) > 1:
                 name, ratios = f"multiplier_{parts}", seed_multipliers(*curves, level=LEVEL)
                 for numbers, ratio in zip(by_seed.values(), ratios, strict=True):
-                    numbers[name] = _number(ratio)
+                    numbers[name] = None if math.isnan(ratio) else ratio
                 found = ratios.dropna()
-                metrics[task][name] = _number(found.median())
                 ends = [found.min(), found.max()] if len(found) else None
-                metrics[task][f"{name}_range"] = ends
+                metrics[task] |= {name: found.median() if ends else None, f"{name}_range": ends}
         metrics[task]["seeds"] = by_seed
     figures = {f"{p}_kept": effect_figure(panels[p], parts=p, level=LEVEL) for p in PARTS}
     save_figures(figures, folder)
-    table = pd.concat(tables, ignore_index=True)
-    table = table[[*_LABELS, *table.columns.drop(_LABELS)]]
+    table = pd.concat(tables, names=["task", "seed", "side", "parts"]).droplevel(4).reset_index()
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table, pages=pages)
 
 
-def _number(value: float) -> float | None:
-    """A number for JSON; None where it is missing."""
-    return None if math.isnan(value) else float(value)
-
-
-def _numbers(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The measurements of one model and seed, and its curves as a table."""
+def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
+    """The measurements of one model and seed, and its curves as tables."""
     numbers: dict[str, Any] = read_json(folder / ACCURACY)
-    tables = []
+    tables = dict[Parts, pd.DataFrame]()
     for parts in PARTS:
         evaluation, key = Evaluation.load(folder / parts), f"{parts}_at_{LEVEL}"
         numbers[key] = evaluation.curve(parts).size_at(LEVEL)
         for end, size in zip(ENDS, evaluation.size_interval(LEVEL), strict=True):
             numbers[key + end] = size
-        tables.append(evaluation.to_pandas().assign(parts=parts))
+        tables[parts] = evaluation.to_pandas()
     found, explained = FoundCircuit.load(folder / FOUND), Evaluation.load(folder / SHOWN)
     effects = torch.stack([explained.effect, *explained.interval()], dim=1).tolist()
     for name, size, some in zip(("shown", "circuit"), explained.sizes, effects, strict=True):
         keys = (f"{name}_effect{end}" for end in ("", *ENDS))
         numbers |= {name: size, **dict(zip(keys, some, strict=True))}
     numbers["drawn"] = len(Circuit.load(folder / DRAWN))
-    numbers["heads"] = _kinds_of_heads(found.circuit, folder)
-    return numbers, pd.concat(tables)
+    numbers["heads"] = by_kind = dict[str, list[str]]()
+    if (folder / BEHAVIOUR).exists():  # the heads of some models cannot be scored
+        ends = ((edge.source, edge.destination.node) for edge in found.circuit.edges)
+        in_circuit = {str(node) for both in ends for node in both}
+        for head, kind in HeadBehaviour.load(folder / BEHAVIOUR).main.items():
+            if head in in_circuit:
+                by_kind.setdefault(kind, []).append(head)
+    return numbers, tables
 
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -318,18 +316,6 @@ def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in seeds[0]
         if not name.endswith(ENDS) and name != "heads"
     }
-
-
-def _kinds_of_heads(circuit: Circuit, folder: Path) -> dict[str, list[str]]:
-    """The heads of a circuit by their main kind; none if the model's heads could not be scored."""
-    by_kind = dict[str, list[str]]()
-    if (folder / BEHAVIOUR).exists():
-        ends = ((edge.source, edge.destination.node) for edge in circuit.edges)
-        in_circuit = {str(node) for both in ends for node in both}
-        for head, kind in HeadBehaviour.load(folder / BEHAVIOUR).main.items():
-            if head in in_circuit:
-                by_kind.setdefault(kind, []).append(head)
-    return by_kind
 
 
 def _draw_circuits(
@@ -379,10 +365,8 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
     recorded = job.settings(format=9, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)
-    if own is not None:
-        n_pairs = job.pairs or len(own.rows)
-    else:
-        n_pairs = job.pairs or (PAIRS if job.model is None else OWN_PAIRS)
+    n_default = PAIRS if job.model is None else OWN_PAIRS
+    n_pairs = job.pairs or (n_default if own is None else len(own.rows))
     declined: dict[str, list[str]] = {}
     seeds = tuple(dict.fromkeys(job.seeds))
     for seed in seeds:

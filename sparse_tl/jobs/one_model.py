@@ -28,15 +28,14 @@ def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBe
     Raises:
         ValueError: a setting is invalid, or as in `head_behaviour`.
     """
-    task, n = None if job.task is None else TASKS_BY_NAME[job.task], OWN_PAIRS
-    if job.pairs_file is not None:
-        task = own = OwnPairs.read(job.pairs_file)
-        n = len(own.rows)
+    own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
+    task = own or TASKS_BY_NAME.get(job.task or "")
+    n = job.pairs or (OWN_PAIRS if own is None else len(own.rows))
     folder = RunFolder(out, job.settings(), restart=how.restart)
 
     def measured() -> HeadBehaviour:
         model = load_named_model(job.model, load_dense_or_sparse, device=how.device)
-        pairs = None if task is None else task.pairs(model, job.pairs or n, seed=job.seed)
+        pairs = None if task is None else task.pairs(model, n, seed=job.seed)
         return behaviour(model, pairs, how.progress)
 
     with folder.stage("head behaviour"):

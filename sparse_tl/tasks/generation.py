@@ -67,8 +67,8 @@ class Continuations(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per prompt."""
-        columns = {"prompt": self.prompts, "continuation": self.texts}
-        return pd.DataFrame({**columns, "stops": self.stops.tolist()})
+        columns = {"prompt": self.prompts, "continuation": self.texts, "stops": self.stops}
+        return pd.DataFrame(columns)
 
 
 @checked

@@ -116,17 +116,13 @@ def task_report(
 ) -> TaskReport:
     """Measure how well a model does tasks, before searching it for their circuits.
 
-    `Skill` describes the measurements, and when a model does a task.
+    `Skill` describes the measurements, and when a model does a task. Other arguments are those of
+    `Task.pairs` and `measure_skill`.
 
     Args:
         model: dense or sparse model, with a tokenizer for all tasks but induction.
         tasks: tasks, or their names in `TASKS_BY_NAME`; all tasks if empty.
         n: number of prompts per task.
-        seed: random seed for the prompts.
-        prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
-        chat: whether each prompt begins the assistant's answer in a chat.
-        batch_size: prompts per forward pass.
-        progress: whether to show progress bars.
 
     Raises:
         ValueError: a task is unknown or given twice, or prompts cannot begin as requested.

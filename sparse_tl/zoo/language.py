@@ -286,15 +286,13 @@ def _of_file(name: str, file: Path, options: dict[str, Any]) -> Model:
             return load_model(folder, **options)
     if not is_whole(name, file):
         raise _wrong_file(name, file)
-    if processes().num_processes > 1:  # of which only the first would write
-        return load_model(file, **options)
-    try:
-        with atomic_folder(folder) as temporary:
-            save_model(load_model(file, device="cpu"), temporary)
-            write_json(temporary / _MADE, made)
-    except OSError:  # there is no space for it
-        return load_model(file, **options)
-    return load_model(folder, **options)
+    if processes().num_processes == 1:  # of several, only the first would write
+        with suppress(OSError):  # there is no space for it
+            with atomic_folder(folder) as temporary:
+                save_model(load_model(file, device="cpu"), temporary)
+                write_json(temporary / _MADE, made)
+            return load_model(folder, **options)
+    return load_model(file, **options)
 
 
 @checked
@@ -303,12 +301,9 @@ def load_language_models(
 ) -> tuple[Model, SparseTransformer]:
     """SmolLM2-135M-Instruct, and the sparse model made from it.
 
-    Both have the weights of `load_language_model`. The sparse model's gates and low-rank adapters
-    come with the package; the adapters are merged into a copy of these weights.
-
-    Args:
-        device: device of the models; a GPU by default if there is one.
-        prepend_bos: whether prompts start with the BOS token; see `load_model`.
+    Both have the weights of `load_language_model`, which has the same arguments. The sparse model's
+    gates and low-rank adapters come with the package; the adapters are merged into a copy of these
+    weights.
 
     Raises:
         ImportError: a package that is needed to read the file is missing or too old.

@@ -131,7 +131,7 @@ def test_no_ranking_sees_held_out_pairs(
     shrink = search._Judged.shrink
 
     def recorded(own: Any, *args: Any) -> Any:
-        rankings.append(own._ranking.scores)
+        rankings.append(own.scores)
         return shrink(own, *args)
 
     monkeypatch.setattr(search._Judged, "shrink", recorded)

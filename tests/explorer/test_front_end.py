@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparse_tl.explorer import CircuitExplorer, exploration, explore
+from sparse_tl.explorer import CircuitExplorer, explore, widget
 from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
@@ -182,7 +182,7 @@ def test_effects_are_asked_for_until_all_are_known(stopped, tmp_path, explorer):
 
 
 def test_lines_of_effects_are_offered_and_asked_for(stopped, tmp_path, models, monkeypatch):
-    monkeypatch.setattr(exploration, "MAX_EFFECTS", 10)
+    monkeypatch.setattr(widget, "MAX_EFFECTS", 10)
     explorer = explore(models, PROMPT, positions=[9])
     show(stopped, tmp_path, explorer)
     answer(stopped)

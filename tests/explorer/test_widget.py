@@ -13,7 +13,6 @@ import torch
 from sparse_tl import ablate_attention_edges, trace_attention
 from sparse_tl.explorer import (
     CircuitExplorer,
-    exploration as exploration_module,
     explore,
     figures,
     widget,
@@ -164,7 +163,7 @@ def test_another_metric_is_chosen(explorer, models):
 
 def test_the_strongest_lines_get_their_exact_effects_while_they_are_shown(models, monkeypatch):
     """Where more edges are open than are removed unasked, before the figure is shown."""
-    monkeypatch.setattr(exploration_module, "MAX_EFFECTS", 10)
+    monkeypatch.setattr(widget, "MAX_EFFECTS", 10)
     explorer = explore(models, PROMPT, positions=[10])
     exploration = explorer.exploration
     explorer.compute_effects()

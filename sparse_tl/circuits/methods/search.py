@@ -139,16 +139,6 @@ class CircuitSizes(Result):
         median = sizes.quantile(0.5, interpolation="midpoint").item() if len(sizes) else math.inf
         return median if math.isfinite(median) else None
 
-    @property
-    def not_reached(self) -> int:
-        """Number of pairs that do not reach the level with any measured circuit."""
-        return int(self.sizes.isinf().sum())
-
-    @property
-    def no_effect(self) -> int:
-        """Number of pairs without an effect to explain: clean and patched metric are equal."""
-        return int(self.sizes.isnan().sum())
-
     def to_pandas(self) -> pd.DataFrame:
         """One row per pair: its index, its size, and the outcome."""
         table = pd.DataFrame({"size": self.sizes, "outcome": "reached"}).rename_axis("pair")
@@ -160,8 +150,8 @@ class CircuitSizes(Result):
         median = "none" if self.median is None else f"{self.median:,.1f}"
         return (
             f"CircuitSizes({len(self.sizes)} pairs, {self.level} of the effect of each: median "
-            f"{median} of {self.total:,} circuit edges; {self.not_reached} not reached, "
-            f"{self.no_effect} without an effect)"
+            f"{median} of {self.total:,} circuit edges; {int(self.sizes.isinf().sum())} not "
+            f"reached, {int(self.sizes.isnan().sum())} without an effect)"
         )
 
 
@@ -217,21 +207,20 @@ def find_circuit(
     runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
     assert others is not None
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    rankings, scores = _rankings(model, pairs, metric, parts, options)
-    took = {method: ranking.seconds for method, ranking in rankings.items()}
-    run, started = partial(evaluated, others, metric), time.monotonic()
-    judged = {name: _Judged(run, at, patch, some) for name, some in rankings.items()}
+    judge = partial(_Judged, partial(evaluated, others, metric), at, patch)
+    judged, scores = _rankings(model, pairs, metric, parts, options, judge)
+    started = time.monotonic()
     for one in judged.values():
         one.shrink(began + limit / 2, progress)
     each = (time.monotonic() - started) / sum(len(one.circuits) for one in judged.values())
     of_search = each * len(pairs) / len(held_out)
     end = began + limit - each - of_search  # the circuit that is returned is run on both halves
     if parts == "circuit_edges":
-        started, judge = time.monotonic(), partial(_Judged, run, at, patch)
-        searched, strength = SearchedPairs(runs, metric), rankings["eap-ig"].scores
-        most, step = len(judged["eap-ig"].best), STEP * of_search
-        if selected := _selected(searched, strength, judge, most, at, end, step, progress):
-            judged["selection"], took["selection"] = selected, time.monotonic() - started
+        started, searched = time.monotonic(), SearchedPairs(runs, metric)
+        last = end - STEP * of_search
+        if selected := _selected(searched, judged["eap-ig"], judge, last, end, progress):
+            judged["selection"] = selected
+            selected.seconds = time.monotonic() - started
     for one in sorted(judged.values(), key=lambda one: len(one.best)):
         one.refine(end, min(len(other.best) for other in judged.values()))
     method = min(judged, key=lambda name: len(judged[name].best))
@@ -243,18 +232,9 @@ def find_circuit(
         searched=evaluated(runs, metric, [circuit]),
         held_out=evaluated(others, metric, [circuit]),
         evaluations={name: one.evaluation for name, one in judged.items()},
-        seconds=took,
+        seconds={name: one.seconds for name, one in judged.items()},
         scores=scores,
     )
-
-
-@dataclass(frozen=True)
-class _Ranking:
-    """A method's scores, the sizes to cut them at, and the seconds that the scores took."""
-
-    scores: Scores
-    sizes: tuple[int, ...]
-    seconds: float
 
 
 def _rankings(
@@ -263,18 +243,19 @@ def _rankings(
     metric: Metric,
     parts: Literal["circuit_edges", "heads"],
     options: dict[str, Any],
-) -> tuple[dict[str, _Ranking], Scores]:
-    """The rankings, and scores with signs.
+    judge: Callable[..., _Judged],
+) -> tuple[dict[str, _Judged], Scores]:
+    """The rankings by method, and scores with signs.
 
-    Circuit edges are ranked by the mean over pairs of the absolute score: an edge that helps in
-    some pairs and hurts in others averages out on these pairs, but not on others.
+    The mean score of an edge that helps in some pairs and hurts in others averages out on these
+    pairs, but not on others. So edges are ranked by absolute scores.
     """
     began = time.monotonic()
     if parts == "circuit_edges":
         scores = attribute_circuit_edges(model, pairs, metric, by_pair=True, **options)
         strength = replace(scores, values=scores.values.abs().mean(dim=0))
         sizes = log_sizes(max(1, int(strength.values.count_nonzero())), per_doubling=1)
-        ranking = _Ranking(strength, sizes, time.monotonic() - began)
+        ranking = judge(strength, sizes, time.monotonic() - began)
         return {"eap-ig": ranking}, replace(scores, values=scores.mean())
     scores = attribute_heads(model, pairs, metric, **options)
     sizes = log_sizes(scores.grid.n_parts, all_up_to=32)
@@ -283,16 +264,17 @@ def _rankings(
     effects = patch_exactly(model, pairs, metric, grid.names(grid.places), **options)
     exact = replace(Scores.of(grid, effects, "exact"), prompt_start=pairs.start)
     rankings = {
-        "eap-ig": _Ranking(scores, sizes, middle - began),
-        "exact": _Ranking(exact, sizes, time.monotonic() - middle),
+        "eap-ig": judge(scores, sizes, middle - began),
+        "exact": judge(exact, sizes, time.monotonic() - middle),
     }
     return rankings, exact
 
 
 class _Judged:
-    """Circuits that were run on held-out pairs, by size; of a ranking, if they are its best parts.
+    """Circuits that were run on held-out pairs, by size; of a ranking, if it has scores.
 
-    Circuits have no parts without effect. `cuts` are the sizes at which the ranking was cut.
+    A ranking is first cut at `sizes`, and `cuts` are those at which it was. Circuits have no parts
+    without effect. `seconds` are those that the scores, or the selection, took.
     """
 
     def __init__(
@@ -300,9 +282,12 @@ class _Judged:
         run: Callable[[list[Circuit]], Evaluation],
         at: float,
         patch: Patch,
-        ranking: _Ranking | None = None,
+        scores: Scores | None = None,
+        sizes: Sequence[int] = (),
+        seconds: float = 0.0,
     ) -> None:
-        self._run, self._at, self._patch, self._ranking = run, at, patch, ranking
+        self._run, self.at, self._patch = run, at, patch
+        self.scores, self._sizes, self.seconds = scores, sizes, seconds
         self.circuits, self.cuts = dict[int, Circuit](), dict[int, int]()
         self._rows = dict[int, Tensor]()
 
@@ -322,16 +307,16 @@ class _Judged:
     @property
     def best(self) -> Circuit:
         """The smallest that reaches the level, as all larger ones do."""
-        return self.circuits[self.evaluation.sizes[reached(self.evaluation, self._at)]]
+        return self.circuits[self.evaluation.sizes[reached(self.evaluation, self.at)]]
 
     def shrink(self, deadline: float, progress: bool) -> None:
         """Run circuits at the sizes of the ranking, the largest first, until one falls short."""
-        assert self._ranking is not None
+        assert self.scores is not None
         now, took = time.monotonic(), 0.0
-        sizes = sorted({self._ranking.scores.grid.n_parts, *self._ranking.sizes}, reverse=True)
-        with tracked(f"evaluating {self._ranking.scores.method}", len(sizes), progress) as step:
+        sizes = sorted({self.scores.grid.n_parts, *self._sizes}, reverse=True)
+        with tracked(f"evaluating {self.scores.method}", len(sizes), progress) as step:
             for size in sizes:
-                if self._rows and (reached(self.evaluation, self._at) or now + took > deadline):
+                if self._rows and (reached(self.evaluation, self.at) or now + took > deadline):
                     break
                 self._cut([size])
                 step(f"{size:,}: {self.evaluation.effect[0]:.2f}")
@@ -341,7 +326,7 @@ class _Judged:
         """Run circuits of a ranking at closer sizes, between the last that reaches the level and
         the first that does not, while the one to be found may be smaller than the `smallest`."""
         now, took = time.monotonic(), 0.0
-        while self._ranking and (first := reached(self.evaluation, self._at)):
+        while self.scores and (first := reached(self.evaluation, self.at)):
             ends = self.evaluation.sizes[first - 1 : first + 1]
             low, high = (max(1, self.cuts[size]) for size in ends)
             before = len(self.circuits)
@@ -352,31 +337,31 @@ class _Judged:
             took, now = time.monotonic() - now, time.monotonic()
 
     def _cut(self, sizes: Iterable[int]) -> None:
-        assert self._ranking is not None
+        assert self.scores is not None
         found = list[Circuit]()
         for size in sizes:
-            found.append(self._ranking.scores.top(size).connected(patch=self._patch))
+            found.append(self.scores.top(size).connected(patch=self._patch))
             self.cuts.setdefault(len(found[-1]), size)
         self.add(found)
 
 
 def _selected(
     pairs: SearchedPairs,
-    scores: Scores,
+    ranking: _Judged,
     judge: Callable[[], _Judged],
-    most: int,
-    at: float,
+    last: float,
     end: float,
-    step: float,
     progress: bool,
 ) -> _Judged | None:
-    """The first forward selection that reaches the level with fewer edges than `most`.
+    """The first forward selection that reaches the level with fewer edges than the ranking's best.
 
     Each starts from more of the best edges than the one before. Circuits are run on held-out pairs
-    if their effect on the pairs of the search is at least `at`, and exceeds 1 by at most twice what
-    `at` lacks, or `MARGIN`: since they were selected there, they explain less on others. No step,
-    of so many seconds, begins that would go on after the end.
+    if their effect on the pairs of the search is at least the level, and exceeds 1 by at most twice
+    what the level lacks, or `MARGIN`: since they were selected there, they explain less on others.
+    `last` is the latest time at which a step may begin.
     """
+    scores, at, most = ranking.scores, ranking.at, len(ranking.best)
+    assert scores is not None
 
     def start_of(size: int) -> Circuit:
         return scores.top(size).connected(patch=pairs.runs.patch)
@@ -385,23 +370,23 @@ def _selected(
     def effect_of(size: int) -> float:
         return pairs.effects(start_of(size).mask[None])[0]
 
-    sizes, first, limit = log_sizes(most)[:-1], FIRST * at, 1 + 2 * max(1 - at, MARGIN)
-    if time.monotonic() > end - step:
+    if time.monotonic() > last:
         return None
-    sizes = sizes[bisect_left(sizes, first, key=effect_of) :]
+    sizes, limit = log_sizes(most)[:-1], 1 + 2 * max(1 - at, MARGIN)
+    sizes = sizes[bisect_left(sizes, FIRST * at, key=effect_of) :]
     began = now = time.monotonic()
-    last = 0
+    size_before = 0
     for cut in sizes:
         start = start_of(cut)
-        if len(start) == last:
+        if len(start) == size_before:
             continue
-        if now + (now - began) > end - step:
+        if now + (now - began) > last:
             break
-        began, last = now, len(start)
+        began, size_before = now, len(start)
         with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
             judged, size = judge(), most
             judged.add([Circuit(scores.grid, scores.grid.exists)])
-            for mask, effect in pairs.larger(start.mask, effect_of(cut), limit, end - step):
+            for mask, effect in pairs.larger(start.mask, effect_of(cut), limit, last):
                 if size == most and at <= effect <= limit and time.monotonic() < end:
                     judged.add([Circuit(scores.grid, mask)])
                     size = min(most, len(judged.best))

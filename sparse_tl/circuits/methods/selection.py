@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.backend import SLOTS, Hook, Order, attached, evaluation_mode, frozen
+from sparse_tl.backend import SLOTS, Order, attached, evaluation_mode, frozen
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
 from sparse_tl.contexts import autograd
@@ -121,18 +121,15 @@ def gate_gradient(
         probes[name] = torch.zeros_like(read, requires_grad=True)
         return read + probes[name]
 
-    def probed(name: str, order: Order = Order.FIRST) -> Hook:
-        return name, order, partial(probe, name)
-
     with autograd(True):  # separate changes are then kept part by part, none overwritten
         hooks = site.hooks(adapter, mask[None].to(changes), run.patch, GatedPass(1))
     for layer in range(adapter.n_layers):
         hooks.append((f"blocks.{layer}.hook_resid_pre", Order.LAST, partial(keep, layer)))
-        hooks += [probed(adapter.read_point(layer, slot)) for slot in SLOTS]
-        if graph.has_mlps:
-            hooks.append(probed(f"blocks.{layer}.mlp_input"))
+        reads = [adapter.read_point(layer, slot) for slot in SLOTS]
+        reads += [f"blocks.{layer}.mlp_input"] * graph.has_mlps
+        hooks += [(name, Order.FIRST, partial(probe, name)) for name in reads]
     last = f"blocks.{adapter.n_layers - 1}.hook_resid_post"
-    hooks.append(probed(last, Order.LAST))  # as all probes, after the hook of the gates
+    hooks.append((last, Order.LAST, partial(probe, last)))  # as all, after the hook of the gates
     core = adapter.core
     with autograd(True), frozen(core), attached(adapter, hooks), evaluation_mode(adapter.model):
         final = adapter.final(run.tokens, read=run.read, attention_mask=run.attention_mask)

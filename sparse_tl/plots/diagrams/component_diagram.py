@@ -15,7 +15,7 @@ shows where a circuit is dense; to follow single links, use the interactive page
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,11 +155,16 @@ def component_diagram(
     }
     framed = marked_heads(_heads_of(next(iter(panels.values()))), marked or {})
     nodes, panel_data = _nodes_and_links(graphs)
-    if isinstance(roles, HeadBehaviour):
-        view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
+    if isinstance(roles, HeadBehaviour):  # "a5.h1 ind+"
+        short, heads = roles.labels, {name: name.split("@")[0] for name, *_ in nodes}
+        labels = {name: f"{head} {short[head]}" for name, head in heads.items() if head in short}
+        view = replace(view, labels=labels | dict(view.labels))
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
         panel |= {"kept": len(circuit), "existing": circuit.grid.n_parts, "sign": -1}
-        panel["roles"] = _roles(circuit, _by_panel(roles, panels).get(name))
+        given = _by_panel(roles, panels).get(name)
+        if given is not None and given.grid != _heads_of(circuit):
+            raise ValueError(f"roles are not of {_heads_of(circuit)!r}; got {given.grid!r}")
+        panel["roles"] = {} if given is None else given.main
         panel["remark"] = (remarks or {}).get(name)
     data = {
         "nodes": nodes,
@@ -254,22 +259,6 @@ def _by_panel(given: Mapping[str, Any] | Any, panels: Iterable[str]) -> Mapping[
     return dict.fromkeys(panels, given)
 
 
-def _roles(circuit: Circuit, roles: Roles | None) -> dict[str, str]:
-    """The role of each head of a panel that has one."""
-    if roles is None:
-        return {}
-    if roles.grid != _heads_of(circuit):
-        raise ValueError(f"roles are not of {_heads_of(circuit)!r}; got {roles.grid!r}")
-    return roles.main
-
-
-def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
-    """The texts of heads that have a kind, such as "a5.h1 ind+", by the name of their node."""
-    heads = [(name, name.split("@")[0]) for name, *_ in nodes]
-    labels = behaviour.labels
-    return {name: f"{head} {labels[head]}" for name, head in heads if head in labels}
-
-
 # ---- what the reader chooses -------------------------------------------------------------------
 
 
@@ -301,11 +290,7 @@ def read_view(state: str | Path | Mapping[str, Any], view: View) -> View:
             f"this is no state saved by a component diagram, with format {STATE_FORMAT!r}: "
             f"{str(content)[:80]}"
         )
-    given = {key: value for key, value in content.items() if key != "format"}
-    unknown = given.keys() - {field.name for field in fields(View)}
-    if unknown:
-        raise ValueError(f"the state of a diagram has no field {', '.join(map(repr, unknown))}")
-    return replace(view, **given)
+    return replace(view, **{key: value for key, value in content.items() if key != "format"})
 
 
 # ---- the script's data -------------------------------------------------------------------------
@@ -401,7 +386,7 @@ def shown_texts(tokens: Sequence[str]) -> list[str]:
     return [visible_text(token[:_TOKEN]) for token in tokens]
 
 
-ONLY: tuple[Colour, Colour] = palette.MODEL_PAIRS[0]
+ONLY: tuple[Colour, Colour] = palette.MODEL_PAIR
 """Links that only the first or only the second of two circuits has."""
 
 
