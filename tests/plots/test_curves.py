@@ -10,7 +10,7 @@ import pytest
 
 from sparse_tl.circuits import EffectCurve, SeedCurves
 from sparse_tl.plots import effect_figure
-from sparse_tl.plots.page.palette import MODEL_PAIR
+from sparse_tl.plots.page.palette import MODEL_PAIRS
 
 
 def curve(name: str, effects: dict[int, float], width: float = 0.05) -> EffectCurve:
@@ -22,8 +22,8 @@ def curve(name: str, effects: dict[int, float], width: float = 0.05) -> EffectCu
 # Both reach 0.9 exactly at a measured size: 100 and 20.
 DENSE = curve("GPT-2", {0: 0.0, 10: 0.1, 100: 0.9, 144: 1.0})
 SPARSE = curve("Sparse GPT-2", {0: 0.0, 10: 0.5, 20: 0.9, 144: 1.0})
-LARGE = curve("GPT-2", {10: 0.0, 1000: 0.5, 100_000: 1.0})
-SPARSE_LARGE = curve("Sparse GPT-2", {10: 0.0, 100: 0.95, 100_000: 1.0})
+LARGE = curve("OLMo-7B", {10: 0.0, 1000: 0.5, 100_000: 1.0})
+SPARSE_LARGE = curve("Sparse OLMo-7B", {10: 0.0, 100: 0.95, 100_000: 1.0})
 FOUR = {
     "Greater Than": [DENSE, SPARSE],
     "IOI": [DENSE, SPARSE],
@@ -45,24 +45,19 @@ class TestFigure:
         figure = effect_figure({"IOI": [DENSE, SPARSE]}, parts="heads").plotly
         interval, line, _, sparse_line, dash = figure.data
         assert (line.x, line.y) == (DENSE.sizes, DENSE.mean)
-        assert (line.line.color, sparse_line.line.color) == MODEL_PAIR
+        assert (line.line.color, sparse_line.line.color) == MODEL_PAIRS[0]
         assert tuple(interval.x) == (0, 10, 100, 144, 144, 100, 10, 0)
         assert interval.y == (*DENSE.high, *reversed(DENSE.low))
         assert interval.fill == "toself"
         assert dash.x == pytest.approx((20, 100))
         assert dash.y == (0.9, 0.9)
 
-    def test_the_legend_is_in_the_first_panel_if_it_hides_no_curve(
-        self,
-    ) -> None:
+    def test_legends_are_in_the_first_panel_of_each_pair_if_they_hide_no_curve(self) -> None:
         two = {"IOI": [DENSE, SPARSE], "Docstring": [LARGE, SPARSE_LARGE]}
         figure = effect_figure(two, parts="heads").plotly
-        legend = figure.layout.legend
-        assert (legend.xanchor, legend.yanchor) == ("right", "bottom")
-        listed = [(trace.name, trace.line.color) for trace in figure.data if trace.showlegend]
-        assert listed == [*zip(("GPT-2", "Sparse GPT-2"), MODEL_PAIR, strict=True)]
-        one = effect_figure({"One": [DENSE], **two}, parts="heads").plotly
-        assert one.layout.legend.y < 0
+        legends = [figure.layout.legend, figure.layout.legend2]
+        assert [(legend.xanchor, legend.yanchor) for legend in legends] == [("right", "bottom")] * 2
+        assert figure.layout.legend2.font.size == figure.layout.template.layout.legend.font.size
         late = curve("GPT-2", {0: 0.0, 143: 0.0, 144: 1.0})
         hidden = effect_figure({"IOI": [late, SPARSE]}, parts="heads").plotly
         assert hidden.layout.legend.y < 0  # below
@@ -129,8 +124,12 @@ class TestSeeds:
             effect_figure({"IOI": [self.DENSE, SPARSE]}, parts="heads")
 
 
-def test_refuses_more_than_two_models() -> None:
-    other = curve("OLMo-7B", {0: 0.0, 144: 1.0})
-    for panels in ({"IOI": [DENSE, SPARSE], "One": [other]}, {"IOI": [DENSE, DENSE]}, {"IOI": []}):
-        with pytest.raises(ValueError, match="a dense and a sparse model"):
-            effect_figure(panels, parts="heads")
+def test_models_of_one_name_in_two_pairs_are_listed_in_both_colours() -> None:
+    panels = {"IOI": [DENSE, SPARSE], "Docstring": [DENSE, SPARSE_LARGE]}
+    figure = effect_figure(panels, parts="heads").plotly
+    listed = [(trace.name, trace.line.color) for trace in figure.data if trace.showlegend]
+    (dense, sparse), (other_dense, other_sparse) = MODEL_PAIRS
+    assert listed == [
+        *(("GPT-2", dense), ("Sparse GPT-2", sparse)),
+        *(("GPT-2", other_dense), ("Sparse OLMo-7B", other_sparse)),
+    ]

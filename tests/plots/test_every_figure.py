@@ -133,6 +133,9 @@ MODELS = [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)]
 TASKS = [f"Task {number}" for number in range(1, 5)]
 FIGURES: dict[str, Callable[[], Figure]] = {
     "effect_figure": lambda: plots.effect_figure(dict.fromkeys(TASKS, MODELS), parts="heads"),
+    "two_pairs": lambda: plots.effect_figure(
+        {"A": MODELS, "B": [_effects("Task Model", 1500), _effects("Sparse", 60)]}, parts="heads"
+    ),
     "ablation_grid": lambda: plots.ablation_grid(
         dict.fromkeys(TASKS, dict.fromkeys(TASKS, ABLATIONS))
     ),

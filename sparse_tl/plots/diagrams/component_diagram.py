@@ -386,7 +386,7 @@ def shown_texts(tokens: Sequence[str]) -> list[str]:
     return [visible_text(token[:_TOKEN]) for token in tokens]
 
 
-ONLY: tuple[Colour, Colour] = palette.MODEL_PAIR
+ONLY: tuple[Colour, Colour] = palette.MODEL_PAIRS[0]
 """Links that only the first or only the second of two circuits has."""
 
 

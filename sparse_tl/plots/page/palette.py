@@ -67,8 +67,9 @@ EMPTY_CELL: Colour = "#f2f3f5"
 
 # ---- models ------------------------------------------------------------------------------------
 
-MODEL_PAIR: tuple[Colour, Colour] = ("#0072b2", "#d97400")
-"""Dense and sparse."""
+DENSE, SPARSE = "#0072b2", "#d97400"
+MODEL_PAIRS: tuple[tuple[Colour, Colour], ...] = ((DENSE, SPARSE), ("#004f3a", "#d070a8"))
+"""(dense, sparse) for the first and the second pair of models in a figure."""
 
 # ---- roles of heads ----------------------------------------------------------------------------
 

@@ -61,15 +61,17 @@ def effect_figure(
         level: explained effect at which the models are compared, above 0 and at most 1.
 
     Raises:
-        ValueError: there is no panel, a panel has no curve or two of one name, there are curves of
-            more than two models, or dense and sparse curves have different seeds.
+        ValueError: there is no panel, a panel has no curve, more than two or two of one name,
+            dense and sparse curves have different seeds, or there are more than two pairs of
+            models.
     """
     drawn = {
         title: [c if isinstance(c, SeedCurves) else SeedCurves((0,), (c,)) for c in curves]
         for title, curves in panels.items()
     }
-    colours = _colours(drawn)
+    pairs = _checked_pairs(drawn)
     labels = {title: _words(curves, level) for title, curves in drawn.items()}
+    order = list(dict.fromkeys(pairs.values()))
     label_height = _LABEL_HEIGHT * max(1, *map(len, labels.values()))
     effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
     low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
@@ -86,15 +88,18 @@ def effect_figure(
         gap=_GAP,
     )
     figure.update_yaxes(range=span, dtick=0.5)
-    has_room = False
+    inside = dict[tuple[str, ...], grid.Position]()  # the first panel of each pair of models
+    has_room = True
     for (title, curves), position in zip(drawn.items(), grid.panel_positions(rows), strict=True):
         at = {"row": position[0], "col": position[1]}
         least, axis = _axis(curves, parts)
-        if position == (1, 1):  # where the legend is, if it lists all models
-            has_room = len(curves) == len(colours) and _has_room(curves, axis, width, low, unit)
+        if inside.setdefault(pairs[title], position) == position:
+            has_room &= _has_room(curves, axis, width, low, unit)
         figure.update_xaxes(**axis, **at)
-        for curve in curves:
-            _add_curve(figure, position, curve, colours[curve.name], parts, least)
+        for curve, colour in zip(
+            curves, palette.MODEL_PAIRS[order.index(pairs[title])], strict=False
+        ):
+            _add_curve(figure, position, curve, colour, parts, least)
         reached = [curve.median.size_at(level) for curve in curves]
         sizes = sorted(max(size, least) for size in reached if size is not None)
         if len(sizes) == 2:
@@ -109,7 +114,11 @@ def effect_figure(
             y = span[1] - (label_height - number * _LABEL_HEIGHT) / unit
             place = {"x": 0.5, "xref": "x domain", "xanchor": "center", "y": y, "yanchor": "bottom"}
             figure.add_annotation(text=words, font={"size": size}, **place, **at)
-    (grid.add_inner_legend if has_room else grid.add_legend)(figure)
+    if has_room:
+        for position in inside.values():
+            grid.add_inner_legend(figure, position)
+    else:
+        grid.add_legend(figure)
     grid.add_notes(figure, _notes(drawn))
     return grid.GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
@@ -158,17 +167,22 @@ def _has_room(
     )
 
 
-def _colours(panels: Mapping[str, Curves]) -> dict[str, palette.Colour]:
-    """The colours of the models by name, which the panels share."""
-    names = {title: [curve.name for curve in curves] for title, curves in panels.items()}
-    models = list(dict.fromkeys(chain(*names.values())))
-    alike = [title for title, some in names.items() if not some or len({*some}) < len(some)]
-    if len(models) not in (1, 2) or alike:
+def _checked_pairs(panels: Mapping[str, Curves]) -> dict[str, tuple[str, ...]]:
+    """The names of the models in each panel."""
+    if not panels:
+        raise ValueError('there is no panel; pass {"IOI": [dense, sparse]}')
+    pairs = {title: tuple(curve.name for curve in curves) for title, curves in panels.items()}
+    for title, names in pairs.items():
+        if len(names) not in (1, 2) or len(set(names)) != len(names):
+            raise ValueError(
+                f"panel {title!r} is for a dense and a sparse curve with different names; got "
+                f"{list(names)}; draw other models in separate panels"
+            )
+    if len(set(pairs.values())) > len(palette.MODEL_PAIRS):
         raise ValueError(
-            "each panel is for curves of a dense and a sparse model with different names, the same "
-            f"in all panels; got {names}. Draw other models in another figure"
+            f"a figure has colours for {len(palette.MODEL_PAIRS)} pairs of models; draw fewer"
         )
-    return dict(zip(models, palette.MODEL_PAIR, strict=False))
+    return pairs
 
 
 def _words(curves: Curves, level: float) -> tuple[str, ...]:
@@ -385,8 +399,11 @@ def _span_updates(figure: Any, last: int, row: int | None = None) -> None:
 
 def _add_ablation(figure: Any, position: grid.Position, curve: AblationCurve) -> None:
     """Add the mean, in full colour while there are heads of the role, then thin and pale."""
-    name, counts = _NAMES[curve.by], curve.counts
-    mean, low, high = (curve.to_pandas()[column].tolist() for column in ("mean", "low", "high"))
+    name, counts, values = _NAMES[curve.by], curve.counts, curve.values
+    mean, low, high = (
+        over_seeds.tolist()
+        for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
+    )
     hover = [
         (
             name,
@@ -410,9 +427,10 @@ def _add_ablation(figure: Any, position: grid.Position, curve: AblationCurve) ->
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
     """A range with every mean and 0, and as much of the spread as leaves the means legible."""
-    means = [mean for curve in curves for mean in curve.mean.tolist()]
+    values = [curve.values for curve in curves]
+    means = [mean for changes in values for mean in changes.mean(dim=0).tolist()]
     low, high = min(0.0, *means), max(0.0, *means)
     room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)
-    lowest = min(curve.values.min().item() for curve in curves)
-    highest = max(0.0, *(curve.values.max().item() for curve in curves))
+    lowest = min(changes.min().item() for changes in values)
+    highest = max(0.0, *(changes.max().item() for changes in values))
     return max(lowest, low - more) - room, min(highest, high + more) + room

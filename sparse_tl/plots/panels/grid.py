@@ -497,12 +497,16 @@ def _listed_once(figure: Any) -> dict[tuple[str, palette.Colour], Any]:
     return first
 
 
-def add_inner_legend(figure: Any) -> None:
-    """Add one legend to the first panel, at its lower right."""
-    _listed_once(figure)
-    axes = figure.get_subplot(1, 1)
-    place = {"x": axes.xaxis.domain[1], "xanchor": "right", "yanchor": "bottom"}
-    figure.update_layout(legend=place | {"y": axes.yaxis.domain[0]})
+def add_inner_legend(figure: Any, position: Position) -> None:
+    """Add a legend to a panel, at its lower right."""
+    row, column = position
+    panel = figure.get_subplot(row, column)
+    name = panel.xaxis.plotly_name.replace("xaxis", "legend")
+    place = {"x": panel.xaxis.domain[1], "xanchor": "right"}
+    place |= {"y": panel.yaxis.domain[0], "yanchor": "bottom"}
+    figure.update_layout({name: _TEMPLATE.layout.legend.to_plotly_json() | place})
+    in_legend = {"legend": name, "showlegend": True}
+    figure.update_traces(in_legend, lambda trace: bool(trace.name), row=row, col=column)
 
 
 def add_side_legend(figure: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import NeuronEffects, ScoreCheck
-from sparse_tl.plots.page.palette import AXIS, MODEL_PAIR, MUTED, RULE_WEIGHT, TICK_SIZE
+from sparse_tl.plots.page.palette import AXIS, MODEL_PAIRS, MUTED, RULE_WEIGHT, TICK_SIZE
 from sparse_tl.plots.page.rendering import by_title
 from sparse_tl.plots.page.token_text import clip_text, text_width, visible_text
 from sparse_tl.plots.panels import grid
@@ -53,7 +53,7 @@ def score_figure(checks: Mapping[str, ScoreCheck], *, unit: str = "") -> grid.Gr
         for update in (figure.update_xaxes, figure.update_yaxes):
             update(range=ends, nticks=5, row=position[0], col=position[1])
         grid.add_line(figure, position, x=ends, y=ends, **_RULE, dashed=True)
-        for (drawn, name), colour in zip(_SCORE_NAMES.items(), MODEL_PAIR, strict=True):
+        for (drawn, name), colour in zip(_SCORE_NAMES.items(), MODEL_PAIRS[0], strict=True):
             half = check.table[check.table["drawn"] == drawn]
             exact, score = half["exact"].tolist(), half["score"].tolist()
             hover = [
@@ -103,7 +103,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
         )
         for row in table.itertuples()
     ]
-    exact, estimate = MODEL_PAIR
+    exact, estimate = MODEL_PAIRS[0]
     for column, name, colour in (
         ("score", "To First Order", estimate),
         ("effect", "Exact", exact),
@@ -164,7 +164,7 @@ def skill_figure(compared: SkillComparison) -> grid.GridFigure:
             f"{one.edges:,.0f} of {one.possible:,.0f} attention edges per token",
         ]
         hover.append([titles[row], *words])
-    dense, sparse = MODEL_PAIR
+    dense, sparse = MODEL_PAIRS[0]
     for column, scale, value, name, colour, offset in (
         (1, 100, "above_dense", "Dense", dense, -_OFFSET),
         (1, 100, "above_sparse", "Sparse", sparse, _OFFSET),
