@@ -282,6 +282,9 @@ _MOST = 8
 
 def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     """The text of a token after others; it may complete a character that they begin."""
+    text = tokenizer.decode([token])
+    if _INCOMPLETE not in text:
+        return text
     return decode_tokens(tokenizer, [*before[1 - _MOST :], token])[-1]
 
 
