@@ -80,7 +80,9 @@ class Task:
             model: model whose tokenizer is used.
             n: number of pairs.
             seed: random seed for the draws.
-            prepend_bos, chat: as in `PromptPairs.from_texts`.
+            prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
+            chat: whether each prompt begins the assistant's answer in a chat, written by the
+                tokenizer's own template.
 
         Raises:
             ValueError: the model has no tokenizer, too few of the task's words are single tokens,
