@@ -23,6 +23,7 @@ def test_checks_pass(llama: Subject, title: str) -> None:
     CHECKS[title](llama)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("title", ["EAP", "exact patching", "evaluation"])
 def test_checks_of_circuits_see_a_tenth_of_a_thousandth(
     monkeypatch: pytest.MonkeyPatch, title: str

@@ -15,6 +15,8 @@ from sparse_tl.backend import boot
 from sparse_tl.jobs import Check, run_doctor
 from sparse_tl.training.memory import TrainingMemory, training_memory
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -56,6 +56,7 @@ def test_a_file_of_pairs_that_has_changed(models: list[str], tmp_path: Path) -> 
         run_head_behaviour(tmp_path / "out", **asked)
 
 
+@pytest.mark.long
 def test_the_graph_of_a_prompt_in_two_models(
     models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

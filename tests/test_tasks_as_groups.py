@@ -16,6 +16,8 @@ from sparse_tl.jobs.settings import HeadRolesJob, PostTrainingJob, Running
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
 from sparse_tl.tasks.templates import COUNTRIES
 
+pytestmark = pytest.mark.long
+
 JOB = PostTrainingJob(model="tiny", task="capitals", window=16, steps=1, batch_size=4)
 
 

@@ -31,6 +31,8 @@ from sparse_tl import (
 )
 from sparse_tl.backend import Model, adapt, boot, checkpointed_activations
 
+pytestmark = pytest.mark.long
+
 SOME = ("gpt2", "llama", "olmo", "olmo2")
 """OLMo's rotary tables make k float32, v stays as it is: both meet in a key-value cache alone."""
 

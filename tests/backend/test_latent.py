@@ -51,6 +51,7 @@ def build(name: str, **changed: Any) -> Any:
     return boot(plain_transformer(name, **changed), name=name).requires_grad_(False)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LATENT)
 @pytest.mark.parametrize("title", TITLES)

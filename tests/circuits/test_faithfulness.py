@@ -210,6 +210,7 @@ def test_edges_on_no_path_are_dropped(build_tiny: Any) -> None:
     assert "6 with those without effect" in repr(found)
 
 
+@pytest.mark.long
 def test_pruning_is_compared_with_attribution() -> None:
     """What it is compared with is what attribution's best edges preserve, by the oracle."""
     planted = PLANTED["inhibition"]()

@@ -65,6 +65,7 @@ def patched(
     return logit_difference(pairs.read(logits), pairs).mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", WITH_MLPS)
 def test_effects_are_those_of_readers_patched_by_hand(
     build_tiny: Build, pairs: PromptPairs, kind: str
@@ -95,6 +96,7 @@ def test_effects_are_those_of_readers_patched_by_hand(
         torch.testing.assert_close(torch.nn.functional.silu(pre) * up + bias, post)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", WITH_MLPS)
 def test_scores_of_all_neurons_add_up_to_those_of_the_edges(
     build_tiny: Build, pairs: PromptPairs, kind: str
@@ -112,6 +114,7 @@ def test_scores_of_all_neurons_add_up_to_those_of_the_edges(
             assert found.score.sum().item() == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", WITH_MLPS)
 def test_readers_at_positions(build_tiny: Build, pairs: PromptPairs, kind: str) -> None:
     model = built(build_tiny, kind)

@@ -238,6 +238,7 @@ def test_attribution_is_exact_on_a_linear_model(linear: Model) -> None:
         torch.testing.assert_close(by_pair.values[row], one.values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "steps"), [("eap", 1), ("eap-ig", 3)])
 def test_attribution_adds_up_over_answers_and_their_tokens(
     build_tiny: Build, method: Any, steps: int

@@ -19,6 +19,8 @@ from sparse_tl.jobs import post_training
 from sparse_tl.tasks import SkillComparison
 from sparse_tl.training import HeldOut, evaluate_held_out
 
+pytestmark = pytest.mark.long
+
 
 def _text_run(model: object, text: object, out: Path, *more: str, target: str = "+0.1") -> Outcome:
     return run_command(

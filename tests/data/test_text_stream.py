@@ -237,6 +237,7 @@ def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
     assert stream.batch(0).tokens.shape == (4, 8)
 
 
+@pytest.mark.long
 def test_a_process_ends_although_the_thread_is_at_work() -> None:
     script = """
 from sparse_tl.data import TextStream
@@ -256,6 +257,7 @@ raise KeyboardInterrupt
     assert done.stderr.decode().strip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_text(tmp_path: Path, tokenizer: Any) -> None:
     def peak(n: int) -> int:
         path = _as_text(tmp_path / "a.txt", _texts(200) * n, "<|endoftext|>")

@@ -19,6 +19,8 @@ from sparse_tl.explorer import (
 )
 from sparse_tl.metrics import logit_difference
 
+pytestmark = pytest.mark.long
+
 PROMPT = "36+28=?????"
 
 

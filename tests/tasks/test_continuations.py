@@ -38,6 +38,7 @@ def _by_hand(model: Any, text: str, n: int) -> list[int]:
     return tokens[0, -n:].tolist()
 
 
+@pytest.mark.long
 def test_the_likeliest_token_again_and_again(model: Any) -> None:
     found = continuations(model, PROMPTS, 12, batch_size=2, progress=False)
     for row, text in enumerate(PROMPTS):

@@ -321,6 +321,7 @@ def published_greater_than(shared_data):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
     rows = published_greater_than(shared_data)
     assert {row["clean"].split()[1] for row in rows} == set(NOUNS)

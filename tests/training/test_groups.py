@@ -114,6 +114,7 @@ def test_every_text_is_constrained_and_reported(build_echo: Build, echo_rows: Ro
     assert outcome.to_pandas().index.tolist() == ["long", "short", "other"]
 
 
+@pytest.mark.long
 def test_other_rows_of_a_group_are_reported_in_its_place(
     build_echo: Build, echo_rows: Rows
 ) -> None:

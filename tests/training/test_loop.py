@@ -195,6 +195,7 @@ def test_a_killed_pretraining_resumes_exactly(
     assert noted.steps == [*([0, saved - 1] if saved else []), *range(saved, 8)]
 
 
+@pytest.mark.long
 def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Rows) -> None:
     """Batches so large that several threads would add up an embedding's gradient in any order."""
     stream = ShuffledStream(echo_rows(n=2048), 1024)
@@ -210,6 +211,7 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
     assert not torch.are_deterministic_algorithms_enabled(), "put back at the end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [{}, {"target_loss": None, "target_edges": "3x"}], ids=str)
 @pytest.mark.parametrize("killed_at", [1, 3, 6])
 def test_a_killed_post_training_resumes_exactly(
@@ -227,6 +229,7 @@ def test_a_killed_post_training_resumes_exactly(
     check_resumes(run, ShuffledStream(echo_rows(), 16), tmp_path / "c", killed_at)
 
 
+@pytest.mark.long
 def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
     build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_steps_too_small_for_bfloat16_add_up(half: Model, rows: TokenBatch) -> N
     assert moved.max() >= 2**-8
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_that_of_an_uninterrupted_one(
     half: Model, rows: TokenBatch, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None)
     assert [p.requires_grad for p in sparse.parameters()] == flags
 
 
+@pytest.mark.long
 def test_a_run_without_a_copy_is_the_run_with_one(
     last_is_kept: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_what_is_saved_has_them_in_its_weights(
     assert torch.equal(sparse(tokens), found)
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_exactly(
     last_is_kept: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

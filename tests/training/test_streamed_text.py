@@ -33,6 +33,7 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [20, 24])
 def test_the_command_streams_what_it_does_not_hold(
     build_tiny: Callable[..., Model],

@@ -199,6 +199,7 @@ def test_an_interrupted_run_on_two_ranks_resumes_exactly(
         _same(one, other)
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_goes_on(
     build_echo: Build, echo_rows: Rows, interrupted: Path, tmp_path: Path
 ) -> None:

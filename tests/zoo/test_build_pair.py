@@ -16,6 +16,8 @@ from sparse_tl.storage.files import read_json
 from sparse_tl.zoo import Recipe, build_pair, read_pair
 from sparse_tl.zoo.building import build_cached, load_built_in
 
+pytestmark = pytest.mark.long
+
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
 
 

@@ -101,6 +101,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Spar
     return tmp_path / "shipped" / "smollm2", sparse
 
 
+@pytest.mark.long
 def test_the_sparse_model_comes_back_on_the_dense_one(
     shipped: tuple[Path, SparseTransformer],
 ) -> None:

@@ -20,6 +20,8 @@ from sparse_tl import get_language_model, load_language_model, load_model
 from sparse_tl.storage.files import write_json
 from sparse_tl.zoo import language
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
 CODE = "raise AssertionError('a package that holds a model was imported')"
 
