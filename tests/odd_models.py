@@ -10,6 +10,13 @@ from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY
 
 from sparse_tl.backend import boot
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": D_MODEL,
+    "num_hidden_layers": 2,
+    "num_attention_heads": N_HEADS,
+    "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT,
+}
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
         "OPTConfig",
@@ -48,26 +55,8 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bloom": ("BloomConfig", {"hidden_size": D_MODEL, "n_layer": 2, "n_head": N_HEADS}),
-    "phi": (
-        "PhiConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_hidden_layers": 2,
-            "num_attention_heads": N_HEADS,
-            "intermediate_size": 48,
-            "max_position_embeddings": CONTEXT,
-        },
-    ),
-    "cohere": (
-        "CohereConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_hidden_layers": 2,
-            "num_attention_heads": N_HEADS,
-            "intermediate_size": 48,
-            "max_position_embeddings": CONTEXT,
-        },
-    ),
+    "phi": ("PhiConfig", _SIZES),
+    "cohere": ("CohereConfig", _SIZES),
 }
 
 

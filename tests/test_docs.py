@@ -44,7 +44,7 @@ SMALLEST = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 32}
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
 SMOLLM2 = ' title="needs SmolLM2"'
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_LINK = re.compile(r"""(?:\]\(|src="|srcset=")([^)"\s]+)""")
 
 
 @dataclass
@@ -142,6 +142,7 @@ def test_reference_has_every_public_name():
     assert missing == []
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_relative_links_lead_to_files(page: Path):
     text = _FENCE.sub("", page.read_text("utf-8"))

@@ -250,10 +250,12 @@ WHERE: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", CALLS)
-def test_scores_that_a_hook_shifts(name: str, where: str) -> None:
-    """With gates so open that they stay open; a hook on scores keeps them from blocks."""
+@pytest.mark.parametrize("gates", ["share", "score"])
+def test_scores_that_a_hook_shifts(name: str, where: str, gates: str) -> None:
+    """Score gates are so open that they stay open; a hook on scores keeps them from blocks."""
     model, wide = _liftable(0.0), torch.full((2, 2), 1e7, dtype=torch.float64)
-    expected = CALLS[name](model, wide)
+    bias = wide if gates == "score" else None
+    expected = CALLS[name](model, bias)
 
     def add(layer: int, shift: float, scores: Tensor, hook: Any) -> Tensor:
         added = torch.zeros_like(scores)
@@ -264,5 +266,5 @@ def test_scores_that_a_hook_shifts(name: str, where: str) -> None:
         for layer in range(2):
             point = f"blocks.{layer}.attn.hook_attn_scores"
             model.add_hook(point, partial(add, layer, shift), is_permanent=True)
-        _same(CALLS[name](model, wide), expected)
+        _same(CALLS[name](model, bias), expected)
         model.reset_hooks(including_permanent=True)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from analyses import call, check_same, of_prompts
 from architectures import VOCABULARY, plain_transformer
 from tiny import tokenizer_of
 from torch import Tensor, nn
 
 import sparse_tl as st
 from sparse_tl.backend import boot
-from sparse_tl.circuits import Circuit
-from sparse_tl.data import PromptPairs, TargetDataset, TokenBatch
+from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.metrics import logit_difference as metric
 
 DROPPED = {"attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3}
@@ -35,14 +33,8 @@ ANSWERS = drawn(3, 1)
 WRONG = (ANSWERS + 1) % VOCABULARY
 PAIRS = PromptPairs(drawn(3, 5), drawn(3, 5).flip(0), ANSWERS, WRONG, ENDS)
 ROWS = TokenBatch.next_token(drawn(8, 6))
-TARGETS = TargetDataset.from_tokens(drawn(8, 6).tolist(), [(3, 5)] * 8)
 READ = torch.zeros(3, 5, dtype=torch.bool)
 READ[:, -1] = True
-FITTED: dict[str, Any] = {"seeds": 1, "updates": 2, "batch_size": 8, "record_every": 1, **Q}
-
-
-def edges(model: Any) -> Any:
-    return st.attribute_circuit_edges(model, PAIRS, metric, method="eap", **Q)
 
 
 def inside(block: AbstractContextManager[None], model: Any) -> Tensor:
@@ -74,11 +66,6 @@ def explored(model: Any) -> Tensor:
     return torch.cat([shown.now.graph.attention.flatten(), torch.from_numpy(effects)])
 
 
-@functools.cache
-def roles(model: Any) -> Any:
-    return replace(st.fit_head_gates(model, TARGETS, **FITTED), fitted=torch.tensor([True]))
-
-
 def skills(model: Any) -> Any:
     sparse = st.SparseTransformer(model, initial_bias=0.0)
     try:
@@ -88,40 +75,15 @@ def skills(model: Any) -> Any:
     return found.table[["divergence", "edges", "above_dense"]]
 
 
-CIRCUIT = Circuit(st.CircuitGraph(3, 4, 4), st.CircuitGraph(3, 4, 4).exists)
 MEASURED: dict[str, Callable[[Any], Any]] = {
-    "acdc": lambda m: st.acdc(m, PAIRS, threshold=0.1, start="heads", **Q).history["moved"],
-    "attribute_attention_edges": lambda m: (
-        st.attribute_attention_edges(m, PAIRS, metric, method="eap", **Q).values
-    ),
-    "attribute_circuit_edges": lambda m: edges(m).values,
-    "attribute_heads": lambda m: st.attribute_heads(m, PAIRS, metric, **Q).values,
-    "check_scores": lambda m: st.check_scores(m, PAIRS, metric, edges(m), n=3, **Q).table["exact"],
-    "attribute_logits": lambda m: st.attribute_logits(m, PAIRS, **Q).values,
+    name: partial(call, function, pairs=PAIRS)
+    for name, function in of_prompts().items()
+    if hasattr(st, name)
+} | {
     "attribution_graph": lambda m: st.attribution_graph(m, PAIRS.clean[0]).nodes["flow"],
-    "circuit_sizes_per_prompt": lambda m: (
-        st.circuit_sizes_per_prompt(m, PAIRS, metric, method="eap", sizes=[9], **Q).sizes
-    ),
     "continuations": lambda m: st.continuations(m, PAIRS, 3, **Q).tokens,
-    "evaluate": lambda m: st.evaluate(m, PAIRS, metric, CIRCUIT, **Q).values,
-    "evaluate_circuit_edges": lambda m: (
-        st.evaluate_circuit_edges(m, PAIRS, metric, edges(m), [9], **Q).values
-    ),
-    "evaluate_heads": lambda m: (
-        st.evaluate_heads(m, PAIRS, metric, st.attribute_heads(m, PAIRS, metric, **Q), [3]).values
-    ),
-    "evaluate_mib": lambda m: st.evaluate_mib(m, PAIRS, metric, edges(m), **Q).cpr,
     "find_circuit": lambda m: st.find_circuit(m, PAIRS, metric, at=0.6, **Q).circuit.mask,
-    "head_behaviour": lambda m: st.head_behaviour(m, PAIRS, n=2, length=5, **Q)["inhibition"],
     "logit_lens": lambda m: st.logit_lens(m, PAIRS.clean[0], answer=3).probability,
-    "neuron_effects": lambda m: st.neuron_effects(
-        m, PAIRS, metric, "m1", n=3, **Q
-    ).effect.nan_to_num(),
-    "patch_activations": lambda m: st.patch_activations(m, PAIRS, metric, **Q).values,
-    "patch_exactly": lambda m: st.patch_exactly(m, PAIRS, metric, ["a0.h1->m1", "a1.h0"], **Q),
-    "prune_circuit_edges": lambda m: (
-        st.prune_circuit_edges(m, PAIRS, size=9, steps=2, **Q).scores.values
-    ),
     "trace_attention": lambda m: (
         st.trace_attention(m, PAIRS.clean[0], attribution=True, max_effects=999).effect
     ),
@@ -136,16 +98,8 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
         st.intervene(m, st.Intervention("blocks.1.hook_resid_pre", PAIRS.corrupted)), m
     ),
     "steer": lambda m: inside(st.steer(m, "blocks.1.hook_resid_pre", torch.ones(32)), m),
-    "fit_head_gates": lambda m: st.fit_head_gates(m, TARGETS, **FITTED).g_plus,
-    "fit_contrastive_head_gates": lambda m: (
-        st.fit_contrastive_head_gates(m, TARGETS, TARGETS, **FITTED).gates
-    ),
-    "ablation_curve": lambda m: (
-        st.ablation_curve(m, roles(m), TARGETS, by="random", max_heads=2, **Q).values
-    ),
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
     "task_report": lambda m: st.task_report(m, ["induction"], n=4).skills["induction"].clean,
-    "measure_skill": lambda m: st.measure_skill(m, PAIRS, st.logit_difference, **Q).clean,
     "compare_skills": skills,
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
@@ -169,17 +123,6 @@ def test_every_public_name_that_takes_a_model_is_here() -> None:
         if callable(some) and not name.startswith("_"):
             found |= {name for key in inspect.signature(some).parameters if "model" in key}
     assert found == set(MEASURED) | UNAFFECTED - {"load_model"}
-
-
-def check_same(found: Any, expected: Any) -> None:
-    if isinstance(found, str):
-        assert found == expected
-        return
-    values = [
-        each if isinstance(each, Tensor) else torch.as_tensor(numpy.asarray(each))
-        for each in (found, expected)
-    ]
-    torch.testing.assert_close(*values, equal_nan=True)
 
 
 def modes(model: Any) -> list[bool]:

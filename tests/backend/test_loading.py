@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_tokenizers import byte_level
+from made_tokenizers import byte_level, word_level
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import (
     AutoModelForCausalLM,
@@ -84,11 +83,8 @@ def _hugging_face(family: str) -> Any:
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, 30))]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return word_level(*words, unknown="w3", **special)
 
 
 def _folder(folder: Path, family: str = "llama", tokenizer: bool = False) -> Path:

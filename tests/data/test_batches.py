@@ -113,11 +113,6 @@ def test_every_part_has_a_loss() -> None:
     assert [part.tokens.shape for part in batch.by_length()] == [(4, 200)]
 
 
-def test_groups_are_one_where_padding_costs_less_than_a_pass() -> None:
-    parts = _of_lengths([10, 11, 12, 13, 200, 201, 300, 301]).by_length()
-    assert [part.tokens.shape for part in parts] == [(4, 13), (2, 201), (2, 301)]
-
-
 def test_rows_of_one_length_or_without_padding_are_one_part() -> None:
     unpadded = _batch()
     assert unpadded.by_length() == [unpadded]

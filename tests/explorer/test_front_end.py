@@ -14,7 +14,6 @@ from sparse_tl.explorer import CircuitExplorer, explore, widget
 from sparse_tl.plots.page.rendering import script_json
 
 PROMPT = "36+28=?????"
-ATTACK = "</script><img src=x onerror=alert(1)>"
 QUIET = ("update_saved", "hello", "compute_effects", "choose")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.

@@ -215,14 +215,6 @@ def test_another_prompt(explorer):
     assert explorer._node is None
 
 
-def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
-    explorer.toggle_attention_edges("Dense", [(0, 0, 3, 3)])
-    ask(explorer, action="show_prompt", prompt="11+11=")
-    assert explorer._message["kind"] == "info"
-    assert "removed edges were restored" in explorer._message["text"]
-    assert explorer._state["target"] == 0
-
-
 # ---- bad input: a message in the widget, and the old state ---------------------------------------
 
 
@@ -248,11 +240,6 @@ def test_what_cannot_be_done_is_a_message(explorer):
         assert (explorer._prompt, explorer._figure, explorer._panels, explorer._node) == old
     ask(explorer, action="restore")
     assert explorer._message is None
-
-
-def test_what_cannot_be_explored_is_an_error_at_the_start(models):
-    with pytest.raises(ValueError, match="no token for 'x'"):
-        explore(models, "3x6")
 
 
 # ---- in the notebook -----------------------------------------------------------------------------

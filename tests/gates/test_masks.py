@@ -47,18 +47,6 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon with alibi": ("FalconConfig", {**SMALL, "alibi": True}),
     # Masks that are true where a pair is masked.
     "mpt": ("MptConfig", {"d_model": D_MODEL, "n_layers": 2, "n_heads": N_HEADS}),
-    # A window in some layers only, and sinks.
-    "gpt_oss": (
-        "GptOssConfig",
-        {
-            **SMALL,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "sliding_window": 4,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
     # Attention that chooses four keys for each query by itself.
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",

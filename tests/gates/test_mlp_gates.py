@@ -352,9 +352,6 @@ def test_copies_have_gates_of_their_own(tokens: Tensor, kind: str) -> None:
     assert {"mlp_gates.weight", "mlp_gates.bias"} <= set(read_parameters(twin))
 
 
-# Folders.
-
-
 # Bad input.
 
 

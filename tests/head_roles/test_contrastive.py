@@ -76,15 +76,11 @@ def test_the_contrast_is_the_stated_loss(two_tasks: Model) -> None:
     assert torch.allclose(gated.theta.grad, by_hand.theta.grad, atol=1e-6)
 
 
-def test_contrastive_gates_are_saved_and_resumed(two_tasks: Model, tmp_path: Path) -> None:
+def test_contrastive_gates_are_resumed(two_tasks: Model, tmp_path: Path) -> None:
     few = {"updates": 6}
     found = _fit(two_tasks, LOW, HIGH, checkpoint=tmp_path / "checkpoint", **few)
     again = _fit(two_tasks, LOW, HIGH, checkpoint=tmp_path / "checkpoint", **few)
-    read = ContrastiveGates.load(found.save(tmp_path / "gates"))
-    for other in (again, read):
-        assert torch.equal(other.gates, found.gates)
-        assert torch.equal(other.forgotten_losses, found.forgotten_losses)
-    assert repr(read) == repr(found) and "<table" in found._repr_html_()
-    assert len(found.to_pandas()) == 2 * 2
+    assert torch.equal(again.gates, found.gates)
+    assert torch.equal(again.forgotten_losses, found.forgotten_losses)
     with pytest.raises(ValueError, match="belongs to another run"):
         _fit(two_tasks, HIGH, LOW, checkpoint=tmp_path / "checkpoint", **few)

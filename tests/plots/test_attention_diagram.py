@@ -16,7 +16,6 @@ from reachability import reached_by_networkx
 
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, attention_diagram
-from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.rendering import run_script
 from sparse_tl.plots.page.token_text import visible_text
 
@@ -239,22 +238,8 @@ def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make
     assert make_flow(circuit).given == ()
 
 
-# ---- tokens -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("token", "expected"),
-    [
-        ("6", "6"),
-        (" the", "·the"),
-        ("  ", "␣␣"),
-        ("\u00a0", "⍽"),
-        ("\n", "↵"),
-        ("\ud800\ufffe\u202e\u2028", "\ufffd" * 4),
-    ],
-)
-def test_visible_text(token, expected):
-    assert visible_text(token) == expected
+def test_characters_that_no_file_can_hold_are_replaced():
+    assert visible_text("\ud800\ufffe\u202e\u2028") == "\ufffd" * 4
 
 
 # ---- one piece of HTML --------------------------------------------------------------------------
@@ -286,17 +271,6 @@ def test_save_html_and_svg(two_panels, tmp_path):
     root = ElementTree.parse(figure.save(str(tmp_path / "figure.svg"))).getroot()
     assert root.tag == f"{SVG}svg"
     assert sorted(os.listdir(tmp_path)) == ["figure.HTML", "figure.svg"]
-
-
-def test_a_token_that_is_a_colour_stays_in_the_dark(make_flow, tmp_path):
-    tokens = (palette.ACCENT, 'fill="#ffffff"', *"+28=?????")[:11]
-    flow = make_flow({(0, 0, 10, 0): 0.9}, input_tokens=tokens, output_tokens=tokens)
-    figure = attention_diagram({"#ffffff": flow})
-    svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
-    texts = ["".join(t.itertext()) for t in ElementTree.fromstring(svg).iter() if t.text]
-    assert any(palette.ACCENT in text for text in texts)
-    assert not re.search(r'(fill|stroke)="#ffffff"', svg)
-    assert figure.dark().svg in svg and figure.svg != figure.dark().svg
 
 
 def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):

@@ -47,11 +47,6 @@ def test_links_are_those_of_the_graph(graphs: dict[str, AttributionGraph]) -> No
     assert all(steps[source] < steps[target] for source, target in drawn)
 
 
-def test_it_is_the_figure_of_a_graph(graphs: dict[str, AttributionGraph]) -> None:
-    graph = graphs["Dense"]
-    assert graph.figure(max_nodes=5).svg == attribution_diagram(graph, max_nodes=5).svg
-
-
 def test_the_reader_chooses_the_number_of_nodes(page: Any, tmp_path: Any, graphs: Any) -> None:
     graph = graphs["Dense"]
     page.goto(attribution_diagram(graph, max_nodes=12).save(tmp_path / "page.html").as_uri())

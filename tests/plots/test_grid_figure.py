@@ -12,7 +12,7 @@ import IPython.display
 import plotly.io as pio
 import pytest
 import torch
-from component_examples import ablation_of, head_roles_of
+from component_examples import ATTACK, ablation_of, head_roles_of
 from PIL import Image
 
 from sparse_tl.circuits import EffectCurve
@@ -28,8 +28,6 @@ from sparse_tl.plots.page.palette import BACKGROUND, channels, dark_colour
 from sparse_tl.plots.page.rendering import AUTO
 from sparse_tl.plots.panels import grid as grid_module
 from sparse_tl.plots.panels.grid import has_browser
-
-NASTY = "</script><img src=x onerror=alert(1)>"
 
 
 def effects(name: str = "Dense") -> GridFigure:
@@ -72,7 +70,7 @@ def test_every_figure_is_small_data_in_a_notebook(name: str, monkeypatch: Any) -
 
 @pytest.mark.long
 def test_a_page_shows_text_as_text_and_tooltips_offline(page: Any, tmp_path: Path) -> None:
-    figure = effects(NASTY)
+    figure = effects(ATTACK)
     page.goto(figure.save(tmp_path / "figure.html").as_uri())  # fails on errors and dialogs
     page.wait_for_selector(".main-svg")
     assert page.locator("img").count() == 0
@@ -86,7 +84,7 @@ def test_a_page_shows_text_as_text_and_tooltips_offline(page: Any, tmp_path: Pat
     page.mouse.move(box["x"] + x - 2, box["y"] + top + tall * (high - 1) / (high - low) + 1)
     page.wait_for_selector(".hovertext")
     said = page.locator(".hovertext").text_content()
-    assert NASTY in said and "100 circuit edges kept" in said
+    assert ATTACK in said and "100 circuit edges kept" in said
 
 
 @pytest.mark.long

@@ -33,24 +33,17 @@ def roles() -> HeadRoles:
     return head_roles_of(gates)
 
 
-def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
-    red = ROLES["interference"]
-    beyond = {2: list(range(2, 11)), 0: list(range(11))}
-    for in_role, solid in ((2, [0, 1, 2]), (0, [])):
-        curve = curves(in_role=in_role, control=False)[2]
-        figure = ablation_grid({"Math": {"Dense": [curve]}}).plotly
-        listed = [(trace.name, trace.opacity) for trace in figure.data if trace.showlegend]
-        assert listed == [("Interference", 1), ("In the role", 1), ("Beyond it", 0.45)]
-        lines = [t for t in figure.data if t.line.color == red and len(t.x) > 1]
-        thick = [line for line in lines if line.opacity == 1]
-        assert [list(line.x) for line in thick] == ([solid] if solid else [])
-        (pale,) = (line for line in lines if line.opacity < 1)
-        assert list(pale.x) == beyond[in_role] and pale.line.width == 1
-        # The interval, too, is of the heads in the role only.
-        assert sum(trace.fill == "toself" for trace in figure.data) == len(thick)
-    whole = curves(in_role=11, control=False)[2]
-    traces = ablation_grid({"Math": {"Dense": [whole]}}).plotly.data
-    assert [trace.name for trace in traces if trace.showlegend] == ["Interference"]
+@pytest.mark.parametrize(("in_role", "n_solid"), [(11, 11), (2, 3), (0, 0)])
+def test_a_line_is_pale_where_no_head_of_its_role_is_left(in_role: int, n_solid: int) -> None:
+    curve = curves(in_role=in_role, control=False)[2]
+    drawn = ablation_grid({"Math": {"Dense": [curve]}}).plotly.data
+    lines = [t for t in drawn if t.line.color == ROLES["interference"] and len(t.x) > 1]
+    found = {line.opacity == 1: [*zip(line.x, line.y, strict=True)] for line in lines}
+    points = [*enumerate(curve.mean.tolist())]
+    assert found.get(True, []) == points[:n_solid]
+    assert found.get(False, []) == points[in_role:]
+    # The interval, too, is of the heads in the role only.
+    assert sum(trace.fill == "toself" for trace in drawn) == (n_solid > 0)
 
 
 def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:

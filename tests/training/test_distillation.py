@@ -70,14 +70,6 @@ def test_the_gradient_is_a_difference_quotient() -> None:
         assert gradient[index].item() == pytest.approx(derivative(total, logits, index), rel=1e-6)
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    logits, dense, labels, _ = _drawn(torch.float32)
-    total = distilled(logits, dense, labels, SHARE)[0].sum()
-    total.backward(retain_graph=True)
-    with pytest.raises(AttributeError):
-        total.backward()
-
-
 @pytest.mark.parametrize("trained", [False, True])
 def test_from_the_final_residual_stream(monkeypatch: pytest.MonkeyPatch, trained: bool) -> None:
     """Chunk by chunk, with no logits kept, unless the unembedding is trained."""

@@ -213,25 +213,8 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
 
 @pytest.mark.long
 @pytest.mark.parametrize("target", [{}, {"target_loss": None, "target_edges": "3x"}], ids=str)
-@pytest.mark.parametrize("killed_at", [1, 3, 6])
-def test_a_killed_post_training_resumes_exactly(
-    build_echo: Build,
-    echo_rows: Rows,
-    often: None,
-    tmp_path: Path,
-    killed_at: int,
-    target: dict[str, Any],
-) -> None:
-    def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
-        sparse = SparseTransformer(build_echo(), initial_bias=2.0)
-        return sparse, _post_train(sparse, stream, echo_rows(seed=1), **target, **settings)
-
-    check_resumes(run, ShuffledStream(echo_rows(), 16), tmp_path / "c", killed_at)
-
-
-@pytest.mark.long
 def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path, target: dict[str, Any]
 ) -> None:
     """Some batches have no row of the second group."""
     rows, validation = (
@@ -244,7 +227,7 @@ def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
 
     def run(stream: TokenStream, **settings: Any) -> tuple[SparseTransformer, pd.DataFrame]:
         sparse = SparseTransformer(build_echo(), initial_bias=2.0)
-        settings |= {"edge_cost": cost, "head_cost": 2.0}
+        settings |= {"edge_cost": cost, "head_cost": 2.0, **target}
         return sparse, _post_train(sparse, stream, validation, **settings)
 
     noted, _ = check_resumes(run, stream, tmp_path / "c", 5)

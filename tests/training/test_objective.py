@@ -111,16 +111,6 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
 
 
-def test_noise_and_what_it_may_cost_end_together() -> None:
-    assert remaining(0.0) == 1.0
-    assert remaining(NO_NOISE / 2) == pytest.approx(0.5)
-    assert [remaining(done) for done in (NO_NOISE, 1.0)] == [0.0, 0.0]
-    falling = [remaining(NO_NOISE * i / 10) for i in range(11)]
-    assert falling == sorted(falling, reverse=True) and len(set(falling)) == 11
-    limits = [_constraint(nats=0.5).limit(done).item() for done in (0.0, NO_NOISE / 2, NO_NOISE)]
-    assert limits == pytest.approx([0.5 + MARGIN, 0.5 + MARGIN / 2, 0.5])
-
-
 def test_gates_are_deterministic_in_the_end(build_echo: Build, echo_rows: Rows) -> None:
     batch, sparse = echo_rows(16, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
     losses = [_measured(_objective(sparse), batch, SILENT, seed)[1]["loss"] for seed in (1, 2)]

@@ -126,16 +126,6 @@ def test_dear_edges_become_rarer(echo: Echo, dear: int) -> None:
     assert active["dear"][1 - dear] > active["equal"][1 - dear]
 
 
-def test_what_is_reported_is_never_weighted(echo: Echo) -> None:
-    """The same gates, and rates at which nothing moves."""
-    histories = [
-        echo(edge_cost=cost, learning_rate=1e-12, gate_learning_rate=1e-12, steps=2)[0].history
-        for cost in (None, torch.tensor(100.0))
-    ]
-    for name in ("expected_per_token", "validation_active_attention_edges"):
-        assert histories[0][name].dropna().tolist() == histories[1][name].dropna().tolist()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("head_cost", [0.0, 10.0])
 def test_a_head_that_is_hardly_used_is_shut_where_heads_cost(
@@ -157,17 +147,9 @@ def test_a_head_that_is_hardly_used_is_shut_where_heads_cost(
     assert (expected() > before) == (head_cost == 0), "the loss alone opens it"
 
 
-@pytest.mark.long
-def test_the_same_seed_gives_the_same_result(echo: Echo) -> None:
-    runs = {}
-    for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):
-        torch.manual_seed(disturbance)
-        outcome, sparse = echo(seed=seed)
-        runs[name] = (_losses(outcome), weights(sparse))
-    for (name, one), again in zip(runs["one"][1].items(), runs["again"][1].values(), strict=True):
-        assert torch.equal(one, again), name
-    assert runs["one"][0] == runs["again"][0]
-    assert runs["one"][0] != runs["other"][0], "the noise is another"
+def test_another_seed_draws_other_noise(echo: Echo) -> None:
+    one, other = (_losses(echo(seed=seed, steps=2)[0]) for seed in (0, 1))
+    assert one != other
 
 
 def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
