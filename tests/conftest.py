@@ -65,8 +65,8 @@ def _has_its_turn(config: pytest.Config, item: pytest.Item) -> bool:
     turns = config.option.turns
     if turns < 2 or not item.get_closest_marker("long"):
         return True
-    # All cases of a test on one day, of which that day draws some; one by one where none is drawn.
-    name = item.nodeid if item.get_closest_marker("every_case") else item.nodeid.partition("[")[0]
+    # All of a file on one day, as they share its fixtures; case by case where none is drawn.
+    name = item.name if item.get_closest_marker("every_case") else item.path.name
     day = datetime.fromisoformat(config.option.draw).toordinal()
     return (day + crc32(name.encode())) % turns == 0
 
