@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.circuits import (
+    Circuit,
     Evaluation,
     FoundCircuit,
     Scores,
@@ -275,19 +276,19 @@ def test_standard_errors_of_gradients_are_those_over_single_pairs(
 def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPairs) -> None:
     """Each circuit contains the one before; the last explains all, unless the gradients end."""
     scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
-    start = scores.top(searched.graph.n_parts // 4).connected().mask
-    effect = searched.effects(start[None])[0]
-    (first, _), *larger = found = searched.larger(start, effect, 1.0, math.inf)
-    assert torch.equal(first, start)
+    circuit = scores.top(searched.graph.n_parts // 4).connected()
+    start, effect = circuit.mask, searched.effects([circuit])[0]
+    first, *larger = found = searched.larger(circuit, effect, 1.0, math.inf)
+    assert first == (circuit, effect)
     assert effect < 1
     gain, error = searched.gradient(start)
     gain = (gain - error).masked_fill(start | ~searched.graph.exists, 0)
-    best = gain.flatten().argsort(descending=True)[: int((larger[0][0] & ~start).count_nonzero())]
-    assert (larger[0][0] & ~start).flatten()[best].all()
-    for (mask, _), (more, _) in pairwise(found):
-        assert not (mask & ~more).any()
-    for mask, value in larger[::4]:
-        assert value == pytest.approx(searched.effects(mask[None])[0])
+    best = gain.flatten().argsort(descending=True)[: int((larger[0][0].mask & ~start).count_nonzero())]
+    assert (larger[0][0].mask & ~start).flatten()[best].all()
+    for (some, _), (more, _) in pairwise(found):
+        assert not (some.mask & ~more.mask).any()
+    for some, value in larger[::4]:
+        assert value == pytest.approx(searched.effects([some])[0])
     gradients = len([value for _, value in found[1:] if value < 1])
     assert found[-1][1] >= 1 or gradients >= selection.ROUNDS
 
@@ -330,9 +331,9 @@ def test_a_search_ends_in_its_time(
         gradients.append(now[0])
         return gradient(own, mask)
 
-    def slow_effects(own: SearchedPairs, masks: Tensor) -> list[float]:
-        now[0] += len(masks) * len(own.clean) / 4
-        return effects(own, masks) if selected == "few" else [1.0] * len(masks)
+    def slow_effects(own: SearchedPairs, circuits: list[Circuit]) -> list[float]:
+        now[0] += len(circuits) * len(own.clean) / 4
+        return effects(own, circuits) if selected == "few" else [1.0] * len(circuits)
 
     gradient, effects = SearchedPairs.gradient, SearchedPairs.effects
     monkeypatch.setattr(SearchedPairs, "gradient", slow_gradient)

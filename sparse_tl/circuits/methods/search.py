@@ -368,7 +368,7 @@ def _selected(
 
     @cache
     def effect_of(size: int) -> float:
-        return pairs.effects(start_of(size).mask[None])[0]
+        return pairs.effects([start_of(size)])[0]
 
     if time.monotonic() > last:
         return None
@@ -386,9 +386,9 @@ def _selected(
         with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
             judged, size = judge(), most
             judged.add([Circuit(scores.grid, scores.grid.exists)])
-            for mask, effect in pairs.larger(start.mask, effect_of(cut), limit, last):
+            for circuit, effect in pairs.larger(start, effect_of(cut), limit, last):
                 if size == most and at <= effect <= limit and time.monotonic() < end:
-                    judged.add([Circuit(scores.grid, mask)])
+                    judged.add([circuit])
                     size = min(most, len(judged.best))
             done(f"{size:,}" if size < most else "falls short")
         if size < most:

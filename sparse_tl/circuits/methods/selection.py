@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from sparse_tl.backend import SLOTS, Order, attached, evaluation_mode, frozen
 from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once
+from sparse_tl.circuits.evaluation import evaluated
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.contexts import autograd
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import GatedRun
 from sparse_tl.gates.sites import GatedPass
-from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.metrics import Metric, measure
 
 ADDED, ROUNDS = (0.01, 0.02, 0.03, 0.04, 0.08), 3
 """Edges that one gradient adds, as fractions of those there; and the most gradients."""
@@ -35,22 +37,12 @@ class SearchedPairs:
 
     def __init__(self, runs: PairRuns, metric: Metric) -> None:
         self.runs, self.metric, self.graph = runs, metric, runs.adapter.graph
-        clean, none = list[Tensor](), list[Tensor]()
-        for batch, run in runs:
-            clean.append(measure(metric, run.clean_logits, batch))
-            none.append(measure(metric, runs.everything_patched(run), batch))
-        self.clean, self.none = (torch.cat(some).cpu().double() for some in (clean, none))
+        whole = evaluated(runs, metric, [Circuit(self.graph, self.graph.exists)])
+        self.clean, self.none = whole.clean, whole.none
 
-    @torch.no_grad()
-    def effects(self, masks: Bool[Tensor, "circuit source destination"]) -> list[float]:
+    def effects(self, circuits: Sequence[Circuit]) -> list[float]:
         """The explained effect of each circuit."""
-        found = list[Float[Tensor, "circuit pair"]]()
-        for batch, run in self.runs:
-            stacks = masks.split(settings_at_once(len(batch)))
-            logits = [row for some in stacks for row in run.logits(some)]
-            values = [measure(self.metric, row, batch) for row in logits]
-            found.append(torch.stack(values).cpu().double())
-        return explained_effect(torch.cat(found, dim=1), self.clean, self.none).tolist()
+        return evaluated(self.runs, self.metric, circuits).effect.tolist()
 
     def gradient(
         self, mask: Bool[Tensor, "source destination"]
@@ -67,31 +59,31 @@ class SearchedPairs:
 
     def larger(
         self,
-        mask: Bool[Tensor, "source destination"],
+        circuit: Circuit,
         effect: float,
         most: float,
         deadline: float,
-    ) -> list[tuple[Bool[Tensor, "source destination"], float]]:
+    ) -> list[tuple[Circuit, float]]:
         """A circuit with its effect, and larger ones by forward selection up to an effect `most`.
 
         After the deadline, no gradient is taken.
         """
-        found = [(mask, effect)]
+        found = [(circuit, effect)]
         for _ in range(ROUNDS):
             if found[-1][1] >= most or time.monotonic() > deadline:
                 break
-            mask = found[-1][0]
+            mask = found[-1][0].mask
             gain, error = self.gradient(mask)
             gain = (gain - error).masked_fill(mask | ~self.graph.exists, 0)
             order = gain.flatten().argsort(descending=True)[: int((gain > 0).count_nonzero())]
             if not len(order):
                 break
-            masks = list[Tensor]()
+            larger = list[Circuit]()
             for share in ADDED:
                 end = math.ceil(share * int(mask.count_nonzero()))
                 more = mask.flatten().index_fill(0, order[:end], True).view(mask.shape)
-                masks.append(Circuit(self.graph, more).connected(patch=self.runs.patch).mask)
-            found += zip(masks, self.effects(torch.stack(masks)), strict=True)
+                larger.append(Circuit(self.graph, more).connected(patch=self.runs.patch))
+            found += zip(larger, self.effects(larger), strict=True)
         return found
 
 
