@@ -314,7 +314,7 @@ def test_permanent_hooks_of_the_users_own_stay_on(model):
         assert not torch.equal(graph.attention[1], plain.attention[1])
         assert graph.effect is not None
         point.add_hook(first_row, is_permanent=True)
-        with pytest.raises(ValueError, match="Remove your own hooks"):
+        with pytest.raises(ValueError, match="Remove hooks that use other rows"):
             trace_attention(model, "1+1=", max_effects=200)
     finally:
         model.reset_hooks(including_permanent=True)

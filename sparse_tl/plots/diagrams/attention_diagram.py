@@ -171,12 +171,6 @@ class _Weighted:
     largest: dict[str, Float[Tensor, " target"]]
     exact: Bool[Tensor, "layer head query key"]
 
-    def of(self, kind: EdgeWeight, target: int) -> Real[Tensor, "layer head query key"]:
-        """The weights of a kind; first-order estimates if there are no effects."""
-        by_target = self.weights.get(kind, self.weights.get("first-order"))
-        assert by_target is not None
-        return by_target[target if kind in _SIGNED else 0]
-
 
 def _weighted(panels: Mapping[str, AttentionGraph]) -> list[_Weighted]:
     """The graphs with weights on one scale for all panels."""
