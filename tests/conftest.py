@@ -118,11 +118,10 @@ def shared_data() -> Path:
 def smollm2() -> Path:
     """The file of SmolLM2-135M-Instruct, or a skipped test where it is not."""
     pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
-    from sparse_tl.zoo.language import cached_file, installed_file
+    from sparse_tl.zoo.language import cached_file
 
-    for file in (cached_file("smollm2"), installed_file("smollm2")):
-        if file is not None and file.is_file():
-            return file
+    if (file := cached_file("smollm2")).is_file():
+        return file
     pytest.skip("SmolLM2 is not on this machine; `sparse-tl get smollm2` downloads it")
 
 

