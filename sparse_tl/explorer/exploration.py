@@ -281,14 +281,16 @@ class AblatedModel:
     def _effects(self, names: Sequence[str], **parts: Any) -> pd.DataFrame:
         with self._without(self.removed):
             found = self.one_out.effects(**parts)
-        tokens = found.tokens.repeat(len(names)).tolist(), found.predictions.T.ravel().tolist()
+        effects, probabilities, predictions = (each.ravel().tolist() for each in found)
         read_at = [at for _, at in self.targets] * len(names)
+        answers = self.whole.pairs.answers[:, 0].tolist() * len(names)
         table = pd.DataFrame(product(names, self.positions), columns=["part", "column"])
-        table["answer"] = [*map(self.output_text, tokens[0], read_at)]
-        table["effect"] = found.effects.T.ravel().tolist()
-        table["probability"] = found.probabilities.T.ravel().tolist()
-        table["prediction"] = [*map(self.output_text, tokens[1], read_at)]
-        return table
+        return table.assign(
+            answer=[*map(self.output_text, answers, read_at)],
+            effect=effects,
+            probability=probabilities,
+            prediction=[*map(self.output_text, predictions, read_at)],
+        )
 
     def outputs(self, target: int = -1, top: int = 6) -> pd.DataFrame:
         """The most likely tokens at a predicted column, before or after the removals.

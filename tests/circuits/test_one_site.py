@@ -87,7 +87,7 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
     for row in range(len(pairs)):
         one = pairs.select(slice(row, row + 1))
         lost = metric[row] - logit_difference(clean, pairs)[row]
-        effect = LeaveOneOut(model, one, logit_difference).effects([HEAD]).effects
+        effect = LeaveOneOut(model, one, logit_difference).effects([HEAD])[0].T
         assert effect.item() == pytest.approx(lost.item(), rel=1e-8)
     labels = pairs.answers[:, :1].expand_as(pairs.clean)
     rows = TokenBatch(pairs.clean, labels, read)

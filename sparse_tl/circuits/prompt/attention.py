@@ -499,23 +499,6 @@ def _carried(
     return writes / whole.clamp(min=1e-30)[:, None]
 
 
-@dataclass(frozen=True, eq=False)
-class RemovalEffects:
-    """Changes of predictions when one part is removed.
-
-    Args:
-        tokens: answer of each target.
-        effects: change of the metric; negative: the part helps.
-        probabilities: change of the answer's probability.
-        predictions: token that is predicted without the part.
-    """
-
-    tokens: Int[Tensor, " target"]
-    effects: Float[Tensor, "target part"]
-    probabilities: Float[Tensor, "target part"]
-    predictions: Int[Tensor, "target part"]
-
-
 class LeaveOneOut:
     """Runs of a prompt without one part at a time; `pairs` has the prompt once per target.
 
@@ -539,8 +522,11 @@ class LeaveOneOut:
     @torch.no_grad()
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
-    ) -> RemovalEffects:
-        """The effects of removing each head, then of removing each group of attention edges."""
+    ) -> tuple[
+        Float[Tensor, "part target"], Float[Tensor, "part target"], Int[Tensor, "part target"]
+    ]:
+        """What removing each head, then removing each group of attention edges, changes: the metric
+        (negative: the part helps) and the answer's probability; and the token predicted then."""
         n_targets, device = len(self.pairs), self.adapter.device
         changes = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
         predictions = [torch.zeros(0, n_targets, dtype=torch.long, device=device)]
@@ -554,9 +540,8 @@ class LeaveOneOut:
                 scores = torch.stack([self._scores(row.double()) for row in logits])
                 changes.append(scores[:-1] - scores[-1])  # same pass: without an effect, exactly 0
                 predictions.append(logits[:-1].argmax(dim=-1))
-        effects, probabilities = torch.cat(changes).permute(1, 2, 0).cpu()
-        predicted = torch.cat(predictions).T.cpu()
-        return RemovalEffects(self.pairs.answers[:, 0].cpu(), effects, probabilities, predicted)
+        effects, probabilities = torch.cat(changes).cpu().unbind(dim=1)
+        return effects, probabilities, torch.cat(predictions).cpu()
 
     def _scores(self, logits: Float[Tensor, "target vocab"]) -> Float[Tensor, "two target"]:
         """The metric, and the probabilities of the answers."""
@@ -607,7 +592,7 @@ def with_effects(
         start = time.monotonic()
         batch, to_do = to_do[:size], to_do[size:]
         edges = [[(layer, head, query, key)] for layer, head, query, key in batch.tolist()]
-        effect[:, *batch.T] = one_out.effects(groups=edges).effects
+        effect[:, *batch.T] = one_out.effects(groups=edges)[0].T
         now = time.monotonic()
         if now >= end:
             break
