@@ -250,7 +250,6 @@ _PALE, _PALE_WEIGHT = 0.45, 1.0
 _CROWDED = 0.7
 _NARROW = 18
 """Gap between panels of a grid."""
-_MOST_BESIDE_LEGEND = 4  # columns
 _IN_ROLE, _BEYOND = "In the role", "Beyond it"
 _NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
 
@@ -280,10 +279,9 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     drawn = [list(chain(*row.values())) for row in panels]
     legend = _ablation_legend(list(chain(*drawn)))
     legend_width, legend_height = grid.legend_size(list(legend))
-    is_beside = len(columns) <= _MOST_BESIDE_LEGEND
-    beside = (grid.ROW_TITLE_WIDTH if any(rows) else 0) + (legend_width if is_beside else 0)
+    beside = legend_width + (grid.ROW_TITLE_WIDTH if any(rows) else 0)
     width = grid.fitting_width(len(columns), gap=_NARROW, beside=beside)
-    least = legend_height if len(rows) == 1 and is_beside else 0
+    least = legend_height if len(rows) == 1 else 0
     figure = grid.panel_figure(
         [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
@@ -304,7 +302,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
                 _add_ablation(figure, (number, column), curve)
     upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response"
     grid.add_outer_titles(figure, "Number of Ablated Heads", upwards)
-    (grid.add_side_legend if is_beside else grid.add_legend)(figure)
+    grid.add_side_legend(figure)
     grid.add_notes(figure, _empty_roles(rows))
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return grid.GridFigure(figure, title)

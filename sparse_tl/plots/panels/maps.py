@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparse_tl.arguments import checked
@@ -393,7 +394,7 @@ def _notes(panels: Mapping[str, HeadBehaviour]) -> list[str]:
 
 
 def _add_kinds(figure: Any, position: grid.Position, behaviour: HeadBehaviour) -> None:
-    """Fill a panel with cells, one trace per kind, and label them; tooltips have all scores.
+    """Fill a panel with cells and label them; tooltips have all scores.
 
     Labels that do not fit lose their sign, or are left out.
     """
@@ -404,23 +405,18 @@ def _add_kinds(figure: Any, position: grid.Position, behaviour: HeadBehaviour) -
     for name, row in zip(names, scores, strict=True):
         measured = map("{} {:.3f}".format, behaviour.scores, row)
         tooltips.append(grid.hover_text([name, *filter(None, [main.get(name)]), *measured]))
-    rows = range(0, len(tooltips), heads.n_heads)
-    for kind in ("", *dict.fromkeys(main.values())):
-        cells = torch.full(heads.exists.shape, torch.nan)
-        for head in names:
-            if main.get(head, "") == kind:
-                cells[heads.index(head)] = 1
-        figure.add_heatmap(
-            z=cells.tolist(),
-            zmin=0,
-            zmax=1,
-            colorscale=[(0, _FILL[kind]), (1, _FILL[kind])],
-            showscale=False,
-            text=[tooltips[start : start + heads.n_heads] for start in rows],
-            **grid.CELLS,
-            row=position[0],
-            col=position[1],
-        )
+    kinds, shape = [*_FILL], tuple(heads.exists.shape)
+    figure.add_heatmap(
+        z=np.reshape([kinds.index(main.get(name, "")) for name in names], shape).tolist(),
+        zmin=0,
+        zmax=len(kinds) - 1,
+        colorscale=[(number / (len(kinds) - 1), _FILL[kind]) for number, kind in enumerate(kinds)],
+        showscale=False,
+        text=np.reshape(tooltips, shape).tolist(),
+        **grid.CELLS,
+        row=position[0],
+        col=position[1],
+    )
     width, height = grid.panel_size(figure, position)
     if height / heads.n_layers < _LEAST_HEIGHT:
         return
