@@ -55,7 +55,6 @@ from sparse_tl.storage.files import digest, read_json, write_csv, write_json
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 from sparse_tl.zoo import (
     SMOLLM2,
-    TASKS,
     load_language_models,
     load_named_model,
     load_task_models,
@@ -383,11 +382,9 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
                 suffix = f", seed {seed}" if job.model is None else ""
                 folder.pin(f"{side} model{suffix}", digest(read_parameters(loaded)))
         for task in (task for task in chosen if task.name in missing):
+            draw = partial(task.pairs, models["dense"], seed=seed)
             if job.model is None:
-                built_in = next(one for one in TASKS if one.name == task.name)
-                draw = partial(task_pairs, built_in, seed=seed)
-            else:
-                draw = partial(task.pairs, models["dense"], seed=seed)
+                draw = partial(task_pairs, task, seed=seed)
             title = f"{task.title}, seed {seed}"
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
                 n_examples = EXAMPLES if job.model is None else OWN_EXAMPLES

@@ -26,7 +26,7 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores
-from sparse_tl.circuits.curves import EffectCurve
+from sparse_tl.circuits.curves import EffectCurve, median_size
 from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.methods.faithfulness import runs_of_search
@@ -135,9 +135,7 @@ class CircuitSizes(Result):
 
         Pairs that do not reach the level count as larger than all others.
         """
-        sizes = self.sizes[~self.sizes.isnan()]
-        median = sizes.quantile(0.5, interpolation="midpoint").item() if len(sizes) else math.inf
-        return median if math.isfinite(median) else None
+        return median_size(self.sizes[~self.sizes.isnan()].tolist() or [None])
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per pair: its index, its size, and the outcome."""
@@ -293,8 +291,7 @@ class _Judged:
 
     def add(self, circuits: Iterable[Circuit]) -> None:
         """Run circuits, unless one of the same size was."""
-        new = {len(circuit): circuit for circuit in circuits}
-        new = {size: circuit for size, circuit in new.items() if size not in self.circuits}
+        new = {len(one): one for one in circuits if len(one) not in self.circuits}
         if not new:
             return
         evaluation = self._run([*new.values()])
