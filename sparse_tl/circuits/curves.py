@@ -137,17 +137,14 @@ class SeedCurves(Result):
         sizes = sorted({size for curve in self.curves for size in curve.sizes})
         common = [size for size in sizes if first <= size <= last]
         effects = [[curve.effect_at(size) for curve in self.curves] for size in common]
-        medians, low, high = (
-            [summary(at_size) for at_size in effects] for summary in (statistics.median, min, max)
-        )
-        return EffectCurve(self.name, common, medians, low, high)
+        summaries = (summary(effects, axis=1).tolist() for summary in (np.median, np.min, np.max))
+        return EffectCurve(self.name, common, *summaries)
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and size: seed, name, size, mean, low, high."""
         tables = [curve.to_pandas() for curve in self.curves]
-        for seed, table in zip(self.seeds, tables, strict=True):
-            table.insert(0, "seed", seed)
-        return pd.concat(tables, ignore_index=True)
+        table = pd.concat(tables, keys=self.seeds, names=["seed"])
+        return table.reset_index("seed").reset_index(drop=True)
 
     def __repr__(self) -> str:
         return f"SeedCurves({self.name!r}, seeds {list(self.seeds)})"
