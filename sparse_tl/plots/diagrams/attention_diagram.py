@@ -130,15 +130,12 @@ def attention_diagram(
 
 def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
     """Whether panels can be compared: they have the same prompt, and effects on one metric."""
-    first_name, first = next(iter(panels.items()))
-    for name, graph in panels.items():
-        for what in ("n_columns", "targets"):
-            one, other = getattr(first, what), getattr(graph, what)
-            if one != other:
-                raise ValueError(
-                    f"panels trace different prompts: {what} {one} in {first_name!r} and {other} "
-                    f"in {name!r}; draw them as separate figures"
-                )
+    shown = {name: (graph.n_columns, graph.targets) for name, graph in panels.items()}
+    if len(set(shown.values())) > 1:
+        raise ValueError(
+            f"panels trace different prompts, whose numbers of columns and targets are {shown}; "
+            "draw them as separate figures"
+        )
     metrics = {
         name: graph.metric
         for name, graph in panels.items()

@@ -23,7 +23,7 @@ import torch
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, DrivingToken, HeadBehaviour, NeuronEffects, Scores
-from sparse_tl.circuits.paths import CROSSING, PathGraph, in_order, path_graph
+from sparse_tl.circuits.paths import CROSSING, PathGraph, PositionedNode, in_order, path_graph
 from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
@@ -154,9 +154,14 @@ def component_diagram(
         for name, circuit in panels.items()
     }
     framed = marked_heads(_heads_of(next(iter(panels.values()))), marked or {})
-    nodes, panel_data = _nodes_and_links(graphs)
+    nodes = in_order({node for graph in graphs.values() for node in graph.nodes})
+    rows, index = [*map(_row, nodes)], {node: row for row, node in enumerate(nodes)}
+    panel_data = [
+        panel_of(name, graph, [index[node] for node in graph.nodes])
+        for name, graph in graphs.items()
+    ]
     if isinstance(roles, HeadBehaviour):  # "a5.h1 ind+"
-        short, heads = roles.labels, {name: name.split("@")[0] for name, *_ in nodes}
+        short, heads = roles.labels, {name: name.split("@")[0] for name, *_ in rows}
         labels = {name: f"{head} {short[head]}" for name, head in heads.items() if head in short}
         view = replace(view, labels=labels | dict(view.labels))
     for panel, (name, circuit) in zip(panel_data, panels.items(), strict=True):
@@ -167,7 +172,7 @@ def component_diagram(
         panel["roles"] = {} if given is None else given.main
         panel["remark"] = (remarks or {}).get(name)
     data = {
-        "nodes": nodes,
+        "nodes": rows,
         "panels": panel_data,
         "unit": visible_text(unit.strip()[:40]),
         "marked": {
@@ -296,25 +301,9 @@ def read_view(state: str | Path | Mapping[str, Any], view: View) -> View:
 # ---- the script's data -------------------------------------------------------------------------
 
 
-def _nodes_and_links(graphs: Mapping[str, PathGraph]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The nodes of all circuits, and the links of each circuit between these, by index."""
-    nodes = in_order({node for graph in graphs.values() for node in graph.nodes})
-    index = {node: i for i, node in enumerate(nodes)}
-    rows = [
-        [
-            visible_text(str(node)),
-            node.kind,
-            node.step,
-            node.position,
-            None if node.kind in ("input", "logits") else node.component.layer,
-        ]
-        for node in nodes
-    ]
-    panels = [
-        panel_of(name, graph, [index[node] for node in graph.nodes])
-        for name, graph in graphs.items()
-    ]
-    return rows, panels
+def _row(node: PositionedNode) -> list[Any]:
+    layer = None if node.kind in ("input", "logits") else node.component.layer
+    return [visible_text(str(node)), node.kind, node.step, node.position, layer]
 
 
 def panel_of(name: str, graph: PathGraph, at: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,8 +264,9 @@ def head_map(
     for position, result in zip(positions, panels.values(), strict=True):
         if isinstance(result, Scores):
             _add_scores(figure, position, result, framed, unit)
-    if behaviours:
-        _add_behaviour(figure, positions, behaviours)
+        else:
+            _add_kinds(figure, position, result)
+    _add_samples(figure, {kind for one in behaviours.values() for kind in one.main.values()})
     for position in positions:
         _add_frames(figure, position, framed)
     if any(trace.name for trace in figure.data):
@@ -369,13 +370,8 @@ _FILL = {
 _FILL[""] = EMPTY_CELL
 
 
-def _add_behaviour(
-    figure: Any, positions: Sequence[grid.Position], panels: Mapping[str, HeadBehaviour]
-) -> None:
-    """Fill panels with cells by kind and their labels, and add samples of the kinds."""
-    for position, behaviour in zip(positions, panels.values(), strict=True):
-        _add_kinds(figure, position, behaviour)
-    drawn = {kind for behaviour in panels.values() for kind in behaviour.main.values()}
+def _add_samples(figure: Any, drawn: Container[str]) -> None:
+    """Add the kinds that are drawn to the legend."""
     for kind in KINDS:
         if kind in drawn:
             name = f"{KINDS[kind].label} {kind}".strip()
