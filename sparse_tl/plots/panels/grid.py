@@ -304,17 +304,13 @@ def _add_title(
 
 
 def add_outer_titles(figure: Any, x: str, y: str) -> None:
-    """Add axis titles for all panels together, the vertical one in two lines if necessary."""
-    layout, n_lines = figure.layout, 1
-    if text_width(y, palette.LABEL_SIZE) > _inner_size(layout)[1]:
-        spaces = (i for i, character in enumerate(y) if character == " ")
-        middle = min(spaces, key=lambda i: abs(i - len(y) / 2))
-        y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
-        figure.update_layout(width=layout.width + _LINE, margin_l=layout.margin.l + _LINE)
+    """Add axis titles for all panels together, the vertical one of two lines."""
+    layout = figure.layout
+    figure.update_layout(width=layout.width + _LINE, margin_l=layout.margin.l + _LINE)
     title = {"font": {"size": palette.LABEL_SIZE}, "xref": "paper", "yref": "paper"}
     title |= {"xanchor": "center", "yanchor": "middle"}
     below = {"x": 0.5, "y": 0, "yshift": _BELOW_TITLE - layout.margin.b}
-    aside = {"x": 0, "y": 0.5, "xshift": n_lines * _LINE / 2 + 4 - layout.margin.l}
+    aside = {"x": 0, "y": 0.5, "xshift": _LINE + 4 - layout.margin.l}
     figure.add_annotation(text=x, **title, **below)
     figure.add_annotation(text=y, textangle=-90, **title, **aside)
 
