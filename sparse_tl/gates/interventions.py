@@ -104,14 +104,16 @@ def _changed(
 ) -> Selected:
     """What the activations in some columns of a pass, which ends before `end`, become."""
     size, changed = here.shape[2:], one.keep * here
+
+    def check(what: str, shape: torch.Size) -> None:
+        if shape != size:
+            at = f"a position at {one.name} has {tuple(size)}"
+            raise ValueError(f"{what} has shape {tuple(shape)}; {at}")
+
     if recorded is not None:
         changed = changed + one.scale * _from_source(one, here, columns, end, recorded)
     elif isinstance(one.source, Tensor):
-        if size != one.source.shape:
-            raise ValueError(
-                f"the vector has shape {tuple(one.source.shape)}; a position at {one.name} has "
-                f"{tuple(size)}"
-            )
+        check("the vector", one.source.shape)
         changed = changed + one.scale * one.source.to(here)
     elif callable(one.source):
         changed = changed + one.scale * one.source(here)
@@ -120,11 +122,7 @@ def _changed(
     if not isinstance(one.subspace, Tensor):
         units = torch.tensor(one.subspace, device=here.device)
         return here.index_copy(2, units, changed.index_select(2, units))
-    if size != one.subspace.shape[1:]:
-        raise ValueError(
-            f"vectors of the subspace have shape {tuple(one.subspace.shape[1:])}; a position at "
-            f"{one.name} has {tuple(size)}"
-        )
+    check("each vector of the subspace", one.subspace.shape[1:])
     # Half precision has no QR decomposition.
     vectors = one.subspace.flatten(1).T.to(torch.promote_types(here.dtype, torch.float32))
     q = torch.linalg.qr(vectors)[0].to(here)

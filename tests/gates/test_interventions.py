@@ -298,7 +298,7 @@ def test_a_real_language_model_under_hooks_by_hand(smollm2: Path) -> None:
     [
         ({"positions": slice(0, 8)}, "position 6 lies outside the source of 6 tokens"),
         ({"source": torch.zeros(2, 8).long()}, "the source has 2 prompts for 3"),
-        ({"subspace": torch.ones(1, 3), "positions": [2]}, "vectors of the subspace have shape"),
+        ({"subspace": torch.ones(1, 3), "positions": [2]}, "each vector of the subspace has shape"),
         ({"subspace": torch.ones(2, 16)}, "linearly dependent"),
         (
             {"positions": slice(0, 2), "source_positions": [0, 1]},

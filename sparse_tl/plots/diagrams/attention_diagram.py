@@ -117,14 +117,13 @@ def attention_diagram(
             "graphs, not a column"
         )
     target %= n_targets
-    weighted = _weighted(panels)
     for graph in panels.values():
         # First-order estimates replace missing effects.
         is_estimate = weight == "effect" and graph.attribution is not None
         graph.edge_weights("first-order" if is_estimate else weight)  # raises if not traced
     limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    data = _script_data(weighted, state) | {"size": size}
+    data = _script_data(_weighted(panels), state) | {"size": size}
     return CircuitDiagram(data, Surround(tuple(panels), title, transition))
 
 

@@ -279,7 +279,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     drawn = [list(chain(*row.values())) for row in panels]
     legend = _ablation_legend(list(chain(*drawn)))
     legend_width, legend_height = grid.legend_size(list(legend))
-    beside = legend_width + (grid.ROW_TITLE_WIDTH if any(rows) else 0)
+    beside = legend_width + grid.LINE + (grid.ROW_TITLE_WIDTH if any(rows) else 0)
     width = grid.fitting_width(len(columns), gap=_NARROW, beside=beside)
     least = legend_height if len(rows) == 1 else 0
     figure = grid.panel_figure(

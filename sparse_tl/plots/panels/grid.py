@@ -306,11 +306,11 @@ def _add_title(
 def add_outer_titles(figure: Any, x: str, y: str) -> None:
     """Add axis titles for all panels together, the vertical one of two lines."""
     layout = figure.layout
-    figure.update_layout(width=layout.width + _LINE, margin_l=layout.margin.l + _LINE)
+    figure.update_layout(width=layout.width + LINE, margin_l=layout.margin.l + LINE)
     title = {"font": {"size": palette.LABEL_SIZE}, "xref": "paper", "yref": "paper"}
     title |= {"xanchor": "center", "yanchor": "middle"}
     below = {"x": 0.5, "y": 0, "yshift": _BELOW_TITLE - layout.margin.b}
-    aside = {"x": 0, "y": 0.5, "xshift": _LINE + 4 - layout.margin.l}
+    aside = {"x": 0, "y": 0.5, "xshift": LINE + 4 - layout.margin.l}
     figure.add_annotation(text=x, **title, **below)
     figure.add_annotation(text=y, textangle=-90, **title, **aside)
 
@@ -471,7 +471,7 @@ def add_texts(
 # ---- legends and notes -------------------------------------------------------------------------
 
 # Width of a line sample including gaps, and height of an entry.
-_LINE, _BELOW_TITLE = 16, 20
+LINE, _BELOW_TITLE = 16, 20
 """Width of a line of a vertical axis title; height of the middle of a horizontal one."""
 _SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 50, 19, 18
 
