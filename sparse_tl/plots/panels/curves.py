@@ -303,8 +303,22 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     upwards = "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
     grid.add_outer_titles(figure, "Number of Ablated Heads", upwards)
     grid.add_side_legend(figure)
+    grid.add_notes(figure, _empty_roles(rows))
     title = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return grid.GridFigure(figure, title)
+
+
+def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> Iterator[str]:
+    """One note per role, listing the panels in which it has no heads."""
+    for role in ROLES:
+        panels = [
+            f"{task}, {model}" if task else model
+            for task, row in rows.items()
+            for model, curves in row.items()
+            if any(curve.by == role and _n_in_role(curve) == 0 for curve in curves)
+        ]
+        if panels:
+            yield f"No heads of {role}: {'; '.join(panels)}."
 
 
 def _with_control(curves: Sequence[AblationCurve]) -> list[AblationCurve]:
