@@ -9,6 +9,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,7 @@ from sparse_tl.backend import adapt
 from sparse_tl.circuits import Scores
 
 
+@cache
 def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     """The type of every parameter; of what only type checkers import, its text."""
     names = {**vars(typing), **vars(sys.modules[function.__module__])}
@@ -69,7 +71,7 @@ def of_prompts() -> dict[str, Callable[..., Any]]:
 
 def choices(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """The defaults; every other patch; and every other value of options that have names."""
-    types, defaults = _annotations(function), _defaults(function)
+    types, defaults = {**_annotations(function)}, _defaults(function)
     if "options" in types:  # those of `evaluate`
         types |= {"patch": _annotations(evaluate)["patch"]}
         defaults |= {"patch": _defaults(evaluate)["patch"]}

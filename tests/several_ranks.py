@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
+from type_checks import checks_end
 
 
 def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 300) -> list[Any]:
@@ -47,6 +48,7 @@ def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 300) -> list[An
 
 
 def _rank(number: int, n: int, store: Path, job: Callable[[int], Any], end: Any) -> None:
+    checks_end()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
     os.environ |= {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}

@@ -17,12 +17,14 @@ from typing import Any
 
 import jaxtyping
 import pytest
+from jaxtyping._storage import _shape_storage
 
 CALLS, NESTED_CALLS = 2, 1
 """So many calls of a function are checked in each test."""
 _checked: Counter[CodeType] = Counter()
+_enough = set[CodeType]()
+"""Functions of which as many were; apart, since most calls ask for nothing else."""
 _jaxtyped = jaxtyping.jaxtyped
-_SIZES_OF_ITS_OWN = _jaxtyped("context")
 
 
 def _first_calls_checked(function: Any, *, typechecker: Any) -> Any:
@@ -37,10 +39,18 @@ def _first_calls_checked(function: Any, *, typechecker: Any) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _checked[code] >= most:
-            with _SIZES_OF_ITS_OWN:  # as in a checked call: what it asks of a shape is its own
+        if code in _enough:
+            sizes = getattr(_shape_storage, "memo_stack", None)
+            if not sizes:
                 return function(*args, **kwargs)
+            _shape_storage.memo_stack = []  # what it asks of a shape is its own
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _shape_storage.memo_stack = sizes
         _checked[code] += 1
+        if _checked[code] == most:
+            _enough.add(code)
         if not checking:
             checking.append(_jaxtyped(function, typechecker=typechecker))
         return checking[0](*args, **kwargs)
@@ -50,7 +60,7 @@ def _first_calls_checked(function: Any, *, typechecker: Any) -> Any:
 
 def _instead(function: Any = None, *, typechecker: Any = None) -> Any:
     if function == "context":
-        return _SIZES_OF_ITS_OWN
+        return _jaxtyped(function)
     if function is None:
         return functools.partial(_first_calls_checked, typechecker=typechecker)
     return _first_calls_checked(function, typechecker=typechecker)
@@ -61,16 +71,17 @@ jaxtyping.jaxtyped = _instead
 
 def checks_end() -> None:
     """In this process, no call is checked any more, as for users."""
-    global _checked
-    _checked = _Enough()
+    global _enough
+    _enough = _All()
 
 
-class _Enough(Counter[CodeType]):
-    def __missing__(self, key: CodeType) -> int:
-        return CALLS
+class _All(set[CodeType]):
+    def __contains__(self, code: object) -> bool:
+        return True
 
 
 @pytest.fixture(autouse=True)
 def checks_begin_anew() -> Iterator[None]:
     _checked.clear()
+    _enough.clear()
     yield

@@ -162,6 +162,7 @@ class GreaterThanTask(Task):
         years = []
         n_decades = 10 ** (form.n_given - 2)
         firsts = (c * n_decades + decade for c in self.centuries for decade in range(n_decades))
+        starts = (form.corrupted, *form.starts)
         for given in map(str, firsts):
             before = encode(f"year {given}")
             if form is PAIRS and len(before) != len(encode("year")) + 1:
@@ -171,7 +172,7 @@ class GreaterThanTask(Task):
                 continue
             split = [
                 rest
-                for rest in (form.corrupted, *form.starts)
+                for rest in starts
                 if encode(f"year {given}{rest}")[: len(before) + 1]
                 == before + answers[rest[: form.n_asked]]
             ]
