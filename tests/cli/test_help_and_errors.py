@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_example_can_be_read_by_its_command(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.csv").touch()
     shown = run_command(name, "--help", whole=True).out.partition("\n Examples\n")[2]
     lines = shown.replace("\\\n", " ").splitlines()
     examples = [shlex.split(line)[1:] for line in lines if line.startswith("   sparse-tl")]
