@@ -137,6 +137,7 @@ class SeedCurves(Result):
         sizes = sorted({size for curve in self.curves for size in curve.sizes})
         common = [size for size in sizes if first <= size <= last]
         effects = [[curve.effect_at(size) for curve in self.curves] for size in common]
+        effects = np.reshape(effects, (len(common), len(self.curves)))  # of no size, too
         summaries = (summary(effects, axis=1).tolist() for summary in (np.median, np.min, np.max))
         return EffectCurve(self.name, common, *summaries)
 

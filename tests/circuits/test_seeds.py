@@ -44,6 +44,8 @@ def test_the_median_curve_has_the_median_effect_at_every_size() -> None:
 def test_the_median_curve_ends_where_the_first_seed_does() -> None:
     found = SeedCurves((4, 7), [curve({1: 0.0, 50: 0.5}), curve({2: 0.0, 8: 0.3, 100: 1.0})])
     assert found.median.sizes == (2, 8, 50)
+    apart = SeedCurves((4, 7), [curve({1: 0.0, 2: 0.5}), curve({8: 0.3, 9: 1.0})])
+    assert apart.median.sizes == ()
 
 
 def test_a_single_seed_is_its_own_median_with_its_interval() -> None:
