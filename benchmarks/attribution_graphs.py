@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from sparse_tl import load_language_models
 from sparse_tl.backend import adapt
 from sparse_tl.circuits import attribution_graph, check_graph
-from sparse_tl.circuits.prompt.graph_checks import Gates, GraphRun
+from sparse_tl.circuits.prompt.graph_checks import GraphRun
 from sparse_tl.circuits.prompt.linearised import Linearised
 from sparse_tl.tasks import TASKS_BY_NAME
 
@@ -58,11 +59,17 @@ def prompts(model: Any, text: Path, each: int) -> list[tuple[str, Any, Any, Any]
     return found[::4] + [prompt for start in (1, 2, 3) for prompt in found[start::4]]
 
 
-def gates(edges: Tensor, units: Tensor, least: Tensor) -> Gates:
-    """In each row, 1 for the edges and neurons whose flow has at least a size."""
-    kept_edges = (edges >= least.view(-1, 1, 1, 1, 1)).float()
-    kept_units = (units >= least.view(-1, 1, 1, 1)).float()
-    return kept_edges, kept_units
+class ByFlow(GraphRun):
+    """Runs in which rows are sizes: edges and neurons act whose flow has at least that size."""
+
+    def __init__(self, model: Any, graph: Any, flows: dict[str, Tensor]) -> None:
+        self.flows = flows
+        super().__init__(model, graph, "neurons")
+
+    def factors(self, rows: Sequence[Any], default: float, place: str, value: Tensor) -> Tensor:
+        if not isinstance(rows[0], float):
+            return super().factors(rows, default, place, value)
+        return torch.stack([self.flows[place] >= least for least in rows]).to(value)
 
 
 def measure(model: Any, clean: Tensor, corrupted: Tensor, target: Any) -> dict[str, float]:
@@ -70,29 +77,33 @@ def measure(model: Any, clean: Tensor, corrupted: Tensor, target: Any) -> dict[s
     graph, adapter = attribution_graph(model, clean, target=target, max_nodes=1), adapt(model)
     linear = Linearised(adapter, clean, None)
     linear.explain(graph.answers, graph.weights)
-    layers = range(adapter.n_layers)
-    edges = torch.stack([linear.edge_flows(layer).abs() for layer in layers])
-    units = torch.stack([linear.unit_flows(layer).abs() for layer in layers])
+    flows = dict[str, Tensor]()
+    for layer in range(adapter.n_layers):
+        flows[f"attention edge.{layer}"] = linear.edge_flows(layer).abs()
+        flows[f"neuron.{layer}"] = linear.unit_flows(layer).abs()
     with torch.no_grad():
-        return _shares(GraphRun(model, graph, "neurons"), edges, units, corrupted)
+        return _shares(ByFlow(model, graph, flows), corrupted)
 
 
-def _shares(run: GraphRun, edges: Tensor, units: Tensor, corrupted: Tensor) -> dict[str, float]:
-    sizes = torch.cat([edges.flatten(), units.flatten()]).sort(descending=True).values
+def _shares(run: ByFlow, corrupted: Tensor) -> dict[str, float]:
+    sizes = torch.cat([flow.flatten() for flow in run.flows.values()]).sort(descending=True).values
+    edges = torch.cat([run.flows[at].flatten() for at in run.flows if at.startswith("attention")])
     grid = [100 * 2**k for k in range(20)]
     all_nodes = int((sizes > 0).sum())
     counts = [*SHOWN, *(n for n in grid if n < all_nodes), all_nodes]
     least = sizes[torch.tensor(counts) - 1]
     least[-1] = 0.0  # also what has no flow, such as closed edges
-    everything = torch.zeros(1)
-    low, others = run.values(gates(edges, units, everything), corrupted)
+    low, others = run.values(tokens=corrupted)
     high, own = run.whole
     flowing = edges[edges > 0]
     in_graph = (flowing >= least[:, None]).sum(dim=1).tolist()
     row: dict[str, float] = {f"edges of {n}": in_graph[k] for k, n in enumerate(SHOWN)}
-    for name, patterns in ("run", {}), ("prompt", {n: own[n] for n in own if "pattern" in n}):
+    for name, patterns in (
+        ("run", {}),
+        ("prompt", {n: own[n] for n in own if n.startswith("attention")}),
+    ):
         values = [
-            run.values(gates(edges, units, some), others=others, patterns=patterns)[0]
+            run.values(some.tolist(), others=others, patterns=patterns)[0]
             for some in least.split(8)
         ]
         effect = ((torch.cat(values) - low) / (high - low)).tolist()
@@ -100,7 +111,7 @@ def _shares(run: GraphRun, edges: Tensor, units: Tensor, corrupted: Tensor) -> d
         reached = next(k for k in range(len(SHOWN), len(counts)) if effect[k] >= SHARE)
         row |= {f"nodes, {name}": counts[reached], f"edges, {name}": in_graph[reached]}
     row["nodes of flow"] = int((sizes.cumsum(0) < SHARE * sizes.sum()).sum()) + 1
-    row["edges of flow"] = int((flowing >= sizes[int(row["nodes of flow"]) - 1]).sum())
+    row["edges of flow"] = int((flowing >= sizes[row["nodes of flow"] - 1]).sum())
     row |= {"all nodes": all_nodes, "all edges": len(flowing)}
     return row
 

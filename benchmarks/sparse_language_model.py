@@ -73,6 +73,7 @@ def on_sentences(models: Models, file: Path, n: int, length: int) -> dict[str, A
     tokenizer = models["dense"].tokenizer
     windows = text_rows(read_documents(file), tokenizer, 256, limit=2 * n).tokens
     rows = short_rows(windows, tokenizer)["short"]
+    assert rows.attention_mask is not None
     whole = rows.select((rows.attention_mask.sum(dim=1) >= length).nonzero()[:n, 0])
     return measure(models, TokenBatch.next_token(whole.tokens[:, :length]))
 
@@ -203,8 +204,8 @@ def main() -> None:
         found = report.get(f"text {file.name}, {window}", measured)
         dense, sparse = found["dense"], found["sparse"]
         losses = [f"{dense['loss']:.3f}", f"{sparse['loss']:.3f}", f"{sparse['divergence']:.3f}"]
-        counts = (one["active_attention_edges_per_token"] for one in (dense, sparse))
-        rows.append([file.name, str(window), *edges(*counts, heads), *losses])
+        counts = [one["active_attention_edges_per_token"] for one in (dense, sparse)]
+        rows.append([file.name, str(window), *edges(counts[0], counts[1], heads), *losses])
     table(f"text | window | {counted} | loss, dense | sparse | divergence", rows)
 
     rows = []

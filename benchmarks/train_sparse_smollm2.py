@@ -29,7 +29,7 @@ from sparse_tl.backend import adapt, merge_lora
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
-from sparse_tl.training.constraint import Validation, parse_target
+from sparse_tl.training.constraint import Target, Validation
 from sparse_tl.training.post_train import EVALUATIONS
 from sparse_tl.zoo.building import SHIPPED
 
@@ -66,7 +66,7 @@ def main() -> None:
 
     def add(name: str, rows: TokenBatch, per_step: int) -> None:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
-        n = max(2, args.held_out_tokens * len(rows) // int(rows.loss_mask.numel()))
+        n = max(2, args.held_out_tokens * len(rows) // rows.loss_mask.numel())
         validation[name] = rows.select(order[:n])
         streams[name] = ShuffledStream(rows.select(order[n:]), per_step)
 
@@ -128,7 +128,7 @@ def steps_within(
     options: dict[str, Any],
 ) -> int:
     """How many steps a run can have, its evaluations included; `sparse` is trained a little."""
-    target = parse_target(options["target_loss"], options["target_edges"], "")
+    target = Target.parse(options["target_loss"], options["target_edges"])
     rows = Validation(sparse, options["validation"], {}, target, None, options["precision"], None)
 
     def took(work: Any) -> float:

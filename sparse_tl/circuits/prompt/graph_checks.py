@@ -203,9 +203,21 @@ class GraphRun:
                 "pass the model, and the hooks, that the graph was made with"
             )
 
+    def factors(
+        self, rows: Sequence[Any], default: float, place: str, value: Float[Tensor, "row ..."]
+    ) -> Float[Tensor, "row ..."]:
+        """What the values of a place are multiplied by; arguments are those of `values`."""
+        found = torch.full_like(value, default)
+        for row, given in enumerate(rows):
+            for name, factor in given.items():
+                at, index = self.places[name]
+                if at == place:
+                    found[row, *index] = factor
+        return found
+
     def values(
         self,
-        rows: Sequence[Mapping[str, float]] = ({},),
+        rows: Sequence[Any] = ({},),
         tokens: Int[Tensor, " pos"] | None = None,
         *,
         default: float = 1.0,
@@ -225,13 +237,8 @@ class GraphRun:
         seen = dict[str, Tensor]()
 
         def factors(place: str, value: Tensor) -> Tensor:
-            seen[place], found = value, torch.full_like(value, default)
-            for row, given in enumerate(rows):
-                for name, factor in given.items():
-                    at, index = self.places[name]
-                    if at == place:
-                        found[row, *index] = factor
-            return found
+            seen[place] = value
+            return self.factors(rows, default, place, value)
 
         def scaled(kind: str, layer: int, value: Tensor) -> Tensor:
             place, own = f"{kind}.{layer}", value.view(len(rows), len(tokens), -1)
