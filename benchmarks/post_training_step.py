@@ -24,6 +24,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,13 +93,11 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
     parameters = [weight for name, weight in read_parameters(module).items() if name in chosen]
     fused = all(weight.is_contiguous() for weight in parameters)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
-    merge: Callable[[], None] = lambda: None  # noqa: E731
-    if variant == "lora":
-        merging = merged_lora(module, None)
-        merge = merging.__enter__()
+    merging = merged_lora(module, None) if variant == "lora" else nullcontext(lambda: None)
+    merge = merging.__enter__()
     generator = torch.Generator(device).manual_seed(0)
 
-    def step() -> None:
+    def step(kept: Any = merging) -> None:  # a generator that nothing holds would end
         optimizer.zero_grad(set_to_none=True)
         loss, _ = objective.measure(batch, generator, 0.0)
         loss.backward()

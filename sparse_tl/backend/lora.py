@@ -286,14 +286,15 @@ class _Adapted(_Map):
         self.layer, self.plain = layer, _Map(base, dtype)
         self.a, self.b = layer.factors()
         # Everything in the memory layout of the weight: copies across layouts are slow.
-        weight, a, b = base.weight.detach(), self.a.detach(), self.b.detach()
-        transposed = isinstance(base, Conv1D)
+        weight, transposed = base.weight.detach(), isinstance(base, Conv1D)
+        a, b = self.values = self.a.detach(), self.b.detach()
         self.terms = weight.to(a.dtype), *((a.T, b.T) if transposed else (b, a))
         self.merged = torch.empty_like(weight, dtype=self.weight.dtype)
         self.weight = self.merged.T if transposed else self.merged
 
     @torch.no_grad()
     def merge(self) -> None:
+        self.factors = [one.to(self.merged.dtype) for one in self.values]
         if self.merged.dtype == self.a.dtype:
             torch.addmm(*self.terms, alpha=SCALE, out=self.merged)
         else:
@@ -319,12 +320,13 @@ class _Merged(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_output: Tensor) -> Any:  # type: ignore[override]
         (x,), adapted = ctx.saved_tensors, ctx.adapted
-        a, b = (factor.detach().to(x.dtype) for factor in (adapted.a, adapted.b))
+        a, b = adapted.factors
         rows, g = x.flatten(0, -2), by_output.to(x.dtype).flatten(0, -2)
         by_x = by_a = by_b = None
         if ctx.needs_input_grad[0]:
             by_x = (g @ adapted.weight).view(x.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            by_a = ((g @ b).T @ rows).mul_(SCALE).to(adapted.a.dtype)
-            by_b = (g.T @ (rows @ a.T)).mul_(SCALE).to(adapted.b.dtype)
+            scaled = {"beta": 0, "alpha": SCALE}
+            by_a = torch.addmm(a, (g @ b).T, rows, **scaled).to(adapted.a.dtype)
+            by_b = torch.addmm(b, g.T, rows @ a.T, **scaled).to(adapted.b.dtype)
         return by_x, by_a, by_b, None
