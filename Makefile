@@ -48,7 +48,7 @@ demo: $(INSTALLED)
 # The same on a real language model, at a small size: a few steps, on text that it writes itself and IOI.
 demo-lm: language-model
 	$(BIN)/python -m sparse_tl post-train --model smollm2 --text own --task ioi --target-loss kl+0.1 \
-		--own-windows 240 --window 64 --batch-size 6 --steps 80 --precision bf16 \
+		--own-windows 240 --window 64 --batch-size 6 --steps 80 \
 		--prompt "When Mary and John went to the store, John gave a drink to" --out runs/smollm2
 	@echo "The model that comes with the package was trained for ten hours, and has 62 to 81x fewer edges in windows" \
 		"of 256 tokens: load_language_models(). See runs/smollm2/circuit_diagram.html."

@@ -27,6 +27,7 @@ import torch
 from sparse_tl import SparseTransformer, compare_skills, load_language_model
 from sparse_tl.backend import adapt, merge_lora
 from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
+from sparse_tl.devices import is_slow_in_bfloat16
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
 from sparse_tl.training.constraint import Target, Validation
@@ -92,7 +93,7 @@ def main() -> None:
         "target_edges": args.target_edges,
         "learning_rate": {"lora": args.learning_rate},
         "gate_learning_rate": args.gate_learning_rate,
-        "precision": "bf16",
+        "precision": "float32" if is_slow_in_bfloat16(adapt(dense).device) else "bf16",
     }
     plan = args.out / "steps.json"
     if args.minutes and not plan.exists():

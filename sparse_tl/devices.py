@@ -26,6 +26,11 @@ def check_device(device: torch.device | str) -> None:
         ) from error
 
 
+def is_slow_in_bfloat16(device: torch.device) -> bool:
+    """Whether products take 5 to 50 times as long as in float32: on a CPU without AVX-512."""
+    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 @dataclass(frozen=True)
 class SizeByDevice:
     """A size for CPUs, whose caches hold little, and one for devices that pay per operation."""

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -49,6 +50,7 @@ from sparse_tl.backend import (
 from sparse_tl.contexts import autograd
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.streams import TokenStream
+from sparse_tl.devices import is_slow_in_bfloat16
 from sparse_tl.progress import tracked
 from sparse_tl.results import NonFiniteError
 from sparse_tl.storage import files
@@ -240,6 +242,12 @@ def train(
     ranks.check_alike({**identity["settings"], "weights": identity["weights"]})
     is_first = processes().is_main_process
     half = torch.bfloat16 if config.precision == "bf16" else None
+    if half and is_slow_in_bfloat16(run.device):
+        warnings.warn(
+            "this CPU is slow in bfloat16: products take 5 to 50 times as long as in float32. "
+            'precision="float32" is faster',
+            stacklevel=2,
+        )
     apart = has_sharded_weights(model)  # adapters stay apart from sharded weights
     with files.locked(folder if is_first else None):
         if folder is not None:

@@ -171,6 +171,12 @@ def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
     assert losses["bf16"][0] == pytest.approx(losses["float32"][0], abs=0.05)
 
 
+def test_bf16_where_it_is_slow_is_said(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.warns(UserWarning, match="this CPU is slow in bfloat16"):
+        echo(precision="bf16", steps=1)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
