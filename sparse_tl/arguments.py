@@ -139,7 +139,7 @@ def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
     argument, *inside = place
     name = [*parameters][argument] if isinstance(argument, int) else argument
     said = f"{', '.join(map(str, [name, *inside]))}: {' or '.join(expected)}"
-    if first["type"] == "missing_argument":
+    if first["type"].startswith("missing"):
         return said
     shown = f"{value!r:.80}"
     if isinstance(value, Tensor):

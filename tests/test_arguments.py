@@ -43,6 +43,9 @@ def test_messages_name_all_that_a_union_takes_and_names_like_the_one_given() -> 
     @checked
     def read(prompt: str | Int[Tensor, " pos"], by: Literal["eap", "eap-ig"] = "eap") -> None: ...
 
+    @checked
+    def found(*, size: int) -> None: ...
+
     batch = r"prompt: Input should be a valid string or an instance of .*; got a torch.int64 Tensor"
     with pytest.raises(ValueError, match=batch + r" of shape \(1, 2\)$"):
         read(torch.zeros(1, 2, dtype=torch.long))
@@ -50,3 +53,5 @@ def test_messages_name_all_that_a_union_takes_and_names_like_the_one_given() -> 
         read("text", by="EAPIG")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt: Missing required argument$"):
         read()  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="size: Missing required keyword only argument$"):
+        found()  # type: ignore[call-arg]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from analyses import call, check_same, of_prompts
@@ -19,6 +20,7 @@ from sparse_tl import (
     logit_difference,
     patch_exactly,
     post_train,
+    trace_attention,
 )
 from sparse_tl.backend import Model
 from sparse_tl.data import ShuffledStream
@@ -52,6 +54,13 @@ def test_gradients_switched_off_change_nothing(build_tiny: Build) -> None:
         assert not torch.is_grad_enabled()
     finally:
         torch.set_grad_enabled(True)
+
+
+def test_a_search_for_nan_changes_nothing(build_tiny: Build) -> None:
+    model, tokens = shaken(build_tiny(dtype="float64")), random_pairs().clean[0]
+    expected = trace_attention(model, tokens).to_pandas()
+    with torch.autograd.set_detect_anomaly(True):
+        pd.testing.assert_frame_equal(trace_attention(model, tokens).to_pandas(), expected)
 
 
 @pytest.mark.parametrize("name", ["attribute_circuit_edges", "fit_head_gates"])

@@ -457,9 +457,10 @@ def _gradients(
     """The derivative of every output with respect to every input, several outputs per pass."""
     by_output = []
     for rows in torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device).split(16):
-        gradients = torch.autograd.grad(
-            outputs, list(inputs), rows, retain_graph=True, is_grads_batched=True
-        )
+        with torch.autograd.set_detect_anomaly(False):  # batches cannot be searched for NaN
+            gradients = torch.autograd.grad(
+                outputs, list(inputs), rows, retain_graph=True, is_grads_batched=True
+            )
         by_output.append(torch.cat(gradients, dim=1))
     return torch.cat(by_output)
 
