@@ -57,10 +57,13 @@ def test_gradients_switched_off_change_nothing(build_tiny: Build) -> None:
 
 
 def test_a_search_for_nan_changes_nothing(build_tiny: Build) -> None:
-    model, tokens = shaken(build_tiny(dtype="float64")), random_pairs().clean[0]
-    expected = trace_attention(model, tokens).to_pandas()
+    model = SparseTransformer(shaken(build_tiny(dtype="float64")))
+    tokens = random_pairs().clean[0]
+    expected = trace_attention(model, tokens, attribution=True).to_pandas()
     with torch.autograd.set_detect_anomaly(True):
-        pd.testing.assert_frame_equal(trace_attention(model, tokens).to_pandas(), expected)
+        pd.testing.assert_frame_equal(
+            trace_attention(model, tokens, attribution=True).to_pandas(), expected
+        )
 
 
 @pytest.mark.parametrize("name", ["attribute_circuit_edges", "fit_head_gates"])
