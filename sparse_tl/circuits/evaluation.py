@@ -71,6 +71,18 @@ class Evaluation(Result):
         """
         return explained_effect(self.values, self.clean, self.none)
 
+    @property
+    def deviation(self) -> Float[Tensor, " circuit"]:
+        """How far single pairs are from the whole model, in units of the mean effect.
+
+            mean |m(C) - m(clean)| / |mean (m(clean) - m(none))|
+
+        In the explained effect, a ratio of means, errors of pairs cancel: a circuit that explains 1
+        has the effect on average, and one with a deviation of 0 in every pair.
+        """
+        errors = (self.values - self.clean).abs().mean(dim=-1)
+        return errors / (self.clean - self.none).mean().abs()
+
     def interval(self) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
         """Lower and upper ends of a 95 % bootstrap interval of the explained effect over pairs."""
         return effect_interval(self.values, self.clean, self.none)
@@ -95,10 +107,11 @@ class Evaluation(Result):
         return EffectCurve(name, self.sizes, self.effect.tolist(), low.tolist(), high.tolist())
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per circuit: size, explained effect with its interval, and mean metric."""
+        """One row per circuit: size, explained effect with interval, deviation, mean metric."""
         low, high = self.interval()
         effects = {"explained_effect": self.effect, "low": low, "high": high}
-        return pd.DataFrame({"size": self.sizes, **effects, "metric": self.values.mean(dim=1)})
+        means = {"deviation": self.deviation, "metric": self.values.mean(dim=1)}
+        return pd.DataFrame({"size": self.sizes, **effects, **means})
 
     def __repr__(self) -> str:
         effects = zip(self.sizes, self.effect.tolist(), strict=True)

@@ -229,7 +229,7 @@ class MIBEvaluation(Result):
         tables = [pd.DataFrame({"fraction": MIB_FRACTIONS})]
         for name, of in (("signed", self.signed), ("absolute", self.absolute)):
             table = of.to_pandas().rename(columns={"explained_effect": "faithfulness"})
-            tables.append(table.drop(columns="metric").add_prefix(f"{name}_"))
+            tables.append(table.drop(columns=["deviation", "metric"]).add_prefix(f"{name}_"))
         return pd.concat(tables, axis=1)
 
     def __repr__(self) -> str:

@@ -195,6 +195,14 @@ def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) ->
     assert (table["explained_effect"] <= table["high"]).all()
 
 
+def test_errors_of_pairs_cancel_in_the_effect_and_not_in_the_deviation() -> None:
+    values = torch.tensor([[3.0, 1.0], [2.0, 2.0], [1.0, -1.0]])
+    found = Evaluation((2, 1, 0), 2, values, torch.tensor([2.0, 2.0]), torch.tensor([1.0, -1.0]))
+    table = found.to_pandas()
+    assert table["explained_effect"].tolist() == [1.0, 1.0, 0.0]
+    assert table["deviation"].tolist() == [0.5, 0.0, 1.0]
+
+
 CIRCUITS = ("circuits", "readers", "start")
 RESULTS = {name: f for kind in (Scores, Circuit, HeadRoles) for name, f in taking(kind).items()}
 

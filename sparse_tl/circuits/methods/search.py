@@ -85,8 +85,9 @@ class FoundCircuit(Result):
         """One row per method, the smallest circuit first.
 
         Columns give the size of the method's smallest circuit that reaches `at`, its explained
-        effect on held-out pairs with an interval, and the seconds that the method took. A ranking
-        that cannot have the smallest was cut at one size a doubling.
+        effect on held-out pairs with an interval, its `Evaluation.deviation` there, and the seconds
+        that the method took. A ranking that cannot have the smallest was cut at one size a
+        doubling.
         """
         rows = []
         for method, evaluation in self.evaluations.items():
@@ -94,7 +95,7 @@ class FoundCircuit(Result):
             row = evaluation.to_pandas().drop(columns="metric").iloc[first : first + 1]
             rows.append(row.assign(method=method, seconds=self.seconds[method]))
         table = pd.concat(rows).sort_values("size", kind="stable", ignore_index=True)
-        return table[["method", "size", "explained_effect", "low", "high", "seconds"]]
+        return table[["method", "size", "explained_effect", "low", "high", "deviation", "seconds"]]
 
     def _repr_html_(self) -> str:
         drawn = self.figure() if isinstance(self.circuit.grid, CircuitGraph) else self.circuit
