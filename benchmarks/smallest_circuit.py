@@ -2,8 +2,12 @@
 
 All methods search on the same prompt pairs, and all circuits are evaluated on the same held-out
 pairs. Every row of the table in Markdown is the run of one circuit: its edges, the explained effect
-on held-out pairs with its 95 % interval, and the time that the method took to search. The whole
-time of `find_circuit`, with the attribution and all evaluations, comes below the table.
+on held-out pairs with its 95 % interval, the deviation there, and the time that the method took to
+search. The whole time of `find_circuit`, with the attribution and all evaluations, comes below the
+table.
+
+With ``--fresh``, the circuit, and those of EAP-IG's ranking by the mean absolute score, are run on
+further pairs, which neither the search nor the choice among sizes has seen.
 
 With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are also searched by
 
@@ -13,7 +17,7 @@ With ``--others``, as many edges as `find_circuit` has, or hardly fewer, are als
 
 SmolLM2 takes three to ten minutes of one core, a task model one, with all others some minutes:
 
-    python benchmarks/smallest_circuit.py --model smollm2 --pairs 16 --seconds 600
+    python benchmarks/smallest_circuit.py --model smollm2 --pairs 16 --seconds 600 --fresh 48
     python benchmarks/smallest_circuit.py --model sparse-smollm2 --pairs 16 --seconds 600
     python benchmarks/smallest_circuit.py --model dense --task ioi --others
 """
@@ -21,8 +25,11 @@ SmolLM2 takes three to ten minutes of one core, a task model one, with all other
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from sparse_tl import find_circuit, load_language_models
@@ -32,9 +39,12 @@ from sparse_tl.circuits import (
     FoundCircuit,
     Scores,
     acdc,
+    attribute_circuit_edges,
     evaluate,
+    evaluate_circuit_edges,
     prune_circuit_edges,
 )
+from sparse_tl.circuits.evaluation import log_sizes
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.zoo import TASKS, load_task_models, task_pairs
 
@@ -49,6 +59,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="dense", choices=MODELS)
     parser.add_argument("--task", default="ioi", choices=[task.name for task in TASKS])
     parser.add_argument("--pairs", type=int, default=16, help="to search on; and to hold out")
+    parser.add_argument("--fresh", type=int, default=0, help="further pairs to evaluate on")
     parser.add_argument("--level", type=float, default=0.9)
     parser.add_argument("--seconds", type=float, help="time limit of find_circuit")
     parser.add_argument("--others", action="store_true", help="run other methods at the same size")
@@ -58,14 +69,14 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _prompts(args: argparse.Namespace) -> tuple[HookedModel, Any, PromptPairs]:
-    """The model, its task, and as many pairs to search on as to hold out."""
-    task = next(task for task in TASKS if task.name == args.task)
+    """The model, its task, as many pairs to search on as to hold out, and the further ones."""
+    task, n = next(task for task in TASKS if task.name == args.task), 2 * args.pairs + args.fresh
     if args.model not in SIDES:
         models = load_language_models(device=args.device)
         model = models[args.model == "sparse-smollm2"]
-        return model, task, task.pairs(model, 2 * args.pairs, seed=0)
+        return model, task, task.pairs(model, n, seed=0)
     model = load_task_models(0, device=args.device)[SIDES.index(args.model)]
-    return model, task, task_pairs(task, 2 * args.pairs, seed=0)
+    return model, task, task_pairs(task, n, seed=0)
 
 
 def _others(
@@ -90,24 +101,31 @@ def main(words: Sequence[str] | None = None) -> None:
     """Find a circuit, and print it beside those of other methods."""
     args = _arguments(words)
     model, task, pairs = _prompts(args)
-    searched, held_out = (
-        pairs.select(slice(0, args.pairs)),
-        pairs.select(slice(args.pairs, None)),
-    )
+    ends = [0, args.pairs, 2 * args.pairs, len(pairs)]
+    searched, held_out, fresh = (pairs.select(slice(*both)) for both in pairwise(ends))
     began = time.monotonic()
     options = {"at": args.level, "held_out": held_out, "seconds": args.seconds, **QUIET}
     found = find_circuit(model, searched, task.metric, **options)
     whole = time.monotonic() - began
-    print("| model | task | method | circuit edges | explained effect, held out | seconds |")
-    print("|---|---|---|---|---|---|")
+    print("| model | task | method | circuit edges | explained effect | deviation | seconds |")
+    print("|---|---|---|---|---|---|---|")
 
     def say(method: str, row: Any, seconds: float) -> None:
         effect = f"{row.explained_effect:.3f} ({row.low:.3f} to {row.high:.3f})"
-        cells = (args.model, args.task, method, f"{row.size:,}", effect, f"{seconds:.0f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        numbers = (f"{row.size:,}", effect, f"{row.deviation:.3f}", f"{seconds:.0f}")
+        print(f"| {' | '.join((args.model, args.task, method, *numbers))} |", flush=True)
 
     for row in found.to_pandas().itertuples():
         say(f"find_circuit: {row.method}", row, row.seconds)
+    if args.fresh:
+        attribution = attribute_circuit_edges(model, searched, task.metric, by_pair=True, **QUIET)
+        scores = replace(attribution, values=attribution.values.abs().mean(dim=0))
+        sizes = log_sizes(scores.grid.n_parts, per_doubling=1)
+        run = evaluate(model, fresh, task.metric, found.circuit, **QUIET)
+        ranked = evaluate_circuit_edges(model, fresh, task.metric, scores, sizes, **QUIET)
+        for name, one in (found.method, run), ("EAP-IG ranking", ranked):
+            for row in one.to_pandas().itertuples():
+                say(f"{name}, {args.fresh} further pairs", row, math.nan)
     if args.others:
         for name, search in _others(found, model, searched, args.pruning_steps):
             start = time.monotonic()
