@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 define HELP
 make demo            the whole method on addition: dense model, sparse model, figure (4 to 8 minutes)
-make demo-lm         the same on SmolLM2, in a short run (15 to 60 minutes)
+make demo-lm         the same on SmolLM2, in a short run (up to an hour)
 make lab             the notebooks, in a browser
 make language-model  downloads SmolLM2-135M-Instruct (93 MB)
 make test            the fast tests

@@ -98,10 +98,8 @@ def _shares(run: ByFlow, corrupted: Tensor) -> dict[str, float]:
     flowing = edges[edges > 0]
     in_graph = (flowing >= least[:, None]).sum(dim=1).tolist()
     row: dict[str, float] = {f"edges of {n}": in_graph[k] for k, n in enumerate(SHOWN)}
-    for name, patterns in (
-        ("run", {}),
-        ("prompt", {n: own[n] for n in own if n.startswith("attention")}),
-    ):
+    frozen = {at: own[at] for at in own if at.startswith("attention")}
+    for name, patterns in ("run", {}), ("prompt", frozen):
         values = [
             run.values(some.tolist(), others=others, patterns=patterns)[0]
             for some in least.split(8)

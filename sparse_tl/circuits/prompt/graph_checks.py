@@ -204,7 +204,11 @@ class GraphRun:
             )
 
     def factors(
-        self, rows: Sequence[Any], default: float, place: str, value: Float[Tensor, "row ..."]
+        self,
+        rows: Sequence[Mapping[str, float]],
+        default: float,
+        place: str,
+        value: Float[Tensor, "row ..."],
     ) -> Float[Tensor, "row ..."]:
         """What the values of a place are multiplied by; arguments are those of `values`."""
         found = torch.full_like(value, default)
@@ -217,7 +221,7 @@ class GraphRun:
 
     def values(
         self,
-        rows: Sequence[Any] = ({},),
+        rows: Sequence[Mapping[str, float]] = ({},),
         tokens: Int[Tensor, " pos"] | None = None,
         *,
         default: float = 1.0,
