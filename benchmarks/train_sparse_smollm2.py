@@ -30,8 +30,7 @@ from sparse_tl.data import ShuffledStream, TokenBatch, read_documents, text_rows
 from sparse_tl.devices import is_slow_in_bfloat16
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import post_train, sampled_windows, short_rows
-from sparse_tl.training.constraint import Target, Validation
-from sparse_tl.training.post_train import EVALUATIONS
+from sparse_tl.training.constraint import EVALUATIONS, Target, Validation
 from sparse_tl.zoo.building import SHIPPED
 
 

@@ -6,13 +6,20 @@ The smallest size at which every group ``g`` of rows meets the target is a saddl
 
 At every step ``t``, a PI controller moves each lambda by the relative excess of the group's gap,
 
-    e_t  =  clip((gap_g + lead * change_g - limit_g) / limit_g, -1, 1),
+    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1),
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 with n steps between two evaluations. The *gap* is the increase in loss over the dense model or the
-divergence from it, on validation rows under deterministic gates, and the *change* that between the
-last two evaluations; the *lead* is 0 for a loss. The *limit* falls, with the gates' noise, from
-`MARGIN` above the *loss budget*, the largest gap that the target allows, to that budget.
+divergence from it, on validation rows under deterministic gates. The *limit* falls, with the gates'
+noise, from `MARGIN` above the *loss budget*, the largest gap that the target allows, to that
+budget; of a divergence, to `AIM` of it, and there the excess is that of a later evaluation,
+
+    e_t  =  clip((gap_g + lead / n * max(change_g, 0) - limit_g) / limit_g * max(1, SOON / left),
+                 -1, 1),
+
+with the *change* between the last two evaluations, a *lead* of `GAP_LEAD` steps, and what is *left*
+of the run in evaluations, as if it went on at the present rate: as that falls as a cosine, a third
+of their number. What a run lacks near its end has to be mended in less time.
 
 Under a target of attention edges, one lambda for all groups steers the edges per token along a
 line, geometric from their first value to the target at `ARRIVAL` of the run:
@@ -59,8 +66,15 @@ MARGIN = 0.05
 """Nats by which the initial loss limit exceeds the final one, whatever the target."""
 LEAST_BUDGET = 1e-4
 """Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
-GAP_LEAD = 8
-"""Evaluations over which divergences are extrapolated."""
+EVALUATIONS = 40
+"""Number of validation evaluations in a run."""
+GAP_LEAD = 16
+"""Steps over which a rise of a divergence is extrapolated: Adam goes on closing edges for some ten
+steps after lambda has risen. A fall is not: lambda would sink before the limit is met."""
+SOON = 8
+"""Evaluations left, at the present rate, from which on an excess counts more."""
+AIM = 0.95
+"""Where the limit of a divergence ends, as a fraction of the target."""
 OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
 """Settings of the controller under a target of edges."""
 ARRIVAL = 0.6
@@ -159,7 +173,7 @@ class LossConstraint:
 
     Args:
         budget: the largest gap that the target allows each group, in nats.
-        lead: evaluations over which gaps are extrapolated.
+        lead: steps over which a gap's rise is extrapolated; 0 for losses.
         target_edges: edges per token to which the model is steered, if that is the target.
         evaluated_every: updates between two evaluations.
         start: lambda before the first step.
@@ -211,9 +225,14 @@ class LossConstraint:
     def update(self, done: float) -> float:
         """Move lambda by one step; return the largest excess over a limit, or over the line."""
         if self.target_edges is None:
-            limit = self.limit(done)
-            self.move((self._gap + self.lead * self._change - limit) / limit)
-            return (self._gap - limit).max().item()
+            over = self._gap - (limit := self.limit(done))
+            later = over
+            if self.lead:
+                left = max(1.0, EVALUATIONS / 3 * (1 - done))
+                ahead = min(self.lead / self.evaluated_every, left)
+                later = (over + ahead * self._change.clamp(min=0)) * max(1.0, SOON / left)
+            self.move(later / limit)
+            return over.max().item()
         first, before, edges = self._edges
         over = math.log(edges / self.line(done + AHEAD)) + LEAD * math.log(edges / before)
         gain = 1 + STEEPNESS * abs(math.log(first / self.target_edges))

@@ -42,6 +42,8 @@ from sparse_tl.results import Result
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
+    AIM,
+    EVALUATIONS,
     GAP_LEAD,
     OF_EDGES,
     LossConstraint,
@@ -68,8 +70,6 @@ from sparse_tl.training.loop import (
     train,
 )
 
-EVALUATIONS = 40
-"""Number of validation evaluations in a run."""
 WARM_UP = 0.1
 """Share of the run over which the learning rate warms up: four evaluations, so that lambda follows
 the loss before edges close quickly. The rate then falls, as the gates' noise does."""
@@ -199,7 +199,7 @@ def post_train(
             sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )
         constraint = LossConstraint(
-            validated.loss_budget,
+            validated.loss_budget * (AIM if target.of_divergence else 1),
             lead=GAP_LEAD if target.of_divergence else 0,
             target_edges=validated.target_edges,
             evaluated_every=config.evaluate_every,
