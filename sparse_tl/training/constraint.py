@@ -17,9 +17,9 @@ budget; of a divergence, to `AIM` of it, and there the excess is that of a later
     e_t  =  clip((gap_g + lead / n * max(change_g, 0) - limit_g) / limit_g * max(1, SOON / left),
                  -1, 1),
 
-with the *change* between the last two evaluations, a *lead* of `GAP_LEAD` steps, and what is *left*
-of the run in evaluations, as if it went on at the present rate: as that falls as a cosine, a third
-of their number. What a run lacks near its end has to be mended in less time.
+with the *change* between the last two evaluations; what is *left* of the run in evaluations, as if
+it went on at the present rate: as that falls as a cosine, a third of their number; and a *lead* of
+`GAP_LEAD` steps, at most what is left. What a run lacks near its end has to be mended in less time.
 
 Under a target of attention edges, one lambda for all groups steers the edges per token along a
 line, geometric from their first value to the target at `ARRIVAL` of the run:
