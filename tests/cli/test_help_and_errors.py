@@ -6,8 +6,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from command_line import run_command
+
+from sparse_tl.cli.app import show
 
 COMMANDS = ("addition", "post-train", "circuits", "head-roles", "head-behaviour", "graph")
 COMMANDS += ("doctor", "get")
@@ -42,6 +45,24 @@ def test_every_example_can_be_read_by_its_command(
     for words in examples:
         assert run_command(*words).code == 1, words
     assert len(reached) == len(examples)
+
+
+def test_no_number_is_cut_off_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = {
+        "dense_loss": 1.62,
+        "sparse_loss": 1.66,
+        "divergence": 0.048,
+        "dense_edges_per_token": 1300.0,
+        "sparse_edges_per_token": 179.3,
+        "times_fewer": 7.25,
+    }
+    show("Held-out rows", pd.DataFrame(numbers, index=["tinystories_val"]))
+    printed = capsys.readouterr().out
+    assert all(number in printed for number in ("1.62", "1.66", "0.048", "1,300", "179.3", "7.25"))
+    assert all(len(line) == 80 for line in printed.splitlines())
 
 
 def _circuits_that_raise(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
