@@ -8,7 +8,7 @@ that a machine that slows down slows all of them:
 - paired: the same with the constraint relative to the frozen dense model, which adds one forward
   pass without gradients (a third of a training step) to any implementation;
 - lora: the same with low-rank adapters of rank 16 trained in place of the weights, without a copy
-  of the dense model (not with --hooked; needs peft).
+  of the dense model (not with --hooked).
 
 The shapes: the addition model; GPT-2 small with 4 windows of 128 tokens; "smollm2", SmolLM2-135M
 with 2 windows of 64; and "layer-T", one layer of GPT-2's width with one window of T tokens.

@@ -136,11 +136,15 @@ class AttentionMask:
             given = given > max(MASKED, torch.finfo(given.dtype).min)
         return allowed & given.bool()
 
-    def keys_allowed(self, queries: slice, size: Sequence[int], device: torch.device) -> slice:
-        """The range of keys that are allowed to any of these queries; all keys if none is."""
-        block = Block(slice(None), slice(None), queries, slice(None))
-        some = self.allowed(block, size, device).flatten(0, -2).any(dim=0).nonzero()
-        return slice(int(some[0]), int(some[-1]) + 1) if len(some) else slice(0, size[1])
+    def keys_allowed(self, queries: Sequence[slice], size: Sequence[int]) -> list[slice]:
+        """The range of keys that are allowed to any query of each slice; all keys if none is."""
+        device = torch.device("cpu") if self.given is None else self.given.device
+        blocks = [Block(slice(None), slice(None), part, slice(None)) for part in queries]
+        some = [self.allowed(block, size, device).flatten(0, -2).any(dim=0) for block in blocks]
+        seen = torch.stack(some).int()
+        starts, after = seen.argmax(dim=1), seen.flip(1).argmax(dim=1)  # 0 where no key is seen
+        ends = torch.stack([starts, size[1] - after], dim=1).tolist()  # waits for a GPU: once
+        return [slice(*both) for both in ends]
 
     def pairs(self, length: int) -> Bool[Tensor, "query key"]:
         """The pairs that are allowed in some prompt of this length, on the CPU."""

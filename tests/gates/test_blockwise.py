@@ -195,6 +195,14 @@ def test_nothing_of_the_pattern_s_size_is_kept() -> None:
     assert census(LENGTH) == 0
 
 
+def test_nothing_waits_for_a_gpu_in_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", SizeByDevice(2**20, 1))
+    sparse = SparseTransformer(Subject("llama").build())
+    with torch.profiler.profile() as profiled:
+        _step(sparse, LENGTH, noise=1.0)
+    assert not {"aten::item", "aten::nonzero"} & {event.key for event in profiled.key_averages()}
+
+
 def test_evaluation_needs_no_pattern(blocks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = SparseTransformer(Subject("gpt_neox").build("float64"), initial_bias=0.1)
     with torch.no_grad():
@@ -325,12 +333,14 @@ def test_sums_over_blocks_are_not_rounded_to_half_precision(
         assert (blocks - exact).norm() < 1.2 * (whole - exact).norm()
 
 
-def test_keys_masked_by_the_lowest_half_are_left_out() -> None:
+def test_keys_that_no_query_sees_are_left_out() -> None:
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     given = torch.zeros(2, 1, 9, 9, dtype=torch.float16)
     given = given.masked_fill(~seen, torch.finfo(torch.float16).min)
     mask = AttentionMask(causal=False, given=given)
-    assert mask.keys_allowed(slice(2, 4), (9, 9), given.device) == slice(0, 4)
+    assert mask.keys_allowed([slice(2, 4), slice(0, 1)], (9, 9)) == [slice(0, 4), slice(0, 1)]
+    unseen = AttentionMask(causal=False, given=torch.zeros(1, 1, 9, 9, dtype=torch.bool))
+    assert unseen.keys_allowed([slice(2, 4)], (9, 9)) == [slice(0, 9)]
 
 
 def test_a_trained_mask_gets_its_gradient() -> None:

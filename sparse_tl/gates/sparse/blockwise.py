@@ -15,7 +15,7 @@ longer and 200 MB more, since the gradient of each slice of k and v is as large 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,7 +34,7 @@ EDGES_AT_ONCE = SizeByDevice(cpu=2**20, elsewhere=2**24)
 """Edges per block, but for those of one head in one prompt."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GatedAttention:
     """A layer's attention under gates.
 
@@ -45,7 +45,7 @@ class GatedAttention:
         row: each query's term in the logits of its gates.
         gate: function of block, scores, pattern, query terms and generator that returns the block's
             gated pattern, and counts.
-        seed: seed of the noise, from which each block seeds its generator; None without noise.
+        generator: generator of the noise, on the device of the scores; None without noise.
     """
 
     pattern: Expression
@@ -53,7 +53,8 @@ class GatedAttention:
     mask: AttentionMask
     row: Float[Tensor, "#prompt head #query 1"]
     gate: Callable[..., tuple[Tensor, Counted]]
-    seed: int | None
+    generator: torch.Generator | None
+    _before: Tensor | None = field(default=None, init=False)
 
     @cached_property
     def leaves(self) -> list[Tensor]:
@@ -71,22 +72,31 @@ class GatedAttention:
         smooth = {"expected": expected, "cost": cost}
         return output, counts | {name: sums for name, sums in smooth.items() if sums is not None}
 
-    def blocks(self) -> Iterator[tuple[Block, torch.Generator | None]]:
-        """All blocks in order, and the generators of their noise."""
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks, in order."""
         q, k = self.pattern.product.args
         n_prompts, n_heads, n_queries, _ = q.shape
-        number = 0
-        for queries in _slices(n_queries, QUERIES_AT_ONCE):
-            keys = self.mask.keys_allowed(queries, (n_queries, k.shape[-1]), q.device)
+        parts = [*_slices(n_queries, QUERIES_AT_ONCE)]
+        found = []
+        for queries, keys in zip(
+            parts, self.mask.keys_allowed(parts, (n_queries, k.shape[-1])), strict=True
+        ):
             n_edges = (queries.stop - queries.start) * (keys.stop - keys.start)
             rows = max(1, EDGES_AT_ONCE.on(q.device) // n_edges)
             for prompts in _slices(n_prompts, max(1, rows // n_heads)):
                 for heads in _slices(n_heads, rows):
-                    generator = None
-                    if self.seed is not None:
-                        generator = torch.Generator(q.device).manual_seed(self.seed + number)
-                    number += 1
-                    yield Block(prompts, heads, queries, keys), generator
+                    found.append(Block(prompts, heads, queries, keys))
+        return found
+
+    def noise(self) -> torch.Generator | None:
+        """A generator of the blocks' noise: of the same noise in every pass over them."""
+        if self.generator is None:
+            return None
+        if self._before is None:  # states, unlike numbers, are read without waiting for a GPU
+            self._before = self.generator.get_state()
+            return self.generator
+        return torch.Generator(self.generator.device).set_state(self._before)
 
     def on(
         self, block: Block, generator: Any, product: Tensor, leaves: Sequence[Tensor]
@@ -151,7 +161,8 @@ class _Attend(torch.autograd.Function):
         q, _, v, *_ = tensors
         output = v.new_empty(*q.shape[:3], v.shape[-1])
         found: Counted = {}
-        for block, generator in attention.blocks():
+        generator = attention.noise()
+        for block in attention.blocks:
             q_here, k_here, v_here, *leaves = _parts(block, tensors)
             gated, counted = attention.on(block, generator, q_here @ k_here, leaves)
             output[block.prompts, block.heads, block.queries] = gated @ v_here
@@ -179,7 +190,8 @@ class _Attend(torch.autograd.Function):
             else values  # unused
             for values, need in zip(tensors, needed, strict=True)
         ]
-        for block, generator in ctx.attention.blocks():
+        generator = ctx.attention.noise()
+        for block in ctx.attention.blocks:
             inputs = [part.detach() for part in _parts(block, tensors)]
             for part, need in zip(inputs, needed, strict=True):
                 part.requires_grad_(need)

@@ -261,12 +261,15 @@ class AttentionGates(ComputedGates):
             gated, counted = part(replace(without, generator=g), block, s, p, row)
             return p if gated is None else gated, counted
 
-        seed = None
+        generator = None
         if now.mode == "sampled" and now.noise:
-            on = None if now.generator is None else now.generator.device
-            seed = int(torch.randint(2**62, (), generator=now.generator, device=on))
+            generator = now.generator
+            if generator is None or generator.device != device:
+                on = None if generator is None else generator.device
+                seed = torch.randint(2**62, (), generator=generator, device=on)
+                generator = torch.Generator(device).manual_seed(int(seed))
         scored = scores.expression if isinstance(scores, Deferred) else None
-        attention = GatedAttention(pattern.expression, scored, mask, row, gate_block, seed)
+        attention = GatedAttention(pattern.expression, scored, mask, row, gate_block, generator)
         return GatedPattern.under(attention, now.counts)
 
     def _gate(
