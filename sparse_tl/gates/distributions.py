@@ -27,7 +27,8 @@ class GateDistribution:
         self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Gates:
         """A random gate, differentiable in the logit; `noise` scales the logistic noise."""
-        return self.squash(logits + noise * logistic_noise(logits, generator))
+        uniform = uniform_noise(logits, generator)
+        return self.squash(logits + noise * logistic(uniform).to(logits.dtype))
 
     def mode(self, logits: Gates) -> Gates:
         """The deterministic gate that evaluation uses."""
@@ -156,11 +157,13 @@ DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] =
 """Distribution classes by name, for saved gates."""
 
 
-def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
-    """Standard logistic noise for every gate."""
+def uniform_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
+    """Uniform noise for every gate, in float32."""
+    options: Any = {"device": logits.device, "dtype": torch.float32, "generator": generator}
+    return torch.rand(logits.shape, **options)
+
+
+def logistic(uniform: Gates) -> Gates:
+    """Standard logistic noise, made from uniform noise."""
     # The open interval (0, 1): an exact 0 or 1 would make the noise infinite.
-    tiny = torch.finfo(torch.float32).tiny
-    uniform = torch.rand(
-        logits.shape, device=logits.device, dtype=torch.float32, generator=generator
-    ).clamp(tiny, 1 - 2**-24)
-    return torch.logit(uniform).to(logits.dtype)
+    return uniform.clamp(torch.finfo(torch.float32).tiny, 1 - 2**-24).logit()

@@ -109,19 +109,18 @@ def test_both_passes_draw_the_same_noise(
         Subject("qwen2").build("float64"), initial_bias=0.3, distribution=rule
     )
     drawn: list[Tensor] = []
-    plain = distributions.logistic_noise
+    plain = distributions.uniform_noise
 
     def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
         drawn.append(plain(logits, generator))
         return drawn[-1]
 
     for module in (distributions, straight_through):
-        monkeypatch.setattr(module, "logistic_noise", draw)
+        monkeypatch.setattr(module, "uniform_noise", draw)
     found = _step(sparse, LENGTH, noise=0.7)
     per_layer = len(blocks) // (2 * sparse.cfg.n_layers)
     n_forward = per_layer * sparse.cfg.n_layers
     whole = torch.zeros(sparse.cfg.n_layers, N_PROMPTS, sparse.cfg.n_heads, LENGTH, LENGTH)
-    whole = whole.double()
     for number, (block, noise) in enumerate(zip(blocks, drawn, strict=True)):
         layer = number // per_layer if number < n_forward else -1 - (number // per_layer)
         layer = layer if number < n_forward else layer + sparse.cfg.n_layers
@@ -132,9 +131,7 @@ def test_both_passes_draw_the_same_noise(
             assert torch.equal(part, noise.view_as(part))
     layers = iter(whole)
     for module in (distributions, straight_through):
-        monkeypatch.setattr(
-            module, "logistic_noise", lambda logits, _: next(layers).view_as(logits)
-        )
+        monkeypatch.setattr(module, "uniform_noise", lambda logits, _: next(layers).view_as(logits))
     _compare(found, _step(sparse, LENGTH + 1, noise=0.7))
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.devices import fastest
-from sparse_tl.gates.distributions import GateSettings, logistic_noise
+from sparse_tl.gates.distributions import GateSettings, logistic, uniform_noise
 from sparse_tl.gates.sparse.counting import (
     Counted,
     EdgeCost,
@@ -85,10 +85,11 @@ class _GatedPattern(torch.autograd.Function):
         cost: Tensor | None,
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Counted]:
-        noise = logistic_noise(row.expand(pattern.shape), now.generator) if now.noise else None
+        # On a GPU, what follows the drawing is compiled into the same kernels as the gates.
+        uniform = uniform_noise(row.expand(pattern.shape), now.generator) if now.noise else None
         scale = row.new_full((), now.noise)  # a number would be compiled into the kernel
         gate = fastest(_gated, pattern.device)
-        gated, noisy, counts = gate(scores, pattern, row, noise, scale, valid, cost)
+        gated, noisy, counts = gate(scores, pattern, row, uniform, scale, valid, cost)
         noisy = noisy if now.noise else None
         ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
         ctx.temperature, ctx.pressure = temperature, now.pressure
@@ -113,14 +114,16 @@ def _gated(
     scores: Tensor | None,
     pattern: Tensor,
     row: Tensor,
-    noise: Tensor | None,
+    uniform: Tensor | None,
     scale: Tensor,
     valid: Tensor | None,
     cost: Tensor | None,
 ) -> tuple[Tensor, Tensor, Counted]:
     """The gated pattern, the logits with noise, and the counts."""
     logits = edge_term(scores, pattern, row.dtype) + row
-    noisy = logits if noise is None else torch.addcmul(logits, noise, scale)
+    noisy = logits
+    if uniform is not None:
+        noisy = torch.addcmul(logits, logistic(uniform).to(logits.dtype), scale)
     counts: Counted = {}
     if valid is not None:
         is_open, chance = _positive(logits).mul_(valid), logits.sigmoid().mul_(valid)
