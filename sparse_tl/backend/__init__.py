@@ -77,7 +77,6 @@ from sparse_tl.backend.inputs import (
 )
 from sparse_tl.backend.interface import Adapter as Adapter, repeated as repeated
 from sparse_tl.backend.large_models import (
-    all_activations as all_activations,
     checkpointed_activations as checkpointed_activations,
     shard_model as shard_model,
 )
