@@ -66,7 +66,6 @@ from sparse_tl.backend.hooks import (
 )
 from sparse_tl.backend.inputs import (
     HeadOrName as HeadOrName,
-    check_head as check_head,
     check_numbers as check_numbers,
     check_padding as check_padding,
     check_pairs as check_pairs,

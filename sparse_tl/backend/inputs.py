@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_tl.backend.interface import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.data.pairs import mask_of_padding
-from sparse_tl.graph import Node
+from sparse_tl.graph import HeadGrid
 
 HeadOrName = tuple[int, int] | str
 """A head: (layer, head), or its name, such as "a3.h2"."""
@@ -145,24 +145,7 @@ def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:
         )
 
 
-def check_head(adapter: Adapter, layer: int, head: int) -> None:
-    """Raise a ValueError if the model has no such head."""
-    if not (0 <= layer < adapter.n_layers and 0 <= head < adapter.n_heads):
-        raise ValueError(
-            f"there is no head {(layer, head)} in {adapter.n_layers} layers of {adapter.n_heads} "
-            "heads"
-        )
-
-
 def heads_of(adapter: Adapter, heads: Sequence[HeadOrName]) -> list[tuple[int, int]]:
     """Heads as (layer, head) pairs, after checking that the model has them."""
-    found = list[tuple[int, int]]()
-    for head in heads:
-        if isinstance(head, str):
-            node = Node.parse(head)
-            if node.kind != "head":
-                raise ValueError(f'{head!r} is no head; name one as "a3.h2", or as (layer, head)')
-            head = node.layer, node.head
-        check_head(adapter, *head)
-        found.append(head)
-    return found
+    grid = HeadGrid(adapter.n_layers, adapter.n_heads)
+    return [(layer, head) for layer, head in map(grid.index, heads)]
