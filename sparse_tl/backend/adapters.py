@@ -201,21 +201,6 @@ class BridgeAdapter(Adapter):
 
     # ---- running ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
-        if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
-            return
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        mask = torch.tensor([[0, 1]], device=self.device)
-        with without_user_hooks(self.model):
-            output = self.model(tokens, attention_mask=mask)
-        # Some models compute softmax in float32, where the scores of padding are infinite.
-        if output.isnan().any():
-            raise ValueError(
-                f"{self.name!r} in float64 returns NaN for prompts that are padded on the left; "
-                "pass prompts of one length, or padded on the right"
-            )
-
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         model: Any = self.model
         return model.adapter.apply_output_logits_transform(model.unembed(model.ln_final(final)))

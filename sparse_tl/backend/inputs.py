@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend.hooks import without_user_hooks
 from sparse_tl.backend.interface import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.data.pairs import mask_of_padding
@@ -56,7 +57,16 @@ def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | 
     """
     if attention_mask is None:
         return
-    adapter.check_mask(attention_mask)
+    if adapter.dtype == torch.float64 and not attention_mask[:, 0].all():
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=adapter.device)
+        with without_user_hooks(adapter.model), torch.no_grad():
+            logits = adapter.model(tokens, attention_mask=tokens.new_tensor([[0, 1]]))
+        # Some models compute softmax in float32, where the scores of padding are infinite.
+        if logits.isnan().any():
+            raise ValueError(
+                f"{adapter.name!r} in float64 returns NaN for prompts that are padded on the left; "
+                "pass prompts of one length, or padded on the right"
+            )
     config: Any = getattr(adapter.core, "config", None)
     rotary = getattr(config, "rope_parameters", None) or {}
     for one in (rotary, *rotary.values()):  # layers may differ
