@@ -96,5 +96,5 @@ from sparse_tl.backend.neurons import (
     neuron_coefficients as neuron_coefficients,
     neuron_directions as neuron_directions,
 )
-from sparse_tl.backend.numerics import Norm as Norm, tolerance as tolerance
+from sparse_tl.backend.numerics import tolerance as tolerance
 from sparse_tl.backend.relevance import relevance_rules as relevance_rules

@@ -153,7 +153,7 @@ class Adapter(ABC):
         return [self.core]
 
     @abstractmethod
-    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    def _cached_columns(self, kwargs: dict[str, Any]) -> int:
         """The number of columns in the key-value cache with which the model is called."""
 
     def layer_points(self, suffix: str) -> list[str]:
