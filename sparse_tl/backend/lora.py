@@ -133,16 +133,9 @@ def takes_lora(model: Model) -> TypeGuard[TransformerBridge]:
 def merge_lora(model: Model) -> Model:
     """Merge low-rank adapters into the weights that they adapt, and remove them, in place.
 
-    Does nothing to a model without adapters. All weights can be trained afterwards.
-
-    Raises:
-        TypeError: `model` is a SparseTransformer, or something else.
+    Does nothing to a model without adapters. All weights can be trained afterwards. For a
+    SparseTransformer, pass the model inside: ``merge_lora(sparse.model)``.
     """
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"a {type(model).__name__} is no model of TransformerLens; pass the one inside, as "
-            "merge_lora(sparse.model)"
-        )
     if not takes_lora(model) or not lora_layers(model):
         return model
     for component in _components(model):
