@@ -336,7 +336,7 @@ def _calls(model: TransformerBridge) -> list[tuple[dict[str, Tensor], dict[str, 
         for name in ("attn", "mlp", *_NORM_NAMES)
         if isinstance(part := getattr(block, name, None), nn.Module)
     ]
-    with without_user_hooks(model), hooks_on(hooks, with_kwargs=True), _stopped(model):
+    with without_user_hooks(model), hooks_on(hooks), _stopped(model):
         model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.W_E.device))
     return calls
 
