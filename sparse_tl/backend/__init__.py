@@ -66,7 +66,6 @@ from sparse_tl.backend.hooks import (
 )
 from sparse_tl.backend.inputs import (
     HeadOrName as HeadOrName,
-    check_head as check_head,
     check_numbers as check_numbers,
     check_padding as check_padding,
     check_pairs as check_pairs,
@@ -77,7 +76,6 @@ from sparse_tl.backend.inputs import (
 )
 from sparse_tl.backend.interface import Adapter as Adapter, repeated as repeated
 from sparse_tl.backend.large_models import (
-    all_activations as all_activations,
     checkpointed_activations as checkpointed_activations,
     shard_model as shard_model,
 )
@@ -98,5 +96,5 @@ from sparse_tl.backend.neurons import (
     neuron_coefficients as neuron_coefficients,
     neuron_directions as neuron_directions,
 )
-from sparse_tl.backend.numerics import Norm as Norm, tolerance as tolerance
+from sparse_tl.backend.numerics import tolerance as tolerance
 from sparse_tl.backend.relevance import relevance_rules as relevance_rules

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
@@ -160,10 +160,10 @@ class BridgeAdapter(Adapter):
             return partial(before_branch, point, end)
         return None if latent is None else latent.place(what)
 
-    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    def _cached_columns(self, kwargs: dict[str, Any]) -> int:
         # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
         cache = kwargs.get("past_key_values")
-        return torch.tensor(0 if cache is None else int(cache.get_seq_length()))
+        return 0 if cache is None else int(cache.get_seq_length())
 
     def read_point(self, layer: int, slot: Slot) -> str:
         """See `Adapter`; under latent attention, what q, k or v reads (see `LatentAttention`)."""
@@ -200,21 +200,6 @@ class BridgeAdapter(Adapter):
         return partial(between, attention.o.original_component, norm, scaled, write)
 
     # ---- running ---------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
-        if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
-            return
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        mask = torch.tensor([[0, 1]], device=self.device)
-        with without_user_hooks(self.model):
-            output = self.model(tokens, attention_mask=mask)
-        # Some models compute softmax in float32, where the scores of padding are infinite.
-        if output.isnan().any():
-            raise ValueError(
-                f"{self.name!r} in float64 returns NaN for prompts that are padded on the left; "
-                "pass prompts of one length, or padded on the right"
-            )
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         model: Any = self.model
@@ -284,8 +269,8 @@ class BridgeAdapter(Adapter):
         return weight if post is None else weight * post
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
-        block, latent = self.model.blocks[layer], self._latents.get(layer)
-        bias = block.attn.b_O if latent is None else latent.b_O()
+        block = self.model.blocks[layer]
+        bias = block.attn.o.original_component.bias
         scale = getattr(block, "residual_contribution_scale", 1.0)
         return self.W_O(layer).new_zeros(self.d_model) if bias is None else bias * scale
 
@@ -351,7 +336,7 @@ def _calls(model: TransformerBridge) -> list[tuple[dict[str, Tensor], dict[str, 
         for name in ("attn", "mlp", *_NORM_NAMES)
         if isinstance(part := getattr(block, name, None), nn.Module)
     ]
-    with without_user_hooks(model), hooks_on(hooks, with_kwargs=True), _stopped(model):
+    with without_user_hooks(model), hooks_on(hooks), _stopped(model):
         model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.W_E.device))
     return calls
 
@@ -454,10 +439,10 @@ class HookedAdapter(Adapter):
         # `generate` calls `forward` itself, which skips hooks on the model itself.
         return [self.core, self.model.blocks[0]]
 
-    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    def _cached_columns(self, kwargs: dict[str, Any]) -> int:
         cache = kwargs.get("past_kv_cache")
         entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
-        return torch.tensor(0 if entry is None else entry.past_keys.shape[1])
+        return 0 if entry is None else entry.past_keys.shape[1]
 
     def _mask(self, attention: Any, kwargs: dict[str, Any]) -> AttentionMask:
         """The mask of a layer's attention when it is called with these arguments."""

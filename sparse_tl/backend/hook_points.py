@@ -218,13 +218,11 @@ def read_call(
 
 
 @contextmanager
-def hooks_on(
-    hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
-) -> Iterator[None]:
-    """Inside the block, torch calls these functions after these modules."""
+def hooks_on(hooks: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside the block, torch calls these functions after these modules, with their kwargs."""
     with ExitStack() as handles:
         for module, hook in hooks:
-            handles.enter_context(module.register_forward_hook(hook, with_kwargs=with_kwargs))
+            handles.enter_context(module.register_forward_hook(hook, with_kwargs=True))
         yield
 
 

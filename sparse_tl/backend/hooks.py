@@ -103,12 +103,10 @@ class AttachedHooks:
     @property
     def in_place(self) -> bool:
         """Whether every hook is still registered (permanent hooks may have been reset)."""
-        return bool(self._attached) and all(
-            handle.hook.id in point._forward_hooks for point, handle in self._attached
-        )
+        return all(handle.hook.id in point._forward_hooks for point, handle in self._attached)
 
     def remove(self) -> None:
-        """Remove these hooks only. Calling it again has no effect."""
+        """Remove these hooks only."""
         OWN.difference_update(self.ids)
         for point, handle in self._attached:
             handle.hook.remove()
@@ -116,7 +114,6 @@ class AttachedHooks:
                 point.fwd_hooks.remove(handle)
         for handle in self._handles:
             handle.remove()
-        self._attached, self._handles = [], []
 
 
 @contextmanager

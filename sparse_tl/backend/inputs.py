@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.backend.hooks import without_user_hooks
 from sparse_tl.backend.interface import Adapter
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.data.pairs import mask_of_padding
-from sparse_tl.graph import Node
+from sparse_tl.graph import HeadGrid
 
 HeadOrName = tuple[int, int] | str
 """A head: (layer, head), or its name, such as "a3.h2"."""
@@ -56,7 +57,16 @@ def check_padding(adapter: Adapter, attention_mask: Int[Tensor, "prompt pos"] | 
     """
     if attention_mask is None:
         return
-    adapter.check_mask(attention_mask)
+    if adapter.dtype == torch.float64 and not attention_mask[:, 0].all():
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=adapter.device)
+        with without_user_hooks(adapter.model), torch.no_grad():
+            logits = adapter.model(tokens, attention_mask=tokens.new_tensor([[0, 1]]))
+        # Some models compute softmax in float32, where the scores of padding are infinite.
+        if logits.isnan().any():
+            raise ValueError(
+                f"{adapter.name!r} in float64 returns NaN for prompts that are padded on the left; "
+                "pass prompts of one length, or padded on the right"
+            )
     config: Any = getattr(adapter.core, "config", None)
     rotary = getattr(config, "rope_parameters", None) or {}
     for one in (rotary, *rotary.values()):  # layers may differ
@@ -145,24 +155,7 @@ def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:
         )
 
 
-def check_head(adapter: Adapter, layer: int, head: int) -> None:
-    """Raise a ValueError if the model has no such head."""
-    if not (0 <= layer < adapter.n_layers and 0 <= head < adapter.n_heads):
-        raise ValueError(
-            f"there is no head {(layer, head)} in {adapter.n_layers} layers of {adapter.n_heads} "
-            "heads"
-        )
-
-
 def heads_of(adapter: Adapter, heads: Sequence[HeadOrName]) -> list[tuple[int, int]]:
     """Heads as (layer, head) pairs, after checking that the model has them."""
-    found = list[tuple[int, int]]()
-    for head in heads:
-        if isinstance(head, str):
-            node = Node.parse(head)
-            if node.kind != "head":
-                raise ValueError(f'{head!r} is no head; name one as "a3.h2", or as (layer, head)')
-            head = node.layer, node.head
-        check_head(adapter, *head)
-        found.append(head)
-    return found
+    grid = HeadGrid(adapter.n_layers, adapter.n_heads)
+    return [(layer, head) for layer, head in map(grid.index, heads)]

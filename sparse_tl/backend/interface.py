@@ -114,9 +114,6 @@ class Adapter(ABC):
         if why is not None:
             raise ValueError(f"{self.name!r} cannot be used for {_INSTEAD[analysis].format(why)}.")
 
-    def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
-        """Raise a ValueError if the model returns NaN for prompts with this padding."""
-
     # ---- hook points -----------------------------------------------------------------------------
 
     def place(self, name: str) -> HookPoint | Viewed | Place:
@@ -156,7 +153,7 @@ class Adapter(ABC):
         return [self.core]
 
     @abstractmethod
-    def _cached_columns(self, kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    def _cached_columns(self, kwargs: dict[str, Any]) -> int:
         """The number of columns in the key-value cache with which the model is called."""
 
     def layer_points(self, suffix: str) -> list[str]:

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain, repeat
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -99,23 +98,6 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def all_activations(model: HookedModel) -> Iterator[None]:
-    """Inside the block, passes keep all activations, even within `checkpointed_activations`."""
-    with ExitStack() as removed:
-        for block in adapt(model).model.blocks:
-            removed.callback(stand_in(block, _run_once))
-        yield
-
-
-def _run_once(forward: Forward) -> Forward:
-    return _run_once(_twice[forward]) if forward in _twice else forward
-
-
-_twice: WeakKeyDictionary[Forward, Forward] = WeakKeyDictionary()
-"""Each layer's original `forward`, by the function that runs it twice."""
-
-
 def _run_twice(core: Any, forward: Forward) -> Forward:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +119,6 @@ def _run_twice(core: Any, forward: Forward) -> Forward:
         given = {name: _with(cache, value) for name, value in kwargs.items()}
         return forward(*(_with(cache, value) for value in args), **given)
 
-    _twice[run] = forward
     return run
 
 

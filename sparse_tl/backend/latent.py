@@ -81,10 +81,6 @@ class LatentAttention:
         inner: Any = effective(self.attention.o.original_component)
         return inner.weight.mT.unflatten(0, (self.n_heads, -1))
 
-    def b_O(self) -> Float[Tensor, " d_model"] | None:
-        """The bias that attention adds to what its heads write."""
-        return self.attention.o.original_component.bias
-
     # ---- attaching -------------------------------------------------------------------------------
 
     def place(self, name: str) -> Viewed | Place | None:

@@ -41,8 +41,6 @@ SCALE = 2
 """Factor of ``B A``."""
 BASE = "base_layer"
 """The name of the original projection inside one with an adapter."""
-NAME = "default"
-"""The name of every adapter, as `peft` names the parameters of its own."""
 
 
 class _Projection(nn.Module):
@@ -53,8 +51,8 @@ class _Projection(nn.Module):
         n_in, n_out = base.weight.shape if isinstance(base, Conv1D) else base.weight.T.shape
         self.in_features, self.out_features = n_in, n_out  # read by TransformerLens
         self.base_layer, self.enabled = base, True
-        self.lora_A = nn.ModuleDict({NAME: nn.Linear(n_in, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({NAME: nn.Linear(rank, n_out, bias=False)})
+        self.lora_A = nn.Linear(n_in, rank, bias=False)
+        self.lora_B = nn.Linear(rank, n_out, bias=False)
         a, b = self.factors()
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         nn.init.zeros_(b)
@@ -81,7 +79,7 @@ class _Projection(nn.Module):
         plain = self.base_layer(x)
         if not self.enabled:
             return plain
-        added = self.lora_B[NAME](self.lora_A[NAME](x.to(self.factors()[0].dtype)))
+        added = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
         return (plain + SCALE * added).to(plain.dtype)
 
 
@@ -135,16 +133,9 @@ def takes_lora(model: Model) -> TypeGuard[TransformerBridge]:
 def merge_lora(model: Model) -> Model:
     """Merge low-rank adapters into the weights that they adapt, and remove them, in place.
 
-    Does nothing to a model without adapters. All weights can be trained afterwards.
-
-    Raises:
-        TypeError: `model` is a SparseTransformer, or something else.
+    Does nothing to a model without adapters. All weights can be trained afterwards. For a
+    SparseTransformer, pass the model inside: ``merge_lora(sparse.model)``.
     """
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"a {type(model).__name__} is no model of TransformerLens; pass the one inside, as "
-            "merge_lora(sparse.model)"
-        )
     if not takes_lora(model) or not lora_layers(model):
         return model
     for component in _components(model):

@@ -41,7 +41,7 @@ def relevance_rules(adapter: Adapter) -> Iterator[None]:
         if getattr(module, "hook_in", None) is not None:
             hooks.append((f"{name}.hook_in", Order.LAST, partial(_keep, edited)))
         norms.append((module, partial(_after_norm, norm, edited)))
-    with hooks_on(norms, with_kwargs=True), attached(adapter, hooks):
+    with hooks_on(norms), attached(adapter, hooks):
         yield
 
 

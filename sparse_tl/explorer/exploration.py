@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.backend import HookedModel, adapt, check_gates, check_head, heads_of
+from sparse_tl.backend import HookedModel, adapt, check_gates, heads_of
 from sparse_tl.circuits.prompt.attention import (
     AttentionEdge,
     Head,
@@ -233,8 +233,8 @@ class AblatedModel:
 
     def toggle_head(self, layer: int, head: int) -> None:
         """Remove a head, or restore it."""
-        check_head(self.adapter, layer, head)
-        self.remove(self.removed_heads ^ {(layer, head)}, self.removed_edges)
+        toggled = set(heads_of(self.adapter, [(layer, head)]))
+        self.remove(self.removed_heads ^ toggled, self.removed_edges)
 
     def toggle_attention_edges(self, edges: Iterable[AttentionEdge]) -> None:
         """Remove attention edges (layer, head, query, key), or restore them if all are removed."""

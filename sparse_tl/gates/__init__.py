@@ -18,7 +18,6 @@ from sparse_tl.gates.interventions import (
 )
 from sparse_tl.gates.patches import (
     Patch as Patch,
-    PatchName as PatchName,
     PatchValues as PatchValues,
 )
 from sparse_tl.gates.run import (

@@ -190,9 +190,9 @@ class _Hooks:
             changes.start_after(self.now.changes[:before])
         return changes
 
-    def _start(self, cached: Int[Tensor, ""]) -> None:
+    def _start(self, cached: int) -> None:
         """Start a pass after the cached columns; not necessarily the first under these gates."""
-        self.now.start = int(cached)
+        self.now.start = cached
         if self._ran:
             self._changes = self._none_yet()
         self._ran = True

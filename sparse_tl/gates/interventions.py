@@ -162,8 +162,8 @@ class _Columns:
             (EMBEDDED, Order.FIRST, self._note),
         ]
 
-    def _begin(self, cached: Int[Tensor, ""]) -> None:
-        self.start, self.end = int(cached), 0
+    def _begin(self, cached: int) -> None:
+        self.start, self.end = cached, 0
 
     def _note(self, residual: Float[Tensor, "batch pos d_model"]) -> None:
         # HookedTransformer's `hook_rot_k` has the keys of all columns, so a width is not enough.

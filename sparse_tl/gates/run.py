@@ -238,8 +238,7 @@ class GatedRun:
         return self._logits(self.final(gates))
 
     def _logits(self, final: Final) -> Logits:
-        logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
-        return logits.view(*final.shape[:-1], -1)
+        return self.adapter.unembed(final.flatten(0, -2)).view(*final.shape[:-1], -1)
 
     def final(self, gates: SiteGates) -> Final:
         """The final residual stream at the read positions, one row per label."""

@@ -40,8 +40,8 @@ class GatedPass:
     start: int = 0
     """Position of the first column; above 0 with a key-value cache."""
 
-    def note_start(self, cached: Int[Tensor, ""]) -> None:
-        self.start = int(cached)
+    def note_start(self, cached: int) -> None:
+        self.start = cached
 
 
 Columns = int | slice | Sequence[int] | Callable[[int], bool]
@@ -283,7 +283,7 @@ class Heads(_Activations):
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
 
-            def renew(cached: Int[Tensor, ""]) -> None:
+            def renew(cached: int) -> None:
                 if not cached:  # a new pass has new reference prompts
                     patch.rows = None
 

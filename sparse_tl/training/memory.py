@@ -13,7 +13,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     HookedModel,
     adapt,
-    all_activations,
     check_tokens,
     checkpointed_activations,
     read_parameters,
@@ -145,7 +144,6 @@ def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
     generator = torch.Generator(device).manual_seed(0)
     with (
         autograd(True),
-        all_activations(sparse),
         nullcontext() if whole else checkpointed_activations(sparse),
         torch.autograd.graph.saved_tensors_hooks(note, lambda values: values),
     ):

@@ -80,7 +80,7 @@ def test_they_start_the_same_every_time() -> None:
 
 
 def _delta(layer: Any) -> Tensor:
-    return 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    return 2 * layer.lora_B.weight @ layer.lora_A.weight
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ def test_nothing_is_left_on_the_models(exploration, models):
     for panel in models:
         remove_some(exploration, panel)
         exploration.models[panel].logit_lens(2, 10)
-        with pytest.raises(ValueError, match="there is no head"):
+        with pytest.raises(ValueError, match="among its heads"):
             exploration.models[panel].toggle_head(5, 0)
     assert before == {title: hooks_of(model) for title, model in models.items()}
     for title, model in models.items():

@@ -16,11 +16,10 @@ from sparse_tl import (
     logit_difference,
     post_train,
 )
-from sparse_tl.backend import Model, checkpointed_activations, read_parameters
+from sparse_tl.backend import Model, read_parameters
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.distillation import reference_of
 from sparse_tl.training.loop import in_precision
-from sparse_tl.training.memory import training_memory
 from sparse_tl.zoo import addition_recipe
 
 
@@ -39,15 +38,6 @@ def test_prompts_that_do_not_fit_at_once(batch_size: int) -> None:
     settings: dict[str, Any] = {"batch_size": batch_size, "progress": False}
     with pytest.raises(MemoryError, match=f"batch_size={batch_size}"):
         attribute_heads(sparse, AdditionTask().pairs("units", 4), logit_difference, **settings)
-
-
-def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:
-    sparse, _ = _addition()
-    expected = training_memory(sparse, 11)
-    assert expected.checkpointed < expected.activations
-    with checkpointed_activations(sparse):
-        assert training_memory(sparse, 11) == expected
-        assert training_memory(sparse, 11) == expected, "and it leaves the block as it was"
 
 
 def _small() -> SparseTransformer:

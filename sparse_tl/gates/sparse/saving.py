@@ -45,7 +45,7 @@ ADAPTERS_WEIGHTS = "adapters.safetensors"
 _GATES_WEIGHTS = "gates.safetensors"
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
-_IN_NAMES = ("_original_component.", "base_layer.", "default.")
+_IN_NAMES = ("_original_component.", "base_layer.")
 """Name parts that bridges and adapters insert into the names of parameters."""
 
 

@@ -105,11 +105,7 @@ class SparseTransformer(nn.Module):
                 )
         self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
-        try:
-            self._attach()
-        except BaseException:  # such as Ctrl-C: no caller could unwrap the model
-            self.unwrap()
-            raise
+        self._attach()
 
     # From Python 3.12 on, `isinstance` with a protocol ignores what `__getattr__` provides.
     cfg = property(lambda self: self.model.cfg, doc="The model's configuration.")
