@@ -8,7 +8,7 @@ F is two forward passes and one backward pass of the plain model on the same bat
 same with logits only where they are read. Gradients reach the input alone; no weight gets one.
 Times are CPU seconds of this process: with ``OMP_NUM_THREADS=1`` their ratios hardly change when
 the machine is busy. Memory is the largest resident size while a fresh process does just this, over
-that of the floor.
+that of the model, and over that of the floor.
 
     python benchmarks/attribution.py [--model smollm2] [--hooked] [--repeats 3]
 """
@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from own_process import own_process, rise
 from random_gpt2 import add_hooked, random_gpt2
 
 from sparse_tl import load_language_model
@@ -128,17 +126,9 @@ def _ratio(taken: list[float], unit: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(taken, unit, strict=True))
 
 
-def _peak(name: str, model: str, args: argparse.Namespace) -> float:
-    """Largest resident size in MB of a process that does one job, once."""
-    sizes = ["--pairs", args.pairs, "--length", args.length, "--ioi-pairs", args.ioi_pairs]
-    options = ["--model", model, *map(str, sizes), *["--hooked"] * args.hooked]
-    ran = subprocess.run(
-        [sys.executable, __file__, "--only", name, *options],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(ran.stdout.split()[-1])
+def _memory(name: str, which: str, args: argparse.Namespace) -> float:
+    """What a job takes on top of its model, in MB."""
+    return rise(_jobs(*_measured(which, args))[name])
 
 
 def main() -> None:
@@ -152,15 +142,7 @@ def main() -> None:
     parser.add_argument("--acdc-pairs", type=int, default=1)
     parser.add_argument("--acdc-length", type=int, default=8)
     parser.add_argument("--acdc-threshold", type=float, default=1e-4)
-    parser.add_argument("--only", help="do one job once, and print the peak memory in MB")
     args = parser.parse_args()
-    if args.only:
-        jobs = _jobs(*_measured(args.model, args))
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak of building
-        jobs[args.only]()
-        peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if "HWM" in s)
-        print(int(peak.split()[1]) / 1024)
-        return
     _report("gpt2", args)
     if args.model == "smollm2":
         _report("smollm2", args)
@@ -178,9 +160,10 @@ def _report(which: str, args: argparse.Namespace) -> None:
         also = f", {per_size:.2f} forward passes per size" if name.startswith("evalu") else ""
         ratios = f"{_ratio(taken, seconds['F']):5.2f} F = {_ratio(taken, seconds['floor']):5.2f}"
         print(f"{name:24} {statistics.median(taken):7.3f} s = {ratios} floors{also}")
-    plain = _peak("floor", which, args)
+    plain = own_process(_memory, "floor", which, args, as_on_gpu=False)
     for name in ("EAP", "EAP-IG, 5 steps"):
-        print(f"{name:24} {_peak(name, which, args) - plain:7.0f} MB over the floor ({plain:.0f})")
+        memory = own_process(_memory, name, which, args, as_on_gpu=False)
+        print(f"{name:24} {memory:7.0f} MB over the model, {memory - plain:.0f} over the floor")
 
 
 def _report_acdc(args: argparse.Namespace) -> None:

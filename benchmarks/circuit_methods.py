@@ -40,7 +40,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.jobs.folder import RunFolder
+from sparse_tl.jobs.folder import RunFolder, saved
 from sparse_tl.metrics import Metric
 from sparse_tl.storage.files import digest
 from sparse_tl.zoo import TASKS, load_task_models, task_pairs
@@ -183,12 +183,8 @@ class _Search:
     def _kept(self, name: str, kind: Any, make: Callable[[], Any]) -> Any:
         """What was found before, or is found now and kept."""
         place = f"{self.side}/{name}"
-        if not self.folder.finished(place):
-            with self.folder.stage(place):
-                made = make()
-                (self.folder / self.side).mkdir(exist_ok=True)
-                made.save(self.folder / place)
-        return kind.load(self.folder / place)
+        with self.folder.stage(place):
+            return saved(self.folder / place, kind, make)
 
     def _say(self, name: str, what: str) -> None:
         print(f"{self.side:6} {name:16} {what}", flush=True)

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from own_process import own_process, peak
 from post_training_step import stepper
-from random_gpt2 import GPT2_SMALL, random_gpt2, random_smollm2
+from random_gpt2 import GPT2_SMALL, random_gpt2, random_pairs, random_smollm2
 from training_memory import LARGE, random_model
 
 from sparse_tl import (
-    PromptPairs,
     attribute_circuit_edges,
     checkpointed_activations,
     logit_difference,
@@ -76,13 +75,13 @@ def sampling(n: int, window: int, tiny: bool) -> str:
 def eap_cost(name: str, tiny: bool) -> str:
     """Seconds and peak memory of EAP."""
     model = build(name, 16, tiny) if name in LARGE else random_gpt2(_gpt2(tiny), device=_device())
-    generator = torch.Generator().manual_seed(0)
-    clean, corrupted = torch.randint(100, (2, 32, 16), generator=generator)
-    answer = torch.randint(100, (32, 1), generator=generator)
-    wrong = (answer + 1) % 100
-    pairs = PromptPairs(clean, corrupted, answer, wrong, torch.full((32,), 15))
     score = partial(
-        attribute_circuit_edges, model, pairs, logit_difference, method="eap", progress=False
+        attribute_circuit_edges,
+        model,
+        random_pairs(32),
+        logit_difference,
+        method="eap",
+        progress=False,
     )
     return f"{_seconds(score, 2, half=False):.2f} s, {peak():,.0f} MB"
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from own_process import own_process, rise
 from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 from torch import Tensor
 
@@ -82,24 +80,15 @@ def _times(
     return z * gates
 
 
-def _measured_alone(kind: str, vocabulary: int, hooked: bool) -> None:
-    """One update in this process; prints what it needed in MB over the model."""
+def _memory(kind: str, vocabulary: int, hooked: bool) -> float:
+    """What one update takes on top of the model, in MB."""
     sizes = {"n_positions": LENGTH, "vocab_size": vocabulary}
     model, batch = random_gpt2({**GPT2_SMALL, **sizes}, hooked=hooked), _prompts()
     model.requires_grad_(False)
     model(batch.tokens[:1, :2])  # what is allocated once
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak of building
     if kind == "targets":
-        _update(_objective(model, list(range(SEEDS))), batch)
-    else:
-        _everywhere(model, batch)
-    print(_resident("VmHWM") - before)
-
-
-def _resident(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
+        return rise(lambda: _update(_objective(model, list(range(SEEDS))), batch))
+    return rise(lambda: _everywhere(model, batch))
 
 
 def main() -> None:
@@ -108,11 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--alone", nargs=2, help="kind and vocabulary: one update, its memory")
     args = parser.parse_args()
-    if args.alone:
-        _measured_alone(args.alone[0], int(args.alone[1]), args.hooked)
-        return
     model = random_gpt2(addition_recipe().architecture, hooked=args.hooked).requires_grad_(False)
     batch = AdditionTask("placeholder").split()[0].select(slice(0, args.batch_size))
     seeds = list(range(args.seeds))
@@ -125,15 +110,8 @@ def main() -> None:
     print(f"GPT-2 small's shape, {SEEDS} seeds x {ROWS} prompts of {LENGTH} tokens, 1 target each:")
     for kind in ("targets", "everywhere"):
         for vocabulary in (1000, 50257):
-            ran = subprocess.run(
-                [sys.executable, __file__, "--alone", kind, str(vocabulary)]
-                + ["--hooked"] * args.hooked,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            peak = float(ran.stdout.split()[-1])
-            print(f"logits at {kind:10}, vocabulary {vocabulary:6,}: +{peak:,.0f} MB")
+            memory = own_process(_memory, kind, vocabulary, args.hooked, as_on_gpu=False)
+            print(f"logits at {kind:10}, vocabulary {vocabulary:6,}: +{memory:,.0f} MB")
 
 
 if __name__ == "__main__":

@@ -13,19 +13,17 @@ pass, over that of the model alone.
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from random_gpt2 import random_gpt2
+from own_process import own_process, peak
+from random_gpt2 import random_gpt2, random_pairs
 
 from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, logit_difference
 from sparse_tl.backend import adapt
 from sparse_tl.circuits import log_sizes
-from sparse_tl.data.pairs import PromptPairs
 
 SHAPE = {
     "n_layer": 32,
@@ -39,23 +37,11 @@ SHAPE = {
 WIDE = SHAPE | {"n_layer": 2, "n_embd": 4096, "n_inner": 16384}
 
 
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _pairs(n: int) -> PromptPairs:
-    generator = torch.Generator().manual_seed(0)
-    clean, corrupted = torch.randint(100, (2, n, 16), generator=generator)
-    answer = torch.randint(100, (n, 1), generator=generator)
-    wrong = (answer + 1) % 100
-    return PromptPairs(clean, corrupted, answer, wrong, torch.full((n,), 15))
-
-
 def _wide(method: str) -> float:
-    model, pairs = random_gpt2(WIDE), _pairs(32)
+    model, pairs = random_gpt2(WIDE), random_pairs(32)
     with torch.no_grad():
         model(pairs.clean[:1])
-    before = _peak()
+    before = peak()
     if method.startswith("plain"):
         for parameter in model.parameters():
             parameter.requires_grad_(method == "plain")
@@ -63,23 +49,22 @@ def _wide(method: str) -> float:
             model(pairs.clean)[:, -1, 0].sum().backward()
     else:
         attribute_circuit_edges(model, pairs, logit_difference, method=method, progress=False)
-    return _peak() - before
+    return peak() - before
 
 
 def main() -> None:
     """Print a row for each step."""
     for method in ("plain", "plain, weights frozen", "eap", "eap-ig"):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            print(f"{method:22} {pool.apply(_wide, (method,)):6.0f} MB")
-    model, pairs = random_gpt2(SHAPE), _pairs(2)
+        print(f"{method:22} {own_process(_wide, method, as_on_gpu=False):6.0f} MB")
+    model, pairs = random_gpt2(SHAPE), random_pairs(2)
     with torch.no_grad():
         model(pairs.clean)
-    before = _peak()
+    before = peak()
 
     def timed(name: str, step: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         found = step()
-        print(f"{name:20} {time.perf_counter() - start:6.2f} s  {_peak() - before:6.0f} MB")
+        print(f"{name:20} {time.perf_counter() - start:6.2f} s  {peak() - before:6.0f} MB")
         return found
 
     graph = timed("graph", lambda: adapt(model).graph)

@@ -140,22 +140,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(name: str, hooked: bool, variant: str) -> float:
-    """The number of operations of the third step."""
-    step = stepper(variant, *shape(name, hooked))
-    step()
-    step()
-    with Operations() as counted:
-        step()
-    return counted.n
-
-
-def peak_memory(name: str, hooked: bool, variant: str) -> float:
-    """Peak memory in MB of a process that takes three steps."""
+def cost(name: str, hooked: bool, variant: str) -> tuple[float, int]:
+    """Peak memory in MB of a process that takes three steps, and the operations of the next one."""
     step = stepper(variant, *shape(name, hooked))
     for _ in range(3):
         step()
-    return peak()
+    memory = peak()
+    with Operations() as counted:
+        step()
+    return memory, counted.n
 
 
 def main() -> None:
@@ -166,13 +159,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="addition,gpt2")
     options = parser.parse_args()
     shapes = options.shapes.split(",")
-    peaks = {
-        (name, variant): own_process(peak_memory, name, options.hooked, variant)
-        for name in shapes
-        for variant in variants(options.hooked)
-    }
-    counts = {
-        (name, variant): own_process(operations, name, options.hooked, variant)
+    costs = {
+        (name, variant): own_process(cost, name, options.hooked, variant)
         for name in shapes
         for variant in variants(options.hooked)
     }
@@ -180,12 +168,13 @@ def main() -> None:
         taken = times(name, options.hooked, options.runs)
         print(f"\n{name}: {options.runs} steps of each, {torch.get_num_threads()} threads")
         for variant in taken:
+            memory, n_operations = costs[name, variant]
             ratios = [a / b for a, b in zip(taken[variant], taken["plain"], strict=True)]
             print(
                 f"  {variant:8} median {1e3 * statistics.median(taken[variant]):8.1f} ms   "
                 f"{statistics.median(ratios):5.2f}x plain   "
-                f"peak memory {peaks[name, variant]:7.0f} MB   "
-                f"{counts[name, variant]:7,.0f} operations"
+                f"peak memory {memory:7.0f} MB   "
+                f"{n_operations:7,} operations"
             )
 
 

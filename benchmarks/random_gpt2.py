@@ -1,4 +1,4 @@
-"""Random models to be measured, of the kind that is asked for."""
+"""Random models to be measured, of the kind that is asked for, and random prompt pairs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparse_tl.backend import Model, build_model, load_model
+from sparse_tl.data.pairs import PromptPairs
 
 GPT2_SMALL: dict[str, Any] = {
     "n_layer": 12,
@@ -58,6 +59,15 @@ def random_smollm2(device: str = "cpu") -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return load_model(LlamaForCausalLM(config).to(device))  # type: ignore[arg-type]
+
+
+def random_pairs(n: int) -> PromptPairs:
+    """Prompt pairs of 16 tokens below 100."""
+    generator = torch.Generator().manual_seed(0)
+    clean, corrupted = torch.randint(100, (2, n, 16), generator=generator)
+    answer = torch.randint(100, (n, 1), generator=generator)
+    wrong = (answer + 1) % 100
+    return PromptPairs(clean, corrupted, answer, wrong, torch.full((n,), 15))
 
 
 def add_hooked(parser: argparse.ArgumentParser) -> None:

@@ -203,31 +203,29 @@ def together(
     )
 
 
-def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tuple[Tokens, int]:
-    """As `together`, for an answer of a single token; the message begins with `where`."""
-    before, tokens = together(encode, prompt, answer, f"{where}an answer")
+def continued(encode: Encoder, prompt: str, answer: str) -> tuple[Tokens, int]:
+    """As `together`, for an answer of a single token."""
+    before, tokens = together(encode, prompt, answer)
     if len(tokens) == 1:
         return before, tokens[0]
     # In most vocabularies, a word begins with its space.
     other = answer[1:] if answer.startswith(" ") else f" {answer}"
     better = _split(encode, prompt, other) if other.strip() else None
     hint = f"; {other!r} is one" if better is not None and len(better[1]) == 1 else ""
-    raise _several_tokens(encode, where, answer, tokens, hint)
+    raise _several_tokens(encode, answer, tokens, hint)
 
 
-def single_token(encode: Encoder, text: str, where: str = "") -> int:
-    """The token of a text by itself; a ValueError that begins with `where` if it is not one."""
+def single_token(encode: Encoder, text: str) -> int:
+    """The token of a text by itself; a ValueError if it is not one."""
     tokens = encode(text)
     if len(tokens) != 1:
-        raise _several_tokens(encode, where, text, tokens)
+        raise _several_tokens(encode, text, tokens)
     return tokens[0]
 
 
-def _several_tokens(
-    encode: Encoder, where: str, text: str, tokens: Tokens, hint: str = ""
-) -> ValueError:
+def _several_tokens(encode: Encoder, text: str, tokens: Tokens, hint: str = "") -> ValueError:
     return ValueError(
-        f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
+        f"expected answers of a single token; {text!r} has {len(tokens)}, "
         f"{in_tokens(encode.tokenizer, tokens)}{hint}"
     )
 

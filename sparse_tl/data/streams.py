@@ -15,19 +15,22 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from tempfile import TemporaryFile
-from typing import IO, Any, Literal, Protocol, runtime_checkable
+from typing import IO, Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
+from sparse_tl.arguments import MOST, AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import Documents, pieces_of_tokens, separator
 from sparse_tl.data.prompts import check_tokenizer
 
 Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another, as `text_rows` says."""
+Window = Annotated[int, Ge(2), Le(MOST)]
+"""A number of tokens; a window of one predicts nothing."""
 Windows = Int[Tensor, "window pos"]
 PADDING = -1
 """Placeholder for tokens after a document's end."""
@@ -40,7 +43,7 @@ UNPREDICTED = -2
 
 @checked
 def token_windows(
-    documents: Iterable[str], tokenizer: Any, window: AtLeastOne, *, limit: AtLeastOne | None = None
+    documents: Iterable[str], tokenizer: Any, window: Window, *, limit: AtLeastOne | None = None
 ) -> Windows:
     """Concatenate documents, each after a separator, and cut them into full windows.
 
@@ -66,7 +69,7 @@ def token_windows(
 def text_rows(
     documents: Iterable[str],
     tokenizer: Any,
-    window: AtLeastOne,
+    window: Window,
     *,
     limit: AtLeastOne | None = None,
     boundaries: Boundaries = "predict",
@@ -100,7 +103,7 @@ def cut_windows(
     boundaries: Boundaries,
 ) -> Windows:
     """The windows of `text_rows`, with placeholders that `window_rows` replaces."""
-    check_window(tokenizer, window)
+    check_tokenizer(tokenizer)
     if isinstance(documents, str):
         raise TypeError("documents are several texts, not one; `read_documents` reads a file")
     return _stacked(islice(_cut(documents, tokenizer, window, boundaries), limit), window)
@@ -118,13 +121,6 @@ def window_rows(windows: Windows, tokenizer: Any, boundaries: Boundaries) -> Tok
         rows = TokenBatch.next_token(windows.masked_fill(begins, separator(tokenizer) or 0))
         return replace(rows, loss_mask=rows.loss_mask & ~begins.roll(-1, dims=1))
     return TokenBatch.next_token(windows)
-
-
-def check_window(tokenizer: Any, window: int) -> None:
-    """Raise a ValueError if there is no tokenizer, or a window would predict nothing."""
-    check_tokenizer(tokenizer)
-    if window < 2:
-        raise ValueError("a window of fewer than 2 tokens predicts nothing")
 
 
 def _cut(
@@ -291,7 +287,7 @@ class TextStream:
         self,
         documents: Iterable[str],
         tokenizer: Any,
-        window: AtLeastOne,
+        window: Window,
         batch_size: AtLeastOne,
         seed: Seed = 0,
         *,
@@ -300,7 +296,7 @@ class TextStream:
         boundaries: Boundaries = "predict",
         accumulate: AtLeastOne = 1,
     ) -> None:
-        check_window(tokenizer, window)
+        check_tokenizer(tokenizer)
         self.documents = Documents(documents)
         # A copy, since other calls may set padding and truncation on the object.
         self.tokenizer = copy.deepcopy(tokenizer)

@@ -26,7 +26,7 @@ from sparse_tl.backend import (
     check_score_gates,
     tolerance,
 )
-from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
+from sparse_tl.data.prompts import start_in_words, start_of_prompts
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.storage.files import check_writable
 from sparse_tl.training.memory import training_memory
@@ -126,8 +126,8 @@ def _describe(model: HookedModel) -> str:
     dtype = str(adapter.dtype).removeprefix("torch.")
     tokenizer = "without a tokenizer"
     if model.tokenizer is not None:
-        start = model.tokenizer.decode(list(prompt_start(model.tokenizer, prepends_bos(model))))
-        tokenizer = f"with a tokenizer, prompts{start_in_words(start).removeprefix(',')}"
+        start = start_in_words(start_of_prompts(model)[1]).removeprefix(",")
+        tokenizer = f"with a tokenizer, prompts{start}"
     return (
         f"{kind}: {adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device} in "
         f"{dtype}, {adapter.d_vocab} tokens {tokenizer}, context {adapter.n_ctx}"

@@ -235,8 +235,7 @@ def cells_of(job: HeadRolesJob, how: Running) -> list[Cell]:
 
 
 def _built_in_cells(job: HeadRolesJob, how: Running) -> list[Cell]:
-    built_in = {task.name: task for task in TASKS}
-    titles = {"addition": "Addition", **{name: task.title for name, task in built_in.items()}}
+    titles = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
 
     @cache
     def pair(addition: bool) -> dict[str, HookedModel]:
@@ -248,7 +247,7 @@ def _built_in_cells(job: HeadRolesJob, how: Running) -> list[Cell]:
         if name == "addition":
             sums = AdditionTask("placeholder").split(seed=job.seed)[2]
             return TargetDataset(sums).select(slice(job.prompts))
-        pairs = task_pairs(built_in[name], job.prompts, seed=job.seed)
+        pairs = task_pairs(TASKS_BY_NAME[name], job.prompts, seed=job.seed)
         return TargetDataset.from_pairs(pairs, seed=job.seed)
 
     def load(name: str, side: str) -> HookedModel:

@@ -254,7 +254,7 @@ class PostTrainingJob(Job):
         (), "Text that is only evaluated, not trained on. Repeatable.", "SOURCE", INPUT
     )
     own_windows: AtLeastOne = setting(2000, "Windows of text that the model generates.")
-    window: AtLeastOne = setting(128, "Tokens per window.")
+    window: Annotated[int, Field(ge=2, le=MOST)] = setting(128, "Tokens per window.")
     boundaries: Literal["predict", "skip", "split"] = setting(
         "predict", "At a document's end: predict the next, skip that loss, or split there.", "NAME"
     )

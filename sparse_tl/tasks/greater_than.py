@@ -132,10 +132,6 @@ class GreaterThanTask(Task):
 
         return draw
 
-    def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years, as in `form_and_years`."""
-        return self.form_and_years(tokenizer)[1]
-
     def form_and_years(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
         """Their form; and start years, split into the digits that the end year shares and the rest.
 

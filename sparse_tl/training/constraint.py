@@ -178,7 +178,6 @@ class LossConstraint:
         evaluated_every: updates between two evaluations.
         start: lambda before the first step.
         integral: integral gain, in total over the updates between two evaluations.
-        proportional: proportional gain.
         bounds: smallest and largest lambda.
     """
 
@@ -188,7 +187,6 @@ class LossConstraint:
     evaluated_every: int = 1
     start: float = START
     integral: float = INTEGRAL
-    proportional: float = PROPORTIONAL
     bounds: tuple[float, float] = BOUNDS
 
     def __post_init__(self) -> None:
@@ -242,8 +240,8 @@ class LossConstraint:
     def move(self, excess: Float[Tensor, " group"]) -> None:
         """Move lambda by one step, given every group's relative excess ``e_t`` before clipping."""
         error = excess.clamp(-1, 1).to(self._log_lambda)
-        both = self.integral / self.evaluated_every + self.proportional
-        change = error * both - self._last_error * self.proportional
+        both = self.integral / self.evaluated_every + PROPORTIONAL
+        change = error * both - self._last_error * PROPORTIONAL
         self._log_lambda = (self._log_lambda + change).clamp(*map(math.log, self.bounds))
         self._last_error = error
 

@@ -411,15 +411,12 @@ class Run:
             if self.stream.batch(step).digest() != digest:
                 what = f"the batch of step {step} has different tokens or rows, or another order"
                 raise _of_another_run(folder, what)
-        moments = {kind.partition("/")[2]: of for kind, of in groups.items() if "/" in kind}
-        names = {parameter: name for name, parameter in self.trained.items()}
-        order = [like for group in self.optimizer.param_groups for like in group["params"]]
-        restored: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for key, of in moments.items():
-            for number, like in enumerate(order):
-                if (value := of.get(names[like])) is not None:
-                    restored[number][key] = ranks.spread(value, like) if value.ndim else value
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(restored)})
+        for kind in [kind for kind in groups if kind.startswith("optimizer/")]:
+            for name, value in groups[kind].items():
+                like = self.trained[name]
+                placed = ranks.spread(value, like) if value.ndim else value
+                self.optimizer.state[like][kind.removeprefix("optimizer/")] = placed
+        self.optimizer.load_state_dict(self.optimizer.state_dict())  # places counts of steps
         self.set_weights(groups["weights"])
         self.objective.load_state(state.objective)
         self.started -= state.history[-1]["seconds"]

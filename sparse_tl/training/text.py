@@ -38,8 +38,8 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.documents import separator
 from sparse_tl.data.pairs import padded
-from sparse_tl.data.prompts import chat_start, check_known
-from sparse_tl.data.streams import check_window
+from sparse_tl.data.prompts import chat_start, check_known, check_tokenizer
+from sparse_tl.data.streams import Window
 from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import tracked
@@ -74,7 +74,7 @@ _STARTS = re.compile(r"""\A\s*|[.!?]["'”’)\]]*\s+|[。！？]|\n\s*""")
 def sampled_windows(
     model: Model | SparseTransformer,
     n: AtLeastOne,
-    window: AtLeastOne,
+    window: Window,
     *,
     beginnings: Sequence[str] | None = None,
     batch_size: AtLeastOne | None = None,
@@ -151,7 +151,7 @@ def _starts(
 ) -> list[list[int]]:
     """The given tokens of windows, in turn; checks that the model allows sampling."""
     tokenizer = adapter.model.tokenizer
-    check_window(tokenizer, window)
+    check_tokenizer(tokenizer)
     if window > adapter.n_ctx:
         raise ValueError(f"the model's context has {adapter.n_ctx} tokens, fewer than {window}")
     if not adapter.causal or adapter.d_vocab != adapter.d_vocab_out:
@@ -293,7 +293,7 @@ def short_rows(
     Raises:
         ValueError: there is no tokenizer, or the windows hold no sentence of 4 tokens.
     """
-    check_window(tokenizer, windows.shape[1])
+    check_tokenizer(tokenizer)
     before = {"short": ""}
     if tokenizer.bos_token is not None:
         before["short after BOS"] = tokenizer.bos_token

@@ -207,7 +207,7 @@ def test_words_that_are_no_single_token_are_left_out(words):
 def test_years_that_are_one_token_are_not_used():
     whole = "1732 1450 1501"
     tokenizer = word_tokenizer(f"{EVERYTHING} {whole}", digits=r"1732|1450|1501|\d\d")
-    years = GreaterThanTask(centuries=(14, 15, 17)).years(tokenizer)
+    years = GreaterThanTask(centuries=(14, 15, 17)).form_and_years(tokenizer)[1]
     everything = {(c, f"{start:02d}") for c in ("14", "17") for start in range(2, 99)}
     assert set(years) == everything - {("17", "32"), ("14", "50")}  # 1501 would be the corrupted
     with pytest.raises(ValueError, match=r"centuries \[15\] into two tokens"):
@@ -321,7 +321,7 @@ def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
     for row in rows[::500]:
         noun, century = row["clean"].split()[1], int(row["clean"][-2:])
         task = GreaterThanTask(nouns=(noun,), centuries=(century,))
-        pairs = task.pairs(Reader(gpt2), len(task.years(gpt2)))  # all that there are
+        pairs = task.pairs(Reader(gpt2), len(task.form_and_years(gpt2)[1]))  # all that there are
         records = {record["clean"]: record for record in pairs.to_records(gpt2)}
         record = records[row["clean"]]
         assert record["corrupted"] == row["corrupted"]
@@ -348,7 +348,7 @@ def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
 def test_what_gpt2_knows(gpt2):
     for words in (NOUNS, ioi.NAMES, ioi.PLACES, ioi.OBJECTS, docstring.ARGUMENTS, docstring.NOUNS):
         assert single_words(gpt2, words, 1, "words") == list(words)
-    assert len(GreaterThanTask().years(gpt2)) == 618
+    assert len(GreaterThanTask().form_and_years(gpt2)[1]) == 618
 
 
 @pytest.mark.parametrize("task", [IOITask(), IOILongTask()])
