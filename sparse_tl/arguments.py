@@ -5,6 +5,8 @@ pydantic reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, 
 whole number, NaN is not a number, and a text is not a list of texts. Axes of the same name must
 have the same size in all arguments of a call. NumPy's numbers become Python's, and tensors of whole
 numbers int64; nothing else is converted.
+
+Modules of commands, which import this one, show their help before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,9 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 import jaxtyping
 import numpy as np
-import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
 
 MOST = 10**9
 """Largest count of steps, prompts or parts, since a longer run would not end; and largest rate or
@@ -115,7 +115,9 @@ def _check(function: Any) -> Callable[..., None]:
 
 def _plain(value: Any) -> Any:
     """NumPy's numbers as Python's, and tensors of whole numbers as PyTorch's operations take."""
-    if isinstance(value, Tensor) and value.dtype in (torch.int8, torch.int16, torch.int32):
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.int8, torch.int16, torch.int32):
         return value.long()
     return value.item() if isinstance(value, np.generic) else value
 
@@ -126,6 +128,8 @@ def _listed(value: Any) -> Any:
 
 
 def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
+    from torch import Tensor
+
     first, *others = error.errors(include_url=False)
     if first["type"] == "unexpected_positional_argument":
         return f"too many positional arguments; got {first['input']!r:.80}"
@@ -163,6 +167,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device or the machine ran out of memory."""
+    import torch
+
     of_the_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     return of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
