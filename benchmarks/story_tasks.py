@@ -6,8 +6,9 @@
 
 Half of the stories score (EAP-IG), the other half evaluates: both know all names, and no prompt
 of the other.
-Prints a row in Markdown for each model: accuracy, the smallest circuits of edges and of heads with
-an explained effect of 0.9, and how many times smaller they are than the dense model's.
+Prints a row in Markdown for each model: how often the right answer is more likely than the wrong
+one, the smallest circuits with an explained effect of 0.9 (of edges by `find_circuit`, of edges and
+of heads by the ranking), and how many times smaller they are than the dense model's.
 
     sparse-tl post-train --model stories260K --text stories.txt --target-loss +0.05 --out runs/s05
     python benchmarks/story_tasks.py stories260K runs/s05/sparse
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -31,11 +33,12 @@ from sparse_tl import (
     attribute_heads,
     evaluate_circuit_edges,
     evaluate_heads,
+    find_circuit,
     load_model,
     logit_difference,
+    measure_skill,
 )
 from sparse_tl.backend import HookedModel
-from sparse_tl.circuits import EffectCurve, accuracy, multiplier
 from sparse_tl.data.pairs import padded
 from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 
@@ -124,27 +127,29 @@ def main() -> None:
     args = parser.parse_args()
     options = {"batch_size": 32, "progress": False}
     dense = load_model(args.dense)
-    print("| task | model | right | circuit edges | times fewer | heads | times fewer |")
-    print("|---|---|---|---|---|---|---|")
+    print("| task | model | right above wrong | edges, found | edges, ranked | heads |")
+    print("|---|---|---|---|---|---|")
     for task, stories in {"he / she": pronoun_stories, "names": name_stories}.items():
         scored, others = halves(stories(dense), args.seed)
-        first: list[EffectCurve] = []
+        first: list[float] = []
         for name in [args.dense, *args.sparse]:
             model = dense if name == args.dense else load_dense_or_sparse(name)
-            cells = []
-            for which, attribute, evaluate in (
-                (0, attribute_circuit_edges, evaluate_circuit_edges),
-                (1, attribute_heads, evaluate_heads),
+            found = find_circuit(model, scored, logit_difference, held_out=others, **options)
+            sizes: list[float | None] = [len(found.circuit)]
+            for attribute, evaluate in (
+                (attribute_circuit_edges, evaluate_circuit_edges),
+                (attribute_heads, evaluate_heads),
             ):
                 scores = attribute(model, scored, logit_difference, method="eap-ig", **options)
-                found = evaluate(model, others, logit_difference, scores, **options)
-                curve = found.curve(name)
-                if name == args.dense:
-                    first.append(curve)
-                size, times = curve.size_at(0.9), multiplier(first[which], curve)
-                cells += ["-" if size is None else f"{size:.1f}"]
-                cells += ["-" if times is None else f"{times:.2f}x"]
-            print(f"| {task} | {name} | {accuracy(model, others):.1%} | {' | '.join(cells)} |")
+                ranked = evaluate(model, others, logit_difference, scores, **options)
+                sizes.append(ranked.curve(name).size_at(0.9))
+            first = first or [math.nan if size is None else size for size in sizes]
+            cells = [
+                "-" if size is None else f"{size:.1f}, {all_in / size:.2f}x"
+                for size, all_in in zip(sizes, first, strict=True)
+            ]
+            right = measure_skill(model, others, logit_difference, progress=False).choice
+            print(f"| {task} | {name} | {right:.1%} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

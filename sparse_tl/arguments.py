@@ -29,6 +29,7 @@ cost, since optimizers overflow beyond it."""
 
 Count = Annotated[int, Ge(0), Le(MOST)]
 AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
+AtLeastTwo = Annotated[int, Ge(2), Le(MOST)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[float, Gt(0), Le(MOST)]
 NotNegative = Annotated[float, Ge(0), Le(MOST)]

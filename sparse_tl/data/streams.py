@@ -15,22 +15,19 @@ from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import islice
 from tempfile import TemporaryFile
-from typing import IO, Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import IO, Any, Literal, Protocol, runtime_checkable
 
 import torch
-from annotated_types import Ge, Le
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import MOST, AtLeastOne, Count, Seed, checked
+from sparse_tl.arguments import AtLeastOne, AtLeastTwo, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import Documents, pieces_of_tokens, separator
 from sparse_tl.data.prompts import check_tokenizer
 
 Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another, as `text_rows` says."""
-Window = Annotated[int, Ge(2), Le(MOST)]
-"""A number of tokens; a window of one predicts nothing."""
 Windows = Int[Tensor, "window pos"]
 PADDING = -1
 """Placeholder for tokens after a document's end."""
@@ -43,7 +40,7 @@ UNPREDICTED = -2
 
 @checked
 def token_windows(
-    documents: Iterable[str], tokenizer: Any, window: Window, *, limit: AtLeastOne | None = None
+    documents: Iterable[str], tokenizer: Any, window: AtLeastTwo, *, limit: AtLeastOne | None = None
 ) -> Windows:
     """Concatenate documents, each after a separator, and cut them into full windows.
 
@@ -69,7 +66,7 @@ def token_windows(
 def text_rows(
     documents: Iterable[str],
     tokenizer: Any,
-    window: Window,
+    window: AtLeastTwo,
     *,
     limit: AtLeastOne | None = None,
     boundaries: Boundaries = "predict",
@@ -287,7 +284,7 @@ class TextStream:
         self,
         documents: Iterable[str],
         tokenizer: Any,
-        window: Window,
+        window: AtLeastTwo,
         batch_size: AtLeastOne,
         seed: Seed = 0,
         *,

@@ -29,6 +29,7 @@ from pydantic import (
 from sparse_tl.arguments import (
     MOST,
     AtLeastOne,
+    AtLeastTwo,
     Logit,
     NotNegative,
     Positive,
@@ -254,7 +255,7 @@ class PostTrainingJob(Job):
         (), "Text that is only evaluated, not trained on. Repeatable.", "SOURCE", INPUT
     )
     own_windows: AtLeastOne = setting(2000, "Windows of text that the model generates.")
-    window: Annotated[int, Field(ge=2, le=MOST)] = setting(128, "Tokens per window.")
+    window: AtLeastTwo = setting(128, "Tokens per window.")
     boundaries: Literal["predict", "skip", "split"] = setting(
         "predict", "At a document's end: predict the next, skip that loss, or split there.", "NAME"
     )

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.arguments import AtLeastOne, AtLeastTwo, Seed, checked
 from sparse_tl.backend import (
     Adapter,
     Model,
@@ -39,7 +39,6 @@ from sparse_tl.data.batches import log_probabilities
 from sparse_tl.data.documents import separator
 from sparse_tl.data.pairs import padded
 from sparse_tl.data.prompts import chat_start, check_known, check_tokenizer
-from sparse_tl.data.streams import Window
 from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.progress import tracked
@@ -74,7 +73,7 @@ _STARTS = re.compile(r"""\A\s*|[.!?]["'”’)\]]*\s+|[。！？]|\n\s*""")
 def sampled_windows(
     model: Model | SparseTransformer,
     n: AtLeastOne,
-    window: Window,
+    window: AtLeastTwo,
     *,
     beginnings: Sequence[str] | None = None,
     batch_size: AtLeastOne | None = None,
