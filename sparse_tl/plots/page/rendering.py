@@ -35,7 +35,7 @@ Scale = Annotated[float, Ge(0.1), Le(20)]  # beyond, an image may not fit into m
 STYLE = "interactive_figure.css"
 AUTO = "sparse-tl-auto"
 """Class of HTML that is drawn for light pages and inverted in dark notebooks."""
-DARK_NOTEBOOKS = (
+_DARK_NOTEBOOKS = (
     'body[data-jp-theme-light="false"]',  # JupyterLab, Notebook 7, and nbconvert's HTML
     "body.vscode-dark",
     'body[data-vscode-theme-kind="vscode-dark"]',
@@ -43,6 +43,12 @@ DARK_NOTEBOOKS = (
     'html[theme="dark"]',  # Colab
 )
 """Selectors, one of which matches in a notebook with a dark theme."""
+# plotly draws elements without our class, but turns the uid of a trace into a class.
+_FIGURES = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
+_RULE = f":is({', '.join(_DARK_NOTEBOOKS)}) {_FIGURES} {{ filter: {DARK_FILTER}; }}"
+NOTEBOOK_RULE = f"@media screen {{ {_RULE} }}"
+"""A rule of CSS that inverts figures of the class `AUTO` in dark notebooks."""
+NOTEBOOK_STYLE = f"<style>{NOTEBOOK_RULE}</style>"
 _ADDRESS_SPACE = 2**41
 
 Kind = TypeVar("Kind", bound="Figure")
@@ -165,18 +171,10 @@ class SelfContainedFigure(Figure, RenderedHTML):
             return f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
         if self.theme == "light":
             return self._html
-        return f'<div class="{AUTO}">\n{notebook_style()}\n{self._html}\n</div>'
+        return f'<div class="{AUTO}">\n{NOTEBOOK_STYLE}\n{self._html}\n</div>'
 
     # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_
-
-
-def notebook_style() -> str:
-    """A style element that inverts figures of the class `AUTO` in dark notebooks."""
-    # plotly draws elements without our class, but turns the uid of a trace into a class.
-    ours = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
-    rule = f":is({', '.join(DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
-    return f"<style>@media screen {{ {rule} }}</style>"
 
 
 def svg_to_png(svg: str, scale: float) -> bytes:
