@@ -48,8 +48,6 @@ from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
 
 _WIDTH, _PANEL_HEIGHT = 960, 680
 """Size in pixels of the panels of deep models."""
-_SLICE = 0.3
-"""Seconds for which effects are computed before another request is answered."""
 MAX_TEXT = 60
 """Maximum number of characters of a token or title."""
 MAX_KEYS = 48
@@ -504,7 +502,7 @@ class ExactEffects:
             else:
                 panel = self._diagram_left
                 assert panel is not None
-                self._models[panel].compute_edge_effects(_SLICE)
+                self._models[panel].compute_edge_effects(min(seconds, self._seconds_left[panel]))
                 self._seconds_left[panel] -= time.monotonic() - start
                 diagram |= self._diagram_left != panel
             now = time.monotonic()
