@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
@@ -286,20 +286,6 @@ MARGIN = 8
 TITLE_HEIGHT = 34
 
 
-class Surround(NamedTuple):
-    """The surroundings of a diagram's panels.
-
-    Args:
-        names: names of the panels, from top to bottom.
-        title: title above the panels.
-        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-    """
-
-    names: tuple[str, ...]
-    title: str | None = None
-    transition: str | None = None
-
-
 class PanelFigure(SelfContainedFigure):
     """A figure of framed panels that displays in notebooks and can be saved to files.
 
@@ -307,7 +293,9 @@ class PanelFigure(SelfContainedFigure):
 
     Args:
         data: data for the script.
-        surround: title and arrows around the panels.
+        names: names of the panels, from top to bottom.
+        title: title above the panels.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         options: arguments of its function ``firstView``.
     """
 
@@ -317,13 +305,19 @@ class PanelFigure(SelfContainedFigure):
     """Further scripts of a page."""
     styles: tuple[str, ...] = (STYLE,)
 
-    def __init__(self, data: Mapping[str, Any], surround: Surround, *options: Any) -> None:
-        names, title, transition = surround
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        names: Iterable[str],
+        title: str | None,
+        transition: str | None,
+        *options: Any,
+    ) -> None:
         words = {"title": title, "transition": transition}
         shown = {key: visible_text((text or "")[:200]) for key, text in words.items()}
-        self.panel_names, self.json = names, script_json({**data, **shown})
+        self.panel_names, self.json = tuple(names), script_json({**data, **shown})
         width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *options)
-        svg = "\n".join([svg_start(width, height, names, title), markup, "</svg>"])
+        svg = "\n".join([svg_start(width, height, self.panel_names, title), markup, "</svg>"])
         self.content = (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'
