@@ -124,8 +124,7 @@ def effect_interval(
 ) -> tuple[Float[Tensor, "*circuit"], Float[Tensor, "*circuit"]]:
     """The ends of `Evaluation.interval`; of a mean over pairs, where clean is 1 and none 0."""
     effect, drawn = explained_effect(circuit, clean, none), effect_draws(circuit, clean, none)
-    ends = torch.tensor(ENDS, dtype=clean.dtype)
-    low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
+    low, high = drawn.quantile(torch.tensor(ENDS, dtype=clean.dtype), dim=0)
     # With few pairs, a percentile interval may exclude the effect: widen it to include it.
     return torch.minimum(low, effect), torch.maximum(high, effect)
 

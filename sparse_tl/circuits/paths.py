@@ -24,7 +24,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.graph import Node, PositionedGraph
@@ -87,7 +86,7 @@ class PathGraph:
     """The nodes of a circuit in order of computation, its links, the names and scores of its edges,
     and the influence of its paths."""
 
-    nodes: tuple[Any, ...]  # each with a `kind`: of the ends, "input" or "logits"
+    nodes: tuple[PositionedNode, ...]
     links: tuple[Link, ...]
     names: tuple[str, ...]
     scores: tuple[float, ...] | None

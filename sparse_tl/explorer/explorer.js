@@ -1,13 +1,16 @@
 // The live circuit explorer: the interactive diagram with cards beside it. The kernel removes and
 // restores parts on request, and sends new numbers. circuit_diagram.js draws the diagram,
-// explorer_parts.js the cards; explorer_page.js is about the kernel and the page.
+// explorer_parts.js the cards; explorer_kernel.js is the connection to the kernel.
 
 const NO_KERNEL = "This is a saved view without a kernel: run the cell to use it.";
 const RESTARTED = "The kernel was restarted: run the cell again. This view is no longer connected; " +
   "only the diagram itself still works.";
 
 function render({ model, el }) {
-  const root = make("div", { class: "sparse-tl-explorer" });
+  const theme = model.get("_theme");
+  const root = make("div", {
+    class: `sparse-tl-explorer${theme === "auto" ? " sparse-tl-auto" : ""}`, "data-dark": theme === "dark",
+  });
   const tip = make("div", { class: "tip", role: "tooltip", hidden: true });
   const message = make("div", { class: "message", role: "alert", hidden: true });
   const top = make("div", { class: "top" });
@@ -245,7 +248,6 @@ function render({ model, el }) {
   drawAll();
   showMessage(model.get("_message"));
   const style = hideSaved();
-  const unfollow = followTheme(root, model.get("_theme"), el);
   if (el.closest(".jupyter-widgets-disconnected")) disconnect(NO_KERNEL);
   const listeners = {
     "change:_figure": () => {
@@ -272,7 +274,6 @@ function render({ model, el }) {
   return () => {
     kernel.close();
     for (const timer of [settleTimer, choiceTimer, reportTimer]) clearTimeout(timer);
-    unfollow();
     style.remove();
     for (const [name, listener] of Object.entries(listeners)) model.off(name, listener);
   };

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,20 +43,18 @@ from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_diffe
 from sparse_tl.plots import CircuitDiagram, attention_diagram
 from sparse_tl.plots.diagrams.attention_diagram import MOST_UNFOLDED, Threshold, quantity_data
 from sparse_tl.plots.page.palette import DARK_FILTER
-from sparse_tl.plots.page.rendering import DARK_NOTEBOOKS, STYLE, Theme, read_assets
+from sparse_tl.plots.page.rendering import NOTEBOOK_RULE, STYLE, Theme, read_assets
 from sparse_tl.plots.page.token_text import ELLIPSIS, visible_text
 
 _WIDTH, _PANEL_HEIGHT = 960, 680
 """Size in pixels of the panels of deep models."""
-_SLICE = 0.3
-"""Seconds for which effects are computed before another request is answered."""
 MAX_TEXT = 60
 """Maximum number of characters of a token or title."""
 MAX_KEYS = 48
 """Maximum number of columns in a node's heat map."""
 
 _PACKAGE = "sparse_tl.explorer"
-_SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
+_SCRIPTS = ("explorer_kernel.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
 _NO_LIVE_VIEW = (  # hides JupyterLab's "model not found"
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
     ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
@@ -88,15 +85,12 @@ class CircuitExplorer(anywidget.AnyWidget):
         TypeError: `plots.attention_diagram` has no such argument.
     """
 
-    _esm = (
-        CircuitDiagram.page_script()
-        + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
-        + read_assets(*_SCRIPTS, package=_PACKAGE)
-    )
+    _esm = CircuitDiagram.page_script() + read_assets(*_SCRIPTS, package=_PACKAGE)
     _css = (
         read_assets(STYLE)
         + read_assets("explorer.css", package=_PACKAGE)
         + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
+        + NOTEBOOK_RULE
     )
 
     # Traits tagged as late change after the widget is created.
@@ -508,7 +502,7 @@ class ExactEffects:
             else:
                 panel = self._diagram_left
                 assert panel is not None
-                self._models[panel].compute_edge_effects(_SLICE)
+                self._models[panel].compute_edge_effects(min(seconds, self._seconds_left[panel]))
                 self._seconds_left[panel] -= time.monotonic() - start
                 diagram |= self._diagram_left != panel
             now = time.monotonic()

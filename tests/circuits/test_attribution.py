@@ -105,7 +105,7 @@ def test_a_few_places_at_a_time(
         return written
 
     one_place = adapt(model).d_model * len(adapt(model).graph.sources)
-    monkeypatch.setattr(attribution, "WRITES_AT_ONCE", SizeByDevice(2 * one_place, 1))
+    monkeypatch.setattr(attribution, "VALUES_AT_ONCE", SizeByDevice(2 * one_place, 1))
     monkeypatch.setattr(attribution, "source_outputs", noted)
     torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
     assert max(sizes) == 2 * one_place

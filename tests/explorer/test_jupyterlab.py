@@ -113,12 +113,12 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     assert tab.locator("[data-saved-explorer]").count() == 1
     assert not tab.locator("[data-saved-explorer]").is_visible()
 
-    # Figures follow the theme; light and dark ones do not.
+    # Figures and the explorer follow the theme; light and dark figures do not.
     tab.locator(".js-plotly-plot").nth(2).wait_for(state="attached")
     for theme, turned in (("JupyterLab Dark", True), ("JupyterLab Light", False)):
         command(tab, "apputils:change-theme", theme=theme)
         tab.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=theme)
-        assert tab.evaluate(TURNED, ".sparse-tl-auto:not([data-saved-explorer] *)") == [turned]
+        assert tab.evaluate(TURNED, ".sparse-tl-auto:not([data-saved-explorer] *)") == [turned] * 2
         assert tab.evaluate(TURNED, ".js-plotly-plot")[:3] == [turned, False, False]
 
     # The slider.

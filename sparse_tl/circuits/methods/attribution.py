@@ -69,12 +69,10 @@ Places = Int[Tensor, " place"]
 
 TOKENS_AT_ONCE = SizeByDevice(cpu=768, elsewhere=2**13)
 """Maximum number of tokens in a pass of several steps; a CPU keeps their activations in caches."""
-READS_AT_ONCE = 2**25
-"""Maximum number of values that all destinations of a layer read, held at one time."""
-WRITES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
-"""Maximum number of values that all sources write, in d_model dimensions, held at one time. On a
-CPU this is 32 MB in float32: C libraries return larger blocks to the system, and allocating these
-again takes longer than computing their contents."""
+VALUES_AT_ONCE = SizeByDevice(cpu=2**23, elsewhere=2**26)
+"""Maximum number of values that all sources write, or all destinations of a layer read, in d_model
+dimensions, held at one time. On a CPU this is 32 MB in float32: C libraries return larger blocks to
+the system, and allocating these again takes longer than computing their contents."""
 DESTINATIONS_AT_ONCE = 128
 """Maximum number of destinations in one matrix product, if they belong to several layers."""
 
@@ -493,7 +491,7 @@ class ReadGradients:
         total = (readers[..., -1:] * self.final).flatten(0, 1)
         size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
         chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
-        at_once = max(1, READS_AT_ONCE // (size * d_model))
+        at_once = max(1, VALUES_AT_ONCE.on(total.device) // (size * d_model))
         for layer in range(graph.n_layers):
             weights = chosen[:, :, layer].flatten(0, 1)
             for places in weights.any(dim=-1).nonzero()[:, 0].split(at_once):
@@ -531,7 +529,7 @@ def contract(
     changed = [(change[name] != 0).flatten(2).any(dim=2).flatten() for name in points]
     groups = groups.flatten().where(torch.stack(changed).any(dim=0), -1)
     in_order = groups.argsort(stable=True)[int((groups < 0).sum()) :]
-    at_once = max(1, WRITES_AT_ONCE.on(groups.device) // (n_sources * adapter.d_model))
+    at_once = max(1, VALUES_AT_ONCE.on(groups.device) // (n_sources * adapter.d_model))
     for places in in_order.split(at_once) if len(in_order) else ():
         own = {name: at_places(change[name], places)[None] for name in points}
         difference = source_outputs(adapter, own)[:, 0]

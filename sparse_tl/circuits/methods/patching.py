@@ -28,7 +28,7 @@ from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.backend import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.circuits.circuit import Scores, check_grid
 from sparse_tl.circuits.evaluation import positions_of
-from sparse_tl.circuits.pair_runs import PairRuns, closing_each
+from sparse_tl.circuits.pair_runs import PairRuns, clean_logits, closing_each
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
@@ -321,13 +321,14 @@ def patch_activations(
     run_pairs = swapped if into == "corrupted" else pairs
     gated_at = None if by_head else positions
     runs = PairRuns(model, site, run_pairs, "corrupted", batch_size, positions=gated_at)
-    both = list[tuple[Tensor, ...]]()
-    for batch, run in runs:
-        final = adapter.final(batch.forced.corrupted, read=run.read)
-        both_logits = run.clean_logits, adapter.logits_at(final, run.read)
-        both.append(tuple(measure(metric, one, batch).cpu().double() for one in both_logits))
-    run_alone, other = map(torch.cat, zip(*both, strict=True))
-    explained_effect(other, other, run_alone)  # raises before any patching
+
+    def measured(side: PromptPairs) -> Float[Tensor, " pair"]:
+        found = clean_logits(model, side, batch_size)
+        values = [measure(metric, logits, batch) for batch, logits in found]
+        return torch.cat(values).cpu().double()
+
+    clean, corrupted = measured(pairs), measured(swapped)
+    explained_effect(clean, clean, corrupted)  # raises before any patching
     by_batch: list[Tensor] = []
     total = n_layers * len(places) * len(runs)
     with tracked("patching activations", total, progress) as step:
@@ -341,7 +342,6 @@ def patch_activations(
                     step()
             by_batch.append(values.cpu())
     values = torch.cat(by_batch).permute(1, 2, 0).contiguous()
-    clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
     columns: Sequence[str] = [str(head) for head in range(n_columns)]
     if not by_head and positions == "spans":
         columns = pairs.spans_of(positions).names

@@ -23,7 +23,7 @@ from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.prompt.attention import AttentionGraph, EdgeWeight
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import LABEL_SIZE
-from sparse_tl.plots.page.rendering import PanelFigure, Surround, by_title
+from sparse_tl.plots.page.rendering import PanelFigure, by_title
 from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -124,7 +124,7 @@ def attention_diagram(
     limit = max(1, round(threshold * STEPS))
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
     data = _script_data(_weighted(panels), state) | {"size": size}
-    return CircuitDiagram(data, Surround(tuple(panels), title, transition))
+    return CircuitDiagram(data, panels, title, transition)
 
 
 def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:

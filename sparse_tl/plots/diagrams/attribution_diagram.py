@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -24,9 +23,10 @@ from sparse_tl.plots.diagrams.component_diagram import (
     diagram_of,
     panel_of,
     read_view,
+    row_of,
     shown_texts,
 )
-from sparse_tl.plots.page.rendering import Surround, by_title
+from sparse_tl.plots.page.rendering import by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 
 _KINDS: dict[str, Any] = {"embedding": "input", "attention edge": "head", "target": "logits"}
@@ -88,7 +88,7 @@ def attribution_diagram(
         "unit": "logits",
         "words": _WORDS,
     }
-    return diagram_of(data, view, first.tokens, Surround(tuple(panels), title, transition))
+    return diagram_of(data, view, first.tokens, panels, title, transition)
 
 
 def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str, str]]:
@@ -97,10 +97,8 @@ def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str,
     for graph in panels.values():
         tokens = [visible_text(token[:20]) for token in graph.tokens]
         for node in graph.nodes.to_dict("records"):
-            name, kind, layer = node["name"], node["kind"], node["layer"]
-            drawn = PositionedNode(Node(_KINDS.get(kind, "mlp"), layer), node["position"])
-            at = drawn.position, None if kind in ("embedding", "target") else layer
-            rows[name] = [name, drawn.kind, drawn.step, *at]
+            name, kind = node["name"], node["kind"]
+            rows[name] = [name, *row_of(_drawn(node))[1:]]
             token = tokens[node["source"]]
             own = {
                 "embedding": token,
@@ -112,11 +110,16 @@ def _nodes(panels: Mapping[str, AttributionGraph]) -> tuple[list[Any], dict[str,
     return sorted(rows.values(), key=lambda row: (row[2], row[3], row[0])), labels
 
 
+def _drawn(node: Mapping[Any, Any]) -> PositionedNode:
+    """A node as the page shows it."""
+    return PositionedNode(Node(_KINDS.get(node["kind"], "mlp"), node["layer"]), node["position"])
+
+
 def _panel(name: str, graph: AttributionGraph, index: Mapping[str, int]) -> dict[str, Any]:
     """The links of one graph between these nodes, with their influence and paths."""
     names, links = list(graph.nodes["name"]), [*_shown(graph.links).itertuples(index=False)]
     paths = PathGraph(
-        tuple(SimpleNamespace(kind=_KINDS.get(kind, kind)) for kind in graph.nodes["kind"]),
+        tuple(map(_drawn, graph.nodes.to_dict("records"))),
         tuple(
             Link(source, target, "", edge, abs(flow))
             for edge, (source, target, flow) in enumerate(links)

@@ -28,7 +28,7 @@ from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
-from sparse_tl.plots.page.rendering import STYLE, PanelFigure, Surround, by_title
+from sparse_tl.plots.page.rendering import STYLE, PanelFigure, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
@@ -155,7 +155,7 @@ def component_diagram(
     }
     framed = marked_heads(_heads_of(next(iter(panels.values()))), marked or {})
     nodes = in_order({node for graph in graphs.values() for node in graph.nodes})
-    rows, index = [*map(_row, nodes)], {node: row for row, node in enumerate(nodes)}
+    rows, index = [*map(row_of, nodes)], {node: row for row, node in enumerate(nodes)}
     panel_data = [
         panel_of(name, graph, [index[node] for node in graph.nodes])
         for name, graph in graphs.items()
@@ -175,20 +175,24 @@ def component_diagram(
         "nodes": rows,
         "panels": panel_data,
         "unit": visible_text(unit.strip()[:40]),
-        "marked": {
-            colour: [str(Node("head", *head)) for head in heads]
-            for colour, heads in zip(MARKS, framed.values(), strict=False)
-        },
-        "markNames": [visible_text(name)[:60] for name in framed],
+        "marked": [
+            (colour, visible_text(name)[:60], [str(Node("head", *head)) for head in heads])
+            for colour, (name, heads) in zip(MARKS, framed.items(), strict=False)
+        ],
         "words": _WORDS,
         "slots": True,
         "neurons": _neurons(_by_panel(neurons, panels), graphs),
     }
-    return diagram_of(data, view, columns, Surround(tuple(panels), title, transition))
+    return diagram_of(data, view, columns, panels, title, transition)
 
 
 def diagram_of(
-    data: Mapping[str, Any], view: View, columns: Sequence[str], surround: Surround
+    data: Mapping[str, Any],
+    view: View,
+    columns: Sequence[str],
+    names: Iterable[str],
+    title: str | None,
+    transition: str | None,
 ) -> ComponentDiagram:
     """The figure of nodes and panels, with the first view drawn by the page's own script."""
     shared = {
@@ -197,7 +201,7 @@ def diagram_of(
         "columns": [visible_text(text[:200]) for text in columns],
         "colours": _COLOURS,
     }
-    return ComponentDiagram({**data, **shared}, surround, WIDTH)
+    return ComponentDiagram({**data, **shared}, names, title, transition, WIDTH)
 
 
 def shown_first(circuit: Circuit, scores: Scores | None = None, size: AtLeastOne = 100) -> Circuit:
@@ -301,7 +305,8 @@ def read_view(state: str | Path | Mapping[str, Any], view: View) -> View:
 # ---- the script's data -------------------------------------------------------------------------
 
 
-def _row(node: PositionedNode) -> list[Any]:
+def row_of(node: PositionedNode) -> list[Any]:
+    """The name, kind, step, position and layer of a node."""
     layer = None if node.kind in ("input", "logits") else node.component.layer
     return [visible_text(str(node)), node.kind, node.step, node.position, layer]
 

@@ -105,7 +105,7 @@ function selectEdges(panel, data, state) {
   const [column, readAt] = data.targets[state.target];
   const focus = state.focus?.panel === panel.index ? state.focus : null;
   const start = focus ? nodeName(focus.level, focus.column) : nodeName(nLayers, readAt);
-  const reached = reach(kept, start, false);
+  const reached = reach(kept, [start], false);
   const lines = [...merged.keys()].sort((a, b) => a - b).map((line) => merged.get(line));
   for (const line of lines) {
     line.estimated ||= kind === "first-order";

@@ -10,8 +10,8 @@ function componentControls(root, data, figure) {
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
-  function check(text, name, key) {
-    const box = make("input", { type: "checkbox", name, onchange: () => change({ [key]: box.checked }) });
+  function check(text, key) {
+    const box = make("input", { type: "checkbox", name: key, onchange: () => change({ [key]: box.checked }) });
     updates.push(() => { box.checked = view()[key]; });
     addControl(root, text, box);
   }
@@ -36,9 +36,9 @@ function componentControls(root, data, figure) {
     select("Ranked by", "by", [["influence", "influence on the answer"], ["score", `|${data.words.value}|`]]);
     if (data.slots) select("Colour", "colour", [["slot", "what reads"], ["sign", "helps or hurts"]]);
   }
-  if (data.slots) check("q, k, v apart", "slots", "slots");
-  check("Edges on no path", "off_path", "off_path");
-  if (data.panels.length === 2) check("Difference", "difference", "difference");
+  if (data.slots) check("q, k, v apart", "slots");
+  check("Edges on no path", "off_path");
+  if (data.panels.length === 2) check("Difference", "difference");
 
   // ---- supernodes --------------------------------------------------------------------------
 

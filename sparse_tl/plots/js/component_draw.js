@@ -108,8 +108,7 @@ function drawPanel(data, view, drawn, panel, chosen) {
 // from a source to readers.
 function nearOf(panel, source, ...readers) {
   if (source === null) return null;
-  const before = reach(panel.links, source, false);
-  const after = new Set(readers.flatMap((reader) => [...reach(panel.links, reader, true)]));
+  const before = reach(panel.links, [source], false), after = reach(panel.links, readers, true);
   const links = panel.links.filter((link) => after.has(link.source) || before.has(link.reader)
     || (link.source === source && readers.includes(link.reader)));
   return { links: new Set(links), nodes: new Set([...after, ...before]) };
@@ -148,7 +147,7 @@ function drawNode(data, view, panel, node, box, chosen, near) {
 }
 
 function marksOf(data, { layout, nodes }) {
-  return Object.entries(data.marked ?? {}).flatMap(([colour, names]) =>
+  return (data.marked ?? []).flatMap(([colour, , names]) =>
     [...layout.boxes].filter(([i]) => names.includes(nodes[i].name.split("@")[0]))
       .map(([i, box]) => svgElement("rect", { "data-mark": nodes[i].name, fill: "none",
         x: box.x - box.width / 2 - 2, y: box.y - HALF - 2, width: box.width + 4,
@@ -179,6 +178,6 @@ function legendOf(data, view, { panels, nodes }) {
   const roles = new Set(panels.flatMap((panel) => panel.links.flatMap(({ source, reader }) => [source, reader])
     .map((i) => roleOf(data, view, panel, nodes[i]))));
   for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
-  Object.keys(data.marked ?? {}).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
+  for (const [colour, name] of data.marked ?? []) entries.push([colour, 2.2, name]);
   return entries;
 }

@@ -13,11 +13,10 @@
 
 const CROSSING = "attention", MERGED = "several";
 
-function connectedLines(panel, chosen, ends) {
-  const { lines } = panel, above = new Set(ends[0]), below = new Set(ends[1]);
-  const order = [...chosen].sort((a, b) => lines[a][0] - lines[b][0] || lines[a][1] - lines[b][1]);
-  for (const i of order) if (above.has(lines[i][0])) above.add(lines[i][1]);
-  for (const i of order.reverse()) if (below.has(lines[i][1])) below.add(lines[i][0]);
+// The lines that are on a path of chosen lines from the input to the logits.
+function connectedLines({ lines }, chosen, [inputs, logits]) {
+  const links = chosen.map((i) => ({ source: lines[i][0], reader: lines[i][1] }));
+  const above = reach(links, inputs, true), below = reach(links, logits, false);
   return new Set(chosen.filter((i) => above.has(lines[i][0]) && below.has(lines[i][1])));
 }
 

@@ -19,19 +19,14 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
-function makePath(attributes) {
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  setAttributes(path, attributes);
-  return path;
-}
-
 // The panels of a figure, each with its SVG group, its parts by role, and a path over its lines
 // that marks the line under the pointer.
 function findPanels(svg, data, pointed) {
   return data.panels.map((panel) => {
     const group = svg.querySelector(`g[data-panel="${panel.index}"]`);
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
-    const hover = makePath({
+    const hover = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    setAttributes(hover, {
       "data-role": "hover", fill: "none", stroke: pointed, "stroke-linecap": "round",
       "pointer-events": "none",
     });

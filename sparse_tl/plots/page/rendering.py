@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Le
 from circuitsvis.utils.render import RenderedHTML
@@ -35,7 +35,7 @@ Scale = Annotated[float, Ge(0.1), Le(20)]  # beyond, an image may not fit into m
 STYLE = "interactive_figure.css"
 AUTO = "sparse-tl-auto"
 """Class of HTML that is drawn for light pages and inverted in dark notebooks."""
-DARK_NOTEBOOKS = (
+_DARK_NOTEBOOKS = (
     'body[data-jp-theme-light="false"]',  # JupyterLab, Notebook 7, and nbconvert's HTML
     "body.vscode-dark",
     'body[data-vscode-theme-kind="vscode-dark"]',
@@ -43,6 +43,12 @@ DARK_NOTEBOOKS = (
     'html[theme="dark"]',  # Colab
 )
 """Selectors, one of which matches in a notebook with a dark theme."""
+# plotly draws elements without our class, but turns the uid of a trace into a class.
+_FIGURES = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
+_RULE = f":is({', '.join(_DARK_NOTEBOOKS)}) {_FIGURES} {{ filter: {DARK_FILTER}; }}"
+NOTEBOOK_RULE = f"@media screen {{ {_RULE} }}"
+"""A rule of CSS that inverts figures of the class `AUTO` in dark notebooks."""
+NOTEBOOK_STYLE = f"<style>{NOTEBOOK_RULE}</style>"
 _ADDRESS_SPACE = 2**41
 
 Kind = TypeVar("Kind", bound="Figure")
@@ -165,18 +171,10 @@ class SelfContainedFigure(Figure, RenderedHTML):
             return f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
         if self.theme == "light":
             return self._html
-        return f'<div class="{AUTO}">\n{notebook_style()}\n{self._html}\n</div>'
+        return f'<div class="{AUTO}">\n{NOTEBOOK_STYLE}\n{self._html}\n</div>'
 
     # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_
-
-
-def notebook_style() -> str:
-    """A style element that inverts figures of the class `AUTO` in dark notebooks."""
-    # plotly draws elements without our class, but turns the uid of a trace into a class.
-    ours = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
-    rule = f":is({', '.join(DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
-    return f"<style>@media screen {{ {rule} }}</style>"
 
 
 def svg_to_png(svg: str, scale: float) -> bytes:
@@ -288,20 +286,6 @@ MARGIN = 8
 TITLE_HEIGHT = 34
 
 
-class Surround(NamedTuple):
-    """The surroundings of a diagram's panels.
-
-    Args:
-        names: names of the panels, from top to bottom.
-        title: title above the panels.
-        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-    """
-
-    names: tuple[str, ...]
-    title: str | None = None
-    transition: str | None = None
-
-
 class PanelFigure(SelfContainedFigure):
     """A figure of framed panels that displays in notebooks and can be saved to files.
 
@@ -309,7 +293,9 @@ class PanelFigure(SelfContainedFigure):
 
     Args:
         data: data for the script.
-        surround: title and arrows around the panels.
+        names: names of the panels, from top to bottom.
+        title: title above the panels.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         options: arguments of its function ``firstView``.
     """
 
@@ -319,13 +305,19 @@ class PanelFigure(SelfContainedFigure):
     """Further scripts of a page."""
     styles: tuple[str, ...] = (STYLE,)
 
-    def __init__(self, data: Mapping[str, Any], surround: Surround, *options: Any) -> None:
-        names, title, transition = surround
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        names: Iterable[str],
+        title: str | None,
+        transition: str | None,
+        *options: Any,
+    ) -> None:
         words = {"title": title, "transition": transition}
         shown = {key: visible_text((text or "")[:200]) for key, text in words.items()}
-        self.panel_names, self.json = names, script_json({**data, **shown})
+        self.panel_names, self.json = tuple(names), script_json({**data, **shown})
         width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *options)
-        svg = "\n".join([svg_start(width, height, names, title), markup, "</svg>"])
+        svg = "\n".join([svg_start(width, height, self.panel_names, title), markup, "</svg>"])
         self.content = (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'

@@ -42,17 +42,11 @@ def visible_text(token: str) -> str:
     or change the direction of the text become the replacement character.
     """
     space = SPACE if any(map(str.isalnum, token)) else SPACE_IN_PUNCTUATION
-    inner = token.strip(" ")
-    if not inner:
-        return space * len(token)
-    leading = len(token) - len(token.lstrip(" "))
-    trailing = len(token) - len(token.rstrip(" "))
-    shown = "".join(OTHER_SPACE if _is_other_space(c) else _visible_character(c) for c in inner)
-    return space * leading + shown + space * trailing
-
-
-def _is_other_space(character: str) -> bool:
-    return character != " " and unicodedata.category(character) == "Zs"
+    ended = token.rstrip(" ")
+    inner = ended.lstrip(" ")
+    others = {c for c in inner if c != " " and unicodedata.category(c) == "Zs"}
+    shown = "".join(OTHER_SPACE if c in others else _visible_character(c) for c in inner)
+    return space * (len(ended) - len(inner)) + shown + space * (len(token) - len(ended))
 
 
 def running_text(text: str) -> str:

@@ -18,7 +18,7 @@ import plotly.io as pio
 from plotly.subplots import make_subplots
 
 from sparse_tl.plots.page import palette
-from sparse_tl.plots.page.rendering import AUTO, Figure, notebook_style
+from sparse_tl.plots.page.rendering import AUTO, NOTEBOOK_STYLE, Figure
 from sparse_tl.plots.page.token_text import (
     clip_text,
     fit_text,
@@ -146,7 +146,7 @@ class GridFigure(Figure):
         if self.theme == "auto" and renderers & {"plotly_mimetype", "vscode"}:
             from IPython.display import HTML, display
 
-            display(HTML(notebook_style()))
+            display(HTML(NOTEBOOK_STYLE))
             # plotly draws elements without a class of ours, but makes one of the uid of a trace. An
             # invisible point has it: the trace of a map without a colour bar has no class.
             shown.add_scatter(x=[0], y=[0], uid=AUTO, **_INVISIBLE)

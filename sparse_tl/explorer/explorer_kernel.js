@@ -1,4 +1,4 @@
-// The explorer's connection to the kernel, and the theme of the page around it.
+// The explorer's connection to the kernel.
 
 const FIRST_WAIT = 2000; // milliseconds
 const LONGEST_WAIT = 30000;
@@ -85,46 +85,6 @@ function connect(model, onChange) {
       report();
     },
   };
-}
-
-// ---- light or dark -----------------------------------------------------------------------------
-
-// Selectors that match light themes in JupyterLab, VS Code and Colab. DARK_PAGES comes from Python.
-const LIGHT_PAGES = 'body[data-jp-theme-light="true"], body.vscode-light, ' +
-  'body[data-vscode-theme-kind="vscode-light"], ' +
-  'body[data-vscode-theme-kind="vscode-high-contrast-light"], html[theme="light"]';
-
-// Whether the page around an element is dark: by its theme, or else by its background or text.
-function isOnDark(element) {
-  if (document.querySelector(DARK_PAGES)) return true;
-  if (document.querySelector(LIGHT_PAGES)) return false;
-  for (let node = element; node; node = node.parentElement) {
-    const background = channelsOf(getComputedStyle(node).backgroundColor);
-    if (background && (background[3] ?? 1) > 0.5) return lightness(background) < 0.5;
-  }
-  return lightness(channelsOf(getComputedStyle(element).color) ?? [0, 0, 0]) > 0.5;
-}
-
-// Numbers of a computed colour, "rgb(0, 0, 0)" or "rgba(0, 0, 0, 0.5)".
-function channelsOf(colour) {
-  return /^rgba?\(/.test(colour) ? colour.match(/[\d.]+/g).map(Number) : null;
-}
-
-function lightness([red, green, blue]) {
-  return (0.3 * red + 0.59 * green + 0.11 * blue) / 255;
-}
-
-// Keeps an element in a given theme, or in that of the page; returns a function that stops it.
-function followTheme(root, theme, page) {
-  const apply = () =>
-    root.toggleAttribute("data-dark", theme === "dark" || (theme === "auto" && isOnDark(page)));
-  apply();
-  if (theme !== "auto") return () => {};
-  const observer = new MutationObserver(apply);
-  for (const element of [document.documentElement, document.body]) {
-    observer.observe(element, { attributes: true });
-  }
-  return () => observer.disconnect();
 }
 
 // The data of the current figure; parsed once.
