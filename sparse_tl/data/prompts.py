@@ -215,9 +215,14 @@ def continued(encode: Encoder, prompt: str, answer: str) -> tuple[Tokens, int]:
     raise _several_tokens(encode, answer, tokens, hint)
 
 
-def single_token(encode: Encoder, text: str) -> int:
-    """The token of a text by itself; a ValueError if it is not one."""
-    tokens = encode(text)
+def single_token(encode: Encoder, text: str, prompt: str) -> int:
+    """The token of a text that follows a prompt, or else by itself; a ValueError if it is neither.
+
+    By itself, " was" is two tokens to tokenizers that put a space before every text.
+    """
+    before, tokens = _split(encode, prompt, text) or ((), ())
+    if len(tokens) != 1 or before != encode(prompt):  # white space that the text took over
+        tokens = encode(text)
     if len(tokens) != 1:
         raise _several_tokens(encode, text, tokens)
     return tokens[0]

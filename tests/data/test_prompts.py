@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import PromptPairs, TargetDataset, load_model, logit_lens
 from sparse_tl.backend import Model
+from sparse_tl.data.prompts import Encoder, single_token
 
 Build = Callable[..., Model]
 WORDS = (" time", " upon", " a", " 19", " 1945", "45", "()", "Once", " the", " lived", " king")
@@ -57,6 +58,7 @@ def test_a_space_may_be_on_either_side(kind: str) -> None:
     assert found[0].answers.tolist() == found[1].answers.tolist()
     assert [*before, int(found[0].answers)] == tokenizer("a time. the")["input_ids"]
     assert found[0].to_records(tokenizer)[0]["answer"] == [" the"]
+    assert single_token(Encoder(tokenizer), " the", "a time.") == int(found[0].answers)
 
 
 @pytest.mark.parametrize(

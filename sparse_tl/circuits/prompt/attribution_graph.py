@@ -211,7 +211,9 @@ def attribution_graph(
         weights = (likely.values / likely.values.sum()).tolist()
     else:
         given = target if isinstance(target, tuple) else (target,)
-        answers = [output_number(model, token) for token in given]
+        answers = [output_number(model, token, tokens) for token in given]
+        if len(answers) > len(set(answers)):
+            raise ValueError(f"the target {target} is the difference of a token and itself")
         weights = [1.0, -1.0][: len(given)]
     value = run.explain(answers, weights)
     names = [f'"{output_text(model, number, tokens)}"' for number in answers]

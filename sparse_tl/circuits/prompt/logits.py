@@ -124,7 +124,7 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = Non
     streams = [*(kept[name] for name in names), final]
     logits = adapter.logits(final)[0, -1]
     check_numbers(adapter, logits)
-    tracked = int(logits.argmax()) if answer is None else output_number(model, answer)
+    tracked = int(logits.argmax()) if answer is None else output_number(model, answer, tokens)
     probability, top, top_probability = [], [], []
     prefixes = [tokens[: position + 1] for position in range(len(tokens))]
     for stream in streams:  # one at a time: a vocabulary can have 250,000 tokens

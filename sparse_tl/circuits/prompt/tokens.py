@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_tl.backend import HookedModel, adapt, check_tokens
 from sparse_tl.data import PromptPairs, prompts
-from sparse_tl.data.prompts import Encoder, check_known, prepends_bos, prompt_start, single_token
+from sparse_tl.data.prompts import Encoder, check_known, single_token, start_of_prompts
 from sparse_tl.metrics import Metric, log_probability
 
 Prompt = str | Int[Tensor, " pos"]
@@ -22,6 +22,8 @@ Token = str | int
 LISTED = 5
 """Number of tokens in each list of those that a part promotes or suppresses."""
 _AT_ONCE = 64
+_CONTEXT = 16
+"""Number of tokens before an answer that say how its text is tokenised."""
 Answers = Token | Sequence[Token]
 """One token for all targets, or one token per target."""
 
@@ -37,7 +39,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         if not prompt:
             raise ValueError("the prompt is empty")
         check_known(model.tokenizer, prompt)
-        start = prompt_start(model.tokenizer, prepends_bos(model))
+        start, _ = start_of_prompts(model)
         tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
     else:
         tokens = prompt
@@ -100,13 +102,15 @@ def read_out(
     return found
 
 
-def output_number(model: HookedModel, answer: Token) -> int:
-    """The number of a model output, from its number or the text of its token."""
+def output_number(model: HookedModel, answer: Token, before: Int[Tensor, " pos"]) -> int:
+    """The number of a model output, from its number or the text of its token after some others."""
     if isinstance(answer, str):
-        if model.tokenizer is None:
+        tokenizer = model.tokenizer
+        if tokenizer is None:
             raise ValueError(f"the model has no tokenizer: give {answer!r} as a number")
-        check_known(model.tokenizer, answer)
-        answer = single_token(Encoder(model.tokenizer), answer)
+        check_known(tokenizer, answer)
+        prompt = tokenizer.decode(before[-_CONTEXT:].tolist(), skip_special_tokens=True)
+        answer = single_token(Encoder(tokenizer), answer, prompt)
     n_outputs = adapt(model).d_vocab_out
     if not 0 <= answer < n_outputs:
         raise ValueError(f"answer {answer} is not an output of the model, 0..{n_outputs - 1}")
@@ -142,9 +146,10 @@ class Quantity:
         The model's logits are those at `read_at`, the column at which each target is predicted.
         """
         logits = logits.detach().cpu()
-        answers = _numbers(model, self.answer, logits.argmax(dim=-1))
+        before = [tokens[: column + 1] for column in read_at]
+        answers = _numbers(model, self.answer, logits.argmax(dim=-1), before)
         runners_up = logits.scatter(-1, answers[:, None], -torch.inf).argmax(dim=-1)
-        wrong = _numbers(model, self.wrong, runners_up)
+        wrong = _numbers(model, self.wrong, runners_up, before)
         wrong = torch.where(wrong == answers, runners_up, wrong)
         prompts = tokens.expand(len(answers), -1)
         positions = torch.tensor(list(read_at))
@@ -152,11 +157,14 @@ class Quantity:
 
 
 def _numbers(
-    model: HookedModel, given: Answers | None, default: Int[Tensor, " target"]
+    model: HookedModel,
+    given: Answers | None,
+    default: Int[Tensor, " target"],
+    before: Sequence[Int[Tensor, _]],
 ) -> Int[Tensor, " target"]:
     if given is None:
         return default
     tokens = [given] * len(default) if isinstance(given, Token) else given
     if len(tokens) != len(default):
         raise ValueError(f"{len(tokens)} answers for {len(default)} positions: give one for each")
-    return torch.tensor([output_number(model, token) for token in tokens])
+    return torch.tensor([output_number(model, *both) for both in zip(tokens, before, strict=True)])
