@@ -186,7 +186,7 @@ def attribute_attention_edges(
     pairs: PromptPairs,
     metric: Metric,
     *,
-    method: Literal["eap", "eap-ig"] = "eap-ig",
+    method: Literal["eap", "eap-ig"] = "eap",
     steps: AtLeastOne = 5,
     patch: Literal["zero", "corrupted"] = "zero",
     batch_size: AtLeastOne = 32,
@@ -197,8 +197,10 @@ def attribute_attention_edges(
         score[layer, head, q, k] = (patch - A[q, k]) . d m / d A[q, k]
 
     with A the attention pattern that multiplies the values (gated, in a sparse model). Edges at
-    padding score 0. The patch is 0, as at a closed gate, or the corrupted prompt's pattern. Other
-    arguments and errors are those that `attribute_circuit_edges` has too.
+    padding score 0. The patch is 0, as at a closed gate, or the corrupted prompt's pattern. "eap"
+    takes the derivative at the clean prompt; "eap-ig" its mean over embeddings from the corrupted
+    prompt's on, which suits the patch "corrupted", and under "zero" is further from the exact
+    effects. Other arguments and errors are those that `attribute_circuit_edges` has too.
     """
     adapter, length = adapt(model), pairs.forced.clean.shape[1]
     names = AttentionEdges().points(adapter)
