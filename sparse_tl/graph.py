@@ -364,7 +364,15 @@ class CircuitGraph(PartGrid):
 
     def destination_index(self, destination: Destination | str) -> int:
         """The column of a destination."""
-        return self._place(str(destination), self._columns, "destination")
+        name = str(destination)
+        head = re.fullmatch(r"((a\d+)\.h(\d+))(<[kv]>)", name)
+        if head and name not in self._columns and f"{head[1]}<q>" in self._columns:
+            group = int(head[3]) * self.n_kv_heads // self.n_heads
+            raise ValueError(
+                f"heads of {self!r} share keys and values: {head[1]} reads "
+                f"{head[2]}.kv{group}{head[4]}"
+            )
+        return self._place(name, self._columns, "destination")
 
     def _place(self, name: str, places: dict[str, int], kind: str) -> int:
         if name not in places:

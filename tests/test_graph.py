@@ -81,6 +81,8 @@ def test_a_head_reads_through_its_group() -> None:
     assert heads.written_from(inputs, here).tolist() == [[False, False, True, True]]
     readers = graph.readers_of(Destination(Node("kv_head", 0, 1), "k"))
     assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
+    with pytest.raises(ValueError, match="a1.h2 reads a1.kv1<k>"):
+        graph.index("m0->a1.h2<k>")
 
 
 def _scores(graph: CircuitGraph = TINY) -> Scores:

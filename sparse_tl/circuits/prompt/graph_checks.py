@@ -13,7 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.backend import Hook, HookedModel, Order, adapt, attached, in_evaluation_mode
+from sparse_tl.backend import (
+    Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    in_evaluation_mode,
+    tolerance,
+)
 from sparse_tl.circuits.prompt.attribution_graph import AttributionGraph
 from sparse_tl.circuits.prompt.linearised import target_value
 from sparse_tl.circuits.prompt.tokens import Prompt, prompt_tokens
@@ -197,7 +205,7 @@ class GraphRun:
         found, before = self.whole[0].item(), graph.value
         # With a soft cap, the graph's target is before it.
         capped = self.adapter.model.cfg.output_logits_soft_cap > 0
-        if not capped and abs(found - before) > 0.02 * (1 + abs(before)):
+        if not capped and abs(found - before) > tolerance(self.adapter.dtype) * (1 + abs(before)):
             raise ValueError(
                 f"the graph's target was {before:.3f} logits, and is {found:.3f} in this model: "
                 "pass the model, and the hooks, that the graph was made with"
