@@ -130,6 +130,8 @@ class Comparison:
                     words = f"{task}, seed {seed}, {side} model: {_explained(by_side[side])}."
                     for kind, heads in by_side[side]["heads"].items():
                         words += f" {kind.capitalize()}: {', '.join(heads)}." * (kind != "sink")
+                    if by_side[side].get("stopped"):
+                        words += " The time limit (--seconds) ended the search."
                     found.append(words)
         return found
 
@@ -295,7 +297,7 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     for name, size, some in zip(("shown", "circuit"), explained.sizes, effects, strict=True):
         keys = (f"{name}_effect{end}" for end in ("", *ENDS))
         numbers |= {name: size, **dict(zip(keys, some, strict=True))}
-    numbers["drawn"] = len(Circuit.load(folder / DRAWN))
+    numbers["drawn"], numbers["stopped"] = len(Circuit.load(folder / DRAWN)), found.stopped
     numbers["heads"] = by_kind = dict[str, list[str]]()
     if (folder / BEHAVIOUR).exists():  # the heads of some models cannot be scored
         ends = ((edge.source, edge.destination.node) for edge in found.circuit.edges)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -113,6 +112,7 @@ def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs
         assert said.effect.item() == pytest.approx(effect, rel=1e-6)
         assert (said.sizes, len(said.clean)) == ((len(found.circuit),), len(pairs))
     row = found.to_pandas().iloc[0]
+    assert not found.stopped
     assert (row["method"], row["size"]) == (found.method, len(found.circuit))
     assert row["explained_effect"] == pytest.approx(found.held_out.effect.item())
     assert row["explained_effect"] >= 0.6
@@ -220,6 +220,7 @@ def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: Pr
     found = find_circuit(small, many, logit_difference, **how)
     assert found.held_out.effect.item() >= 0.6
     assert [*found.evaluations] == ["eap-ig"]
+    assert found.stopped and "the time limit ended the search" in repr(found)
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_forward_selection_adds_what_raises_the_effect_most(searched: SearchedPa
     scores = attribute_circuit_edges(searched.runs.model, random_pairs(), logit_difference, **QUIET)
     circuit = scores.top(searched.graph.n_parts // 4).connected()
     start, effect = circuit.mask, searched.effects([circuit])[0]
-    first, *larger = found = searched.larger(circuit, effect, 1.0, math.inf)
+    first, *larger = found = searched.larger(circuit, effect, 1.0, lambda: False)
     assert first == (circuit, effect)
     assert effect < 1
     gain, error = searched.gradient(start)
@@ -343,7 +344,6 @@ def test_a_search_ends_in_its_time(
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(search, "evaluated", slow_evaluated)
     monkeypatch.setattr(search, "time", clock)
-    monkeypatch.setattr(selection, "time", clock)
     how = {"at": 0.6, "held_out": many.select(slice(0, others)), **QUIET}
     for seconds in (30, 120):
         now[0] = 0.0

@@ -70,6 +70,7 @@ class FoundCircuit(Result):
             to the first below the level; of forward selections the one that reached it.
         seconds: time that each method took; of rankings, without evaluation.
         scores: scores of the parts: attribution, or exact effects for heads.
+        stopped: whether the time limit ended the search before it was done.
     """
 
     circuit: Circuit
@@ -80,6 +81,7 @@ class FoundCircuit(Result):
     evaluations: dict[str, Evaluation]
     seconds: dict[str, float]
     scores: Scores
+    stopped: bool = False
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per method, the smallest circuit first.
@@ -108,7 +110,8 @@ class FoundCircuit(Result):
             f"FoundCircuit({len(self.circuit):,} of {self.circuit.grid.n_parts:,} "
             f"{self.circuit.grid.noun}, by {self.method}, explain {first.explained_effect:.3f} "
             f"({first.low:.3f} to {first.high:.3f}) of the effect on {len(self.held_out.clean):,} "
-            f"held-out pairs, {self.at:g} asked for{next_best})"
+            f"held-out pairs, {self.at:g} asked for{next_best}"
+            f"{'; the time limit ended the search' if self.stopped else ''})"
         )
 
 
@@ -200,7 +203,7 @@ def find_circuit(
         shuffled = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
         half = len(pairs) // 2
         pairs, held_out = pairs.select(shuffled[half:]), pairs.select(shuffled[:half])
-    began = time.monotonic()
+    began, clock = time.monotonic(), _Clock()
     limit = math.inf if seconds is None else seconds
     site = CircuitEdges() if parts == "circuit_edges" else Heads()
     runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
@@ -210,18 +213,18 @@ def find_circuit(
     judged, scores = _rankings(model, pairs, metric, parts, options, judge)
     started = time.monotonic()
     for one in judged.values():
-        one.shrink(began + limit / 2, progress)
+        one.shrink(clock, began + limit / 2, progress)
     each = (time.monotonic() - started) / sum(len(one.circuits) for one in judged.values())
     of_search = each * len(pairs) / len(held_out)
     end = began + limit - each - of_search  # the circuit that is returned is run on both halves
     if parts == "circuit_edges":
         started, searched = time.monotonic(), SearchedPairs(runs, metric)
         last = end - STEP * of_search
-        if selected := _selected(searched, judged["eap-ig"], judge, last, end, progress):
+        if selected := _selected(searched, judged["eap-ig"], judge, clock, last, end, progress):
             judged["selection"] = selected
             selected.seconds = time.monotonic() - started
     for one in sorted(judged.values(), key=lambda one: len(one.best)):
-        one.refine(end, min(len(other.best) for other in judged.values()))
+        one.refine(clock, end, min(len(other.best) for other in judged.values()))
     method = min(judged, key=lambda name: len(judged[name].best))
     circuit = judged[method].best
     return FoundCircuit(
@@ -233,7 +236,20 @@ def find_circuit(
         evaluations={name: one.evaluation for name, one in judged.items()},
         seconds={name: one.seconds for name, one in judged.items()},
         scores=scores,
+        stopped=clock.stopped,
     )
+
+
+class _Clock:
+    """Says whether it is late, and whether it ever was."""
+
+    stopped = False
+
+    def late(self, deadline: float, took: float = 0.0) -> bool:
+        """Whether a step that takes as long as the one before would end after a deadline."""
+        late = time.monotonic() + took > deadline
+        self.stopped |= late
+        return late
 
 
 def _rankings(
@@ -307,20 +323,20 @@ class _Judged:
         """The smallest that reaches the level, as all larger ones do."""
         return self.circuits[self.evaluation.sizes[reached(self.evaluation, self.at)]]
 
-    def shrink(self, deadline: float, progress: bool) -> None:
+    def shrink(self, clock: _Clock, deadline: float, progress: bool) -> None:
         """Run circuits at the sizes of the ranking, the largest first, until one falls short."""
         assert self.scores is not None
         now, took = time.monotonic(), 0.0
         sizes = sorted({self.scores.grid.n_parts, *self._sizes}, reverse=True)
         with tracked(f"evaluating {self.scores.method}", len(sizes), progress) as step:
             for size in sizes:
-                if self._rows and (reached(self.evaluation, self.at) or now + took > deadline):
+                if self._rows and (reached(self.evaluation, self.at) or clock.late(deadline, took)):
                     break
                 self._cut([size])
                 step(f"{size:,}: {self.evaluation.effect[0]:.2f}")
                 took, now = time.monotonic() - now, time.monotonic()
 
-    def refine(self, deadline: float, smallest: int) -> None:
+    def refine(self, clock: _Clock, deadline: float, smallest: int) -> None:
         """Run circuits of a ranking at closer sizes, between the last that reaches the level and
         the first that does not, while the one to be found may be smaller than the `smallest`."""
         now, took = time.monotonic(), 0.0
@@ -328,7 +344,8 @@ class _Judged:
             ends = self.evaluation.sizes[first - 1 : first + 1]
             low, high = (max(1, self.cuts[size]) for size in ends)
             before = len(self.circuits)
-            if ends[0] < smallest and high - low > CLOSE * high and now + took <= deadline:
+            wide = ends[0] < smallest and high - low > CLOSE * high
+            if wide and not clock.late(deadline, took):
                 self._cut(round(low * (high / low) ** (k / RATIOS)) for k in range(1, RATIOS))
             if len(self.circuits) == before:
                 break
@@ -347,6 +364,7 @@ def _selected(
     pairs: SearchedPairs,
     ranking: _Judged,
     judge: Callable[[], _Judged],
+    clock: _Clock,
     last: float,
     end: float,
     progress: bool,
@@ -368,7 +386,7 @@ def _selected(
     def effect_of(size: int) -> float:
         return pairs.effects([start_of(size)])[0]
 
-    if time.monotonic() > last:
+    if clock.late(last):
         return None
     sizes, limit = log_sizes(most)[:-1], 1 + 2 * max(1 - at, MARGIN)
     sizes = sizes[bisect_left(sizes, FIRST * at, key=effect_of) :]
@@ -378,14 +396,16 @@ def _selected(
         start = start_of(cut)
         if len(start) == size_before:
             continue
-        if now + (now - began) > last:
+        if clock.late(last, now - began):
             break
         began, size_before = now, len(start)
         with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
             judged, size = judge(), most
             judged.add([Circuit(scores.grid, scores.grid.exists)])
-            for circuit, effect in pairs.larger(start, effect_of(cut), limit, last):
-                if size == most and at <= effect <= limit and time.monotonic() < end:
+            for circuit, effect in pairs.larger(
+                start, effect_of(cut), limit, partial(clock.late, last)
+            ):
+                if size == most and at <= effect <= limit and not clock.late(end):
                     judged.add([circuit])
                     size = min(most, len(judged.best))
             done(f"{size:,}" if size < most else "falls short")

@@ -10,8 +10,7 @@ largest share of `ADDED` was added.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -62,15 +61,15 @@ class SearchedPairs:
         circuit: Circuit,
         effect: float,
         most: float,
-        deadline: float,
+        late: Callable[[], bool],
     ) -> list[tuple[Circuit, float]]:
         """A circuit with its effect, and larger ones by forward selection up to an effect `most`.
 
-        After the deadline, no gradient is taken.
+        Once it is late, no gradient is taken.
         """
         found = [(circuit, effect)]
         for _ in range(ROUNDS):
-            if found[-1][1] >= most or time.monotonic() > deadline:
+            if found[-1][1] >= most or late():
                 break
             mask = found[-1][0].mask
             gain, error = self.gradient(mask)
