@@ -173,12 +173,12 @@ def is_changed(clean: Float[Tensor, "*shape"], patched: Float[Tensor, "*shape"])
     return not bool(same.all())
 
 
-def check_changed(changed: bool) -> None:
-    """Raise a NoEffectError unless `is_changed` is true of some batch."""
+def check_changed(changed: bool, of: str = "") -> None:
+    """Raise a NoEffectError unless `is_changed` is true of some batch; `of` says of which pairs."""
     if not changed:
         raise NoEffectError(
             "expected prompts whose corruption changes the metric; with everything patched, it "
-            f"changes for no pair: {_ADVICE}"
+            f"changes for no {of}pair: {_ADVICE}"
         )
 
 

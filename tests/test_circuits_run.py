@@ -199,11 +199,8 @@ WRONG_FILES = {
     "semicolons": ("a.csv", HEAD.replace(",", ";") + "One;Two; a; b\n", "row 0: 'clean'"),
     "a comma in a text": ("a.csv", f"{HEAD}One, more,Two, a, b\n", "quote texts with commas"),
     "no rows": ("a.csv", HEAD, "there is no prompt pair"),
-    "an answer that is missing": (
-        "a.csv",
-        f"{HEAD}1,2, a, b\n1,2, a,\n",
-        "1 of 2 rows",
-    ),
+    "no wrong answer": ("a.csv", f"{HEAD}1,2, a, b\n1,2, a,\n", "row 1: give `wrong` here"),
+    "few rows": ("a.csv", HEAD + 3 * "1,2, a, b\n", "has 3 rows; give at least 4"),
     "another encoding": ("a.csv", HEAD.encode("utf-16"), "utf-8"),
     "a text on a line": ("a.jsonl", '"One"\n', "JSON object, .* line 1 of"),
     "a list": ("a.jsonl", '[{"clean": "One"}]\n', "JSON object, .* line 1 of"),
@@ -217,7 +214,7 @@ def test_a_wrong_file_of_prompt_pairs(name: str, tmp_path: Path) -> None:
     content = content if isinstance(content, bytes) else content.encode()
     (tmp_path / named).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        OwnPairs.read(tmp_path / named)
+        run_circuits(tmp_path / "out", model="none", pairs_file=tmp_path / named)
     assert type(caught.value) is ValueError and named in str(caught.value)
 
 

@@ -134,9 +134,9 @@ class PairRuns:
         clean = value_of(metric, run.clean_logits, batch, run)
         return is_changed(clean, value_of(metric, patched, batch, run))
 
-    def check_effect(self, metric: Metric | Literal["kl"]) -> None:
-        """Raise a NoEffectError if the patch changes no pair."""
-        check_changed(any(self.has_effect(metric, batch, run) for batch, run in self))
+    def check_effect(self, metric: Metric | Literal["kl"], of: str) -> None:
+        """Raise a NoEffectError if the patch changes no pair; `of` says of which pairs."""
+        check_changed(any(self.has_effect(metric, batch, run) for batch, run in self), of)
 
 
 def settings_at_once(n_prompts: int) -> int:

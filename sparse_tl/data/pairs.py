@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -175,8 +176,8 @@ class PromptPairs(Rows):
             model: dense or sparse model, whose tokenizer is used.
             rows: dictionaries, or a data frame, with the columns ``clean`` and ``corrupted``, the
                 prompts up to the predicted token; ``answer``, the correct continuation (" Mary"),
-                of any number of tokens; and ``wrong``, an incorrect one, which may be left out if
-                no metric needs it. The last two may be lists of texts.
+                of any number of tokens; and ``wrong``, an incorrect one, which all rows may leave
+                out if no metric needs it. The last two may be lists of texts.
             prepend_bos: whether prompts start with the BOS token; by default as the model's own
                 prompts do (``model.cfg.default_prepend_bos``, see `load_model`).
             chat: whether each prompt begins the assistant's answer in a chat, written by the
@@ -517,13 +518,17 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         except ValidationError as error:
             first = error.errors()[0]
             place = "".join(f"{part!r}: " for part in first["loc"])
+            said = first["msg"].replace("valid tuple", "text or a list of texts")
             raise ValueError(
-                f"row {row}: {place}{first['msg']}; got {first['input']!r:.99}. A row has the "
-                "texts `clean`, `corrupted` and `answer`, perhaps `wrong`, and nothing else."
+                f"row {row}: {place}{said}; got {first['input']!r:.99}. A row has the texts "
+                "`clean`, `corrupted` and `answer`, perhaps `wrong`, and nothing else."
             ) from None
         pairs.append(PairTexts(read.clean, read.corrupted, read.answer, read.wrong))
     if not pairs:
         raise ValueError("there is no prompt pair")
+    without = [row for row, pair in enumerate(pairs) if not pair.wrong]
+    if 0 < len(without) < len(pairs):
+        raise ValueError(f"row {without[0]}: give `wrong` here too, as in other rows, or in none")
     return pairs
 
 
@@ -583,12 +588,17 @@ def tokens_of_pairs(
             prompts = [encode(text) for text in pair[:2]]
             by_text = {text: encode(text) for text in pair.both_sides}
         answers, wrong = ([by_text[text] for text in texts] for texts in pair[2:4])
+        for name, side in zip(COLUMNS[2:], (answers or [()], wrong), strict=True):
+            if () in side:
+                raise ValueError(f"{where}there is no answer in `{name}`")
         one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
+            around = slice(max(0, len(commonprefix([one, other])) - 2), None)
             raise ValueError(
                 f"{where}expected clean and corrupted prompts of equal token length, which are "
-                f"compared position by position; got {len(one)} and {len(other)} tokens: "
-                f"{in_tokens(tokenizer, one)} / {in_tokens(tokenizer, other)}"
+                f"compared position by position; got {len(one)} and {len(other)} tokens, which "
+                f"begin to differ in {in_tokens(tokenizer, one[around])} / "
+                f"{in_tokens(tokenizer, other[around])}"
             )
         yield one, other, answers, wrong
 

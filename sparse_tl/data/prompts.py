@@ -246,8 +246,11 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
 
 
 def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The texts of tokens for a message; only the first ones if there are many."""
-    texts = decode_tokens(tokenizer, tokens[:_SHOWN])
+    """The first tokens for a message: their texts, or names where there is no whole character."""
+    texts = [tokenizer.decode([token]) for token in tokens[:_SHOWN]]
+    for at, text in enumerate(texts):
+        if not text or _INCOMPLETE in text:
+            texts[at] = tokenizer.convert_ids_to_tokens(tokens[at])
     return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
 
 

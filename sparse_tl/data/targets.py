@@ -191,7 +191,8 @@ class TargetDataset(Rows):
         """
         if not 0 < held_out < 1 or len(self) < 2:
             raise ValueError(
-                f"a share of {held_out} of {len(self)} rows leaves one of the parts empty"
+                f"a share of {held_out} of {len(self)} rows leaves one of the parts empty: give at "
+                "least two rows and 0 < held_out < 1, or, to fit_head_gates, a dataset as held_out"
             )
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
         n_held_out = min(max(1, round(held_out * len(self))), len(self) - 1)

@@ -363,6 +363,8 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     sides = SIDES if job.model is None or job.sparse is not None else SIDES[:1]
     asked = dict.fromkeys(job.tasks or get_args(BuiltInTask))
     own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
+    if own is not None and len(own.rows) < 4:  # as for --pairs
+        raise ValueError(f"{job.pairs_file} has {len(own.rows)} rows; give at least 4")
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
     recorded = job.settings(format=9, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)

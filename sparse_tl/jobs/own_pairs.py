@@ -45,16 +45,10 @@ class OwnPairs(Task):
             rows = [
                 {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
             ]
-            read_records(rows)  # names a wrong row before a model is loaded
+            read = read_records(rows)  # names a wrong row before a model is loaded
         except (ValueError, csv.Error) as error:
             raise ValueError(f"{path}: {error}") from error
-        n_compared = sum("wrong" in row for row in rows)
-        if 0 < n_compared < len(rows):
-            raise ValueError(
-                f"{path}: {n_compared} of {len(rows)} rows have a wrong answer. With one in every "
-                "row, the metric is the logit difference; with none, the log probability"
-            )
-        metric = logit_difference if n_compared else log_probability
+        metric = logit_difference if read[0].wrong else log_probability
         return OwnPairs(name=path.stem, title=path.stem, metric=metric, rows=rows)
 
     def pairs(self, model: HookedModel, n: int, *, seed: int = 0, **how: Any) -> PromptPairs:

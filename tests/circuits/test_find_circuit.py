@@ -358,5 +358,7 @@ def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:
     with pytest.raises(ValueError, match="at least two are needed"):
         find_circuit(small, many.select(slice(0, 1)), logit_difference, **QUIET)
     nothing = replace(many, corrupted=many.clean)
-    with pytest.raises(NoEffectError, match="expected prompts whose corruption changes"):
-        find_circuit(small, nothing, logit_difference, **QUIET)
+    with pytest.raises(NoEffectError, match="for no searched pair"):
+        find_circuit(small, nothing, logit_difference, held_out=many, **QUIET)
+    with pytest.raises(NoEffectError, match="for no held-out pair"):
+        find_circuit(small, many, logit_difference, held_out=nothing, **QUIET)

@@ -97,14 +97,16 @@ def test_wrong_answers_may_be_left_out() -> None:
     assert measure(log_probability, torch.randn(2, 7), pairs).shape == (2,)
     with pytest.raises(ValueError, match="a wrong answer is missing"):
         measure(logit_difference, torch.randn(2, 7), pairs)
+    with pytest.raises(ValueError, match="row 0: there is no answer in `answer`"):
+        PromptPairs.from_texts(_reader(), [{**rows[0], "answer": " "}])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"corrupted": "the dog ran sat"},
-            r"row 1: .* 4 and 5 tokens: \['<s>', 'the', 'cat', 'sat'\] / .*'ran'",
+            {"clean": "the " * 12 + "cat sat", "corrupted": "the " * 12 + "dog ran sat"},
+            r"row 1: .* 15 and 16 tokens, .* \['the', 'the', 'cat', .* / .*'dog', 'ran', 'sat'\]",
         ),
         (
             {"answer": "far", "wrong": "far ran"},
@@ -112,6 +114,9 @@ def test_wrong_answers_may_be_left_out() -> None:
         ),
         ({"answer": ["far", "ran"]}, r"row 1: an answer is a wrong answer too; it has \[6, 5, 5"),
         ({"clean": ""}, "row 1: the clean prompt is empty"),
+        ({"answer": math.nan}, "row 1: 'answer': Input should be a text or a list of texts; got n"),
+        ({"wrong": ["ran", ""]}, "row 1: there is no answer in `wrong`"),
+        ({"wrong": []}, "row 1: give `wrong` here too, as in other rows, or in none"),
     ],
 )
 def test_texts_that_are_no_pairs(change: dict[str, Any], message: str) -> None:

@@ -65,6 +65,7 @@ def test_a_space_may_be_on_either_side(kind: str) -> None:
     ("prompt", "answer", "message"),
     [
         (" 19", "45", r"' 19' and '45' together are \[' 1945'\], and .* \[' 19'\]"),
+        (" 1", "9é", r"' 1' and '9é' together are \[' 19', 'Ã', '©'\], and .* \[' 1'\]"),
         ("(", ")", r"'\(' and '\)' together are \['\(\)'\], and .* ends in \['\('\]"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_split_holds_every_row_once() -> None:
     assert len(held_out) == 3
     firsts = [int(row[0]) for part in (kept, held_out) for row in part.rows.tokens]
     assert sorted(firsts) == list(range(0, 40, 4))
-    with pytest.raises(ValueError, match="one of the parts empty"):
+    with pytest.raises(ValueError, match="empty: give at least two rows and 0 < held_out < 1"):
         dataset.split(1.0)
 
 

@@ -170,3 +170,5 @@ def test_a_base_is_needed_by_adapters_and_by_nothing_else(tmp_path: Path) -> Non
     whole = sparse.save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match="holds a whole model"):
         SparseTransformer.from_pretrained(whole, base=boot(plain_transformer("llama")))
+    with pytest.raises(ValueError, match="there is no such folder"):
+        SparseTransformer.from_pretrained(tmp_path / "none")

@@ -33,10 +33,10 @@ def runs_of_search(
 ) -> tuple[PairRuns, PairRuns | None]:
     """Runs of the pairs of a search, and of held-out pairs, if any; checked to have an effect."""
     runs, others = PairRuns(model, site, pairs, patch, batch_size, keep=True), None
+    runs.check_effect(metric, "searched ")
     if held_out is not None:
         others = PairRuns(model, site, held_out, patch, batch_size, keep=True)
-    for some in filter(None, (runs, others)):
-        some.check_effect(metric)
+        others.check_effect(metric, "held-out ")
     return runs, others
 
 

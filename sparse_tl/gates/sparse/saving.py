@@ -122,9 +122,9 @@ def load_sparse(
     folder = Path(folder)
     file = folder / GATES_FILE
     if not is_sparse_folder(folder):
+        why = f"it has no {GATES_FILE}" if folder.exists() else "there is no such folder"
         raise ValueError(
-            f"{folder} is no folder written by SparseTransformer.save_pretrained: it has no "
-            f"{GATES_FILE}"
+            f"{folder} is no folder written by SparseTransformer.save_pretrained: {why}"
         )
     try:
         said = _Gates.model_validate(read_json(file))
