@@ -160,7 +160,7 @@ def _numbers(
     model: HookedModel,
     given: Answers | None,
     default: Int[Tensor, " target"],
-    before: Sequence[Int[Tensor, _]],
+    before: Sequence[Tensor],
 ) -> Int[Tensor, " target"]:
     if given is None:
         return default
