@@ -366,7 +366,7 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     if own is not None and len(own.rows) < 4:  # as for --pairs
         raise ValueError(f"{job.pairs_file} has {len(own.rows)} rows; give at least 4")
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
-    recorded = job.settings(format=9, tasks=[task.name for task in chosen])
+    recorded = job.settings(format=10, tasks=[task.name for task in chosen])
     folder = RunFolder(out, recorded, restart=how.restart)
     n_default = PAIRS if job.model is None else OWN_PAIRS
     n_pairs = job.pairs or (n_default if own is None else len(own.rows))

@@ -77,11 +77,9 @@ class GatedAttention:
         """All blocks, in order."""
         q, k = self.pattern.product.args
         n_prompts, n_heads, n_queries, _ = q.shape
-        parts = [*_slices(n_queries, QUERIES_AT_ONCE)]
-        found = []
-        for queries, keys in zip(
-            parts, self.mask.keys_allowed(parts, (n_queries, k.shape[-1])), strict=True
-        ):
+        parts, found = [*_slices(n_queries, QUERIES_AT_ONCE)], []
+        ranges = self.mask.keys_allowed(parts, (n_queries, k.shape[-1]))
+        for queries, keys in zip(parts, ranges, strict=True):
             n_edges = (queries.stop - queries.start) * (keys.stop - keys.start)
             rows = max(1, EDGES_AT_ONCE.on(q.device) // n_edges)
             for prompts in _slices(n_prompts, max(1, rows // n_heads)):
