@@ -131,7 +131,7 @@ class Comparison:
                     for kind, heads in by_side[side]["heads"].items():
                         words += f" {kind.capitalize()}: {', '.join(heads)}." * (kind != "sink")
                     if by_side[side].get("stopped"):
-                        words += " The time limit (--seconds) ended the search."
+                        words += " The time limit ended the search."
                     found.append(words)
         return found
 
