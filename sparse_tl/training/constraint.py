@@ -4,29 +4,30 @@ The smallest size at which every group ``g`` of rows meets the target is a saddl
 
     mean_g log(1 + size_g) + mean_g lambda_g (loss_g - target).
 
-At every step ``t``, a PI controller moves each lambda by the relative excess of the group's gap,
+At every step ``t``, a PI controller moves each lambda by an error ``e`` between -1 and 1,
 
-    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1),
-    log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
+    log lambda_t  =  log START + I / n * sum_{s <= t} e_s + P * e_t
 
-with n steps between two evaluations. The *gap* is the increase in loss over the dense model or the
-divergence from it, on validation rows under deterministic gates. The *limit* falls, with the gates'
-noise, from `MARGIN` above the *loss budget*, the largest gap that the target allows, to that
-budget; of a divergence, to `AIM` of it, and there the excess is that of a later evaluation,
+with n steps between two evaluations on validation rows, under deterministic gates. A group's *gap*
+is its increase in loss over the dense model, or its divergence from it.
 
-    e_t  =  clip((gap_g + lead / n * max(change_g, 0) - limit_g) / limit_g * max(1, SOON / left),
-                 -1, 1),
+*A divergence* is steered along a line, from its first value at the start of the run to `AIM` of the
+target at `ARRIVAL`:
 
-with the *change* between the last two evaluations; what is *left* of the run in evaluations, as if
-it went on at the present rate: as that falls as a cosine, a third of their number; and a *lead* of
-`GAP_LEAD` steps, at most what is left. What a run lacks near its end has to be mended in less time.
+    e_t  =  clip(STEERING / left^2 * log(gap_g / line_g), -1, 1)
 
-Under a target of attention edges, one lambda for all groups steers the edges per token along a
-line, geometric from their first value to the target at `ARRIVAL` of the run:
+with `left` falling from 1 at `ARRIVAL` to `LEAST_LEFT`, as what is left of the run does.
+*The attention edges* per token, if they are the target, are steered likewise, by one lambda for all
+groups, to `BELOW` times their target; their logarithm falls along a parabola that ends flat, and e
+has the other sign. So edges close steadily, instead of too fast and then not at all: what a model
+loses when it closes too many is not regained at the same number of edges.
 
-    e_t  =  clip((1 + STEEPNESS |log(first / target)|) log(line / edges), -1, 1),
+*An increase in loss*, which may be 0 or negative, moves lambda by its relative excess over a limit,
 
-both at `LEAD` evaluations from now. ``docs/post-training.md`` has the reasons for all choices.
+    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1)
+
+which falls, with the gates' noise, from `MARGIN` above the *loss budget*, the largest gap that the
+target allows, to that budget. ``docs/post-training.md`` has the reasons for all choices.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, without its moving average; the logarithm is
 that of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -56,7 +57,7 @@ DEFAULT_TARGET = "kl+0.05"
 START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
-"""Gains of the controller; the integral gain is the total over the steps between evaluations."""
+"""I and P for losses; I is the total over the steps between two evaluations."""
 BOUNDS = (5.0, 20_000.0)
 """Smallest and largest lambda: at 5, a nat of a group's loss is worth 150 times fewer edges."""
 
@@ -68,25 +69,28 @@ LEAST_BUDGET = 1e-4
 """Smallest loss budget, in nats, that lambda is moved by; the exact one decides feasibility."""
 EVALUATIONS = 40
 """Number of validation evaluations in a run."""
-GAP_LEAD = 16
-"""Steps over which a rise of a divergence is extrapolated: Adam goes on closing edges for some ten
-steps after lambda has risen. A fall is not: lambda would sink before the limit is met."""
-SOON = 8
-"""Evaluations left, at the present rate, from which on an excess counts more."""
-AIM = 0.95
-"""Where the limit of a divergence ends, as a fraction of the target."""
-OF_EDGES: dict[str, Any] = {"integral": 0.9, "bounds": (1.0, BOUNDS[1])}
+STEERING = 2.0
+"""Error per unit of the logarithm of the ratio to a line."""
+OF_DIVERGENCE: dict[str, Any] = {
+    "steered": True,
+    "integral": 0.08,
+    "proportional": 0.5,
+    "bounds": (1.0, BOUNDS[1]),
+}
+"""Settings of the controller under a target of a divergence."""
+OF_EDGES: dict[str, Any] = {**OF_DIVERGENCE, "integral": 0.1, "proportional": 2.0}
 """Settings of the controller under a target of edges."""
 ARRIVAL = 0.6
-"""Fraction of the run after which the target number of edges is reached."""
+"""Fraction of the run after which a line reaches its end."""
+LEAST_LEFT = 0.25
+"""Least that counts as left of the run, relative to `ARRIVAL`. The learning rate falls about as its
+square, and lambda has to move as much further for the same effect."""
+AIM = 0.95
+"""Where a divergence's line ends, as a multiple of the target: evaluations scatter below it."""
 BELOW = 0.98
-"""Where the line ends, as a multiple of the target: evaluations then scatter below the target."""
-LEAD, AHEAD = 4, 0.1
-"""Evaluations over which edges are extrapolated, and as a fraction of the run."""
-STEEPNESS = 3.0
-"""Gain on the logarithm of the ratio of line to edges, per unit of the line's fall; 1 is added."""
+"""Where the line of edges ends, likewise."""
 TINY = 1e-6
-"""Edges per token that count as none; their logarithm is finite."""
+"""Edges per token, or nats, that count as none; their logarithm is finite."""
 
 
 @dataclass(frozen=True)
@@ -173,20 +177,22 @@ class LossConstraint:
 
     Args:
         budget: the largest gap that the target allows each group, in nats.
-        lead: steps over which a gap's rise is extrapolated; 0 for losses.
-        target_edges: edges per token to which the model is steered, if that is the target.
+        steered: whether divergences, or edges, follow a line, instead of losses a limit.
+        target_edges: edges per token at the end of the line, if these are the target.
         evaluated_every: updates between two evaluations.
         start: lambda before the first step.
         integral: integral gain, in total over the updates between two evaluations.
+        proportional: proportional gain.
         bounds: smallest and largest lambda.
     """
 
     budget: Float[Tensor, " group"]
-    lead: int = 0
+    steered: bool = False
     target_edges: float | None = None
     evaluated_every: int = 1
     start: float = START
     integral: float = INTEGRAL
+    proportional: float = PROPORTIONAL
     bounds: tuple[float, float] = BOUNDS
 
     def __post_init__(self) -> None:
@@ -194,9 +200,8 @@ class LossConstraint:
         self.budget = self.budget.double().clamp(min=LEAST_BUDGET)
         self._log_lambda = torch.full_like(self.budget, math.log(self.start))
         self._last_error = torch.zeros_like(self.budget)
-        self._gap = self.limit(0.0)  # no excess before the first evaluation
-        self._change = torch.zeros_like(self.budget)
-        self._edges: list[float] = []  # at the first evaluation and at the last two
+        self._last = self.limit(0.0)  # no excess before the first evaluation
+        self._first = torch.full_like(self.budget, math.nan)
 
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
@@ -207,58 +212,52 @@ class LossConstraint:
         """The limit on every group's gap when a fraction `done` of the run is over, in nats."""
         return self.budget + MARGIN * remaining(done)
 
-    def line(self, done: float) -> float:
-        """Edges per token at which the model should be, under a target of edges."""
-        assert self.target_edges is not None
+    def line(self, done: float) -> Float[Tensor, " group"]:
+        """Where each group's divergence, in nats, or the edges per token should be."""
         share = min(done / ARRIVAL, 1.0)
-        return self._edges[0] ** (1 - share) * (BELOW * self.target_edges) ** share
+        if self.target_edges is None:
+            return self._first.lerp(AIM * self.budget, share)
+        share *= 2 - share  # most edges close at no cost, and early; the last ones take time
+        return self._first ** (1 - share) * (BELOW * self.target_edges) ** share
 
     def record(self, gap: Float[Tensor, " group"], edges: float) -> None:
         """Record every group's gap, and edges per token, as evaluated on validation rows."""
-        edges = max(edges, TINY)
-        first, *_, last = self._edges or [edges, edges]
-        self._change = gap - self._gap if self._edges else torch.zeros_like(gap)
-        self._gap, self._edges = gap, [first, last, edges]
+        last = gap if self.target_edges is None else torch.full_like(gap, edges)
+        self._last = last.clamp(min=TINY) if self.steered else last
+        self._first = torch.where(self._first.isnan(), self._last, self._first)
 
     def update(self, done: float) -> float:
         """Move lambda by one step; return the largest excess over a limit, or over the line."""
-        if self.target_edges is None:
-            over = self._gap - (limit := self.limit(done))
-            later = over
-            if self.lead:
-                left = max(1.0, EVALUATIONS / 3 * (1 - done))
-                ahead = min(self.lead / self.evaluated_every, left)
-                later = (over + ahead * self._change.clamp(min=0)) * max(1.0, SOON / left)
-            self.move(later / limit)
-            return over.max().item()
-        first, before, edges = self._edges
-        over = math.log(edges / self.line(done + AHEAD)) + LEAD * math.log(edges / before)
-        gain = 1 + STEEPNESS * abs(math.log(first / self.target_edges))
-        self.move(torch.full_like(self._gap, -gain * over))
-        return edges - self.line(done)
+        allowed = self.line(done) if self.steered else self.limit(done)
+        over = self._last - allowed
+        if self.steered:
+            left = min(1.0, max((1 - done) / (1 - ARRIVAL), LEAST_LEFT))
+            error = STEERING / left**2 * (self._last / allowed).log()
+        else:
+            error = over / allowed
+        self.move(error if self.target_edges is None else -error)
+        return over.max().item()
 
-    def move(self, excess: Float[Tensor, " group"]) -> None:
-        """Move lambda by one step, given every group's relative excess ``e_t`` before clipping."""
-        error = excess.clamp(-1, 1).to(self._log_lambda)
-        both = self.integral / self.evaluated_every + PROPORTIONAL
-        change = error * both - self._last_error * PROPORTIONAL
+    def move(self, error: Float[Tensor, " group"]) -> None:
+        """Move lambda by one step, given every group's error ``e_t`` before clipping."""
+        error = error.clamp(-1, 1).to(self._log_lambda)
+        both = self.integral / self.evaluated_every + self.proportional
+        change = error * both - self._last_error * self.proportional
         self._log_lambda = (self._log_lambda + change).clamp(*map(math.log, self.bounds))
         self._last_error = error
 
     def state(self) -> dict[str, Any]:
         """The state that is carried from step to step."""
-        by_group = [self._log_lambda, self._last_error, self._gap, self._change]
-        carried = dict(zip(_BY_GROUP, map(Tensor.tolist, by_group), strict=True))
-        return {**carried, "edges": self._edges}
+        carried = [self._log_lambda, self._last_error, self._first, self._last]
+        return dict(zip(_CARRIED, map(Tensor.tolist, carried), strict=True))
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
-        by_group = (torch.tensor(state[name], dtype=torch.float64) for name in _BY_GROUP)
-        self._log_lambda, self._last_error, self._gap, self._change = by_group
-        self._edges = state["edges"]
+        carried = (torch.tensor(state[name], dtype=torch.float64) for name in _CARRIED)
+        self._log_lambda, self._last_error, self._first, self._last = carried
 
 
-_BY_GROUP = ("log_lambda", "last_error", "gap", "change")
+_CARRIED = ("log_lambda", "last_error", "first", "last")
 
 
 def remaining(done: float) -> float:

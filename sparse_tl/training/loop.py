@@ -57,7 +57,7 @@ from sparse_tl.storage import files
 from sparse_tl.training import ranks
 from sparse_tl.training.evaluation import evaluate_held_out
 
-FORMAT = 10
+FORMAT = 11
 _STATE, _TENSORS = "state.json", "tensors.safetensors"
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps have been done."""

@@ -42,9 +42,8 @@ from sparse_tl.results import Result
 from sparse_tl.storage.files import digest
 from sparse_tl.training import ranks
 from sparse_tl.training.constraint import (
-    AIM,
     EVALUATIONS,
-    GAP_LEAD,
+    OF_DIVERGENCE,
     OF_EDGES,
     LossConstraint,
     Target,
@@ -117,7 +116,7 @@ def post_train(
     ``mean_g log(1 + size_g)``.
 
     With `target_edges`, the number of edges is given and the divergence is minimised: one lambda
-    for all groups steers the edges along a geometric line to the target, at six tenths of the run,
+    for all groups steers the edges along a line to the target, at six tenths of the run,
     and holds them there. The best feasible weights are then, among the evaluations with at most so
     many edges, those with the smallest mean divergence over groups.
 
@@ -199,11 +198,10 @@ def post_train(
             sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )
         constraint = LossConstraint(
-            validated.loss_budget * (AIM if target.of_divergence else 1),
-            lead=GAP_LEAD if target.of_divergence else 0,
+            validated.loss_budget,
             target_edges=validated.target_edges,
             evaluated_every=config.evaluate_every,
-            **(OF_EDGES if target.of_edges else {}),
+            **(OF_EDGES if target.of_edges else OF_DIVERGENCE if target.of_divergence else {}),
         )
         objective = SparsityObjective(
             sparse,
