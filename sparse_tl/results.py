@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from html import escape
 from importlib import import_module
@@ -127,6 +127,17 @@ class Result:
 
     def _repr_html_(self) -> str:
         return table_html(self._summary(), repr(self))
+
+
+@dataclass(frozen=True, eq=False)
+class OfPrompts(Result):
+    """Base class of results of prompts.
+
+    Args:
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    prompt_start: str | None = field(default=None, kw_only=True)
 
 
 def table_html(table: pd.DataFrame, sentence: str = "") -> str:

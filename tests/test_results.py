@@ -45,7 +45,7 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import AttentionGrid, CircuitGraph
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.jobs import Comparison, SparseRun
-from sparse_tl.results import Result, table_html
+from sparse_tl.results import OfPrompts, Result, table_html
 from sparse_tl.tasks import SkillComparison, TaskReport
 from sparse_tl.tasks.generation import Continuations
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
@@ -65,7 +65,7 @@ PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
 RUN = Evaluation((5,), 2, PAIR[None] / 2, PAIR, 0 * PAIR)
 MIB = Evaluation((0,) * 10, 2, torch.ones(10, 2).double(), PAIR, 0 * PAIR)
-SKILL = Skill(0.5, torch.tensor([True, False]), 0.5, PAIR, 0 * PAIR, "<s>")
+SKILL = Skill(0.5, torch.tensor([True, False]), 0.5, PAIR, 0 * PAIR, prompt_start="<s>")
 LLAMA = boot(plain_transformer("llama"))
 GRAPH = attribution_graph(LLAMA, torch.arange(1, 5), max_nodes=9)
 RESULTS: dict[str, Any] = {
@@ -85,7 +85,7 @@ RESULTS: dict[str, Any] = {
     "logit lens": LogitLens(
         ("a", "b"), "c", torch.rand(2, 2), (("b", "c"), ("c", "a")), torch.rand(2, 2)
     ),
-    "head behaviour": HeadBehaviour({"sink": torch.rand(2, 2), "copying": torch.rand(2, 2)}, ""),
+    "head behaviour": HeadBehaviour({"sink": torch.rand(2, 2), "copying": torch.rand(2, 2)}),
     "logit attribution": LogitAttribution(
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),
@@ -107,7 +107,7 @@ RESULTS: dict[str, Any] = {
         {"m0.n0": (DrivingToken(1, 3, "12+", "3", "4=", 0.5, -0.25, 0.125),)},
         {"m0.n0": ("1", "2")},
         {"m0.n0": ()},
-        "<s>",
+        prompt_start="<s>",
     ),
     "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1),
     "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1),
@@ -191,7 +191,7 @@ def _leaves(result: Any, name: str = "") -> dict[str, Any]:
 def test_every_result_of_the_package_is_tried_here() -> None:
     def below(kind: type) -> set[type]:
         every = {kind}.union(*(below(some) for some in kind.__subclasses__()))
-        return every - {Result, SearchResult}
+        return every - {Result, OfPrompts, SearchResult}
 
     mine = {
         kind

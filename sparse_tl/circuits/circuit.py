@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from sparse_tl.arguments import Count, checked
 from sparse_tl.gates.patches import Patch, needs_reference
 from sparse_tl.graph import AttentionGrid, CircuitEdge, CircuitGraph, HeadGrid, PositionedGraph
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts, Result
 
 Grid = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The grid of all parts that circuits and scores refer to; a union, so that saved results load."""
@@ -145,7 +145,7 @@ class Circuit(Result):
 
 @checked
 @dataclass(frozen=True, eq=False)
-class Scores(Result):
+class Scores(OfPrompts):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
     Scores of attention edges are kept per prompt pair, on a leading axis, because a position has
@@ -158,13 +158,11 @@ class Scores(Result):
         grid: grid of the scored parts: circuit edges, heads, or attention edges.
         values: the scores; 0 where there is no part.
         method: name of the attribution method.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     grid: Grid
     values: Float[Tensor, "*axes"]
     method: str
-    prompt_start: str | None = None
 
     def __post_init__(self) -> None:
         expected, shape = tuple(self.grid.exists.shape), tuple(self.values.shape)

@@ -34,7 +34,7 @@ from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid, PositionedGraph
 from sparse_tl.metrics import Metric, explained_effect
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 ENDS = (1 - 0.95) / 2, (1 + 0.95) / 2
 """The ends of a 95 % interval, as shares of the draws below them."""
@@ -43,7 +43,7 @@ MANY_EDGES, MANY_HEADS = 2**15, 2**8
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation(Result):
+class Evaluation(OfPrompts):
     """The metric of every pair under every circuit.
 
     Args:
@@ -52,7 +52,6 @@ class Evaluation(Result):
         values: metric under each circuit.
         clean: metric of the whole model.
         none: metric with everything patched.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     sizes: tuple[int, ...]
@@ -60,7 +59,6 @@ class Evaluation(Result):
     values: Float[Tensor, "circuit pair"]
     clean: Float[Tensor, " pair"]
     none: Float[Tensor, " pair"]
-    prompt_start: str | None = None
 
     @property
     def effect(self) -> Float[Tensor, " circuit"]:
@@ -208,7 +206,8 @@ def evaluated(
             by_batch.append(torch.stack(values).cpu().double())
     clean, none, *values = torch.cat(by_batch, dim=1)
     sizes, total = tuple(map(len, circuits)), circuits[0].grid.n_parts
-    return Evaluation(sizes, total, torch.stack(values), clean, none, runs.batches[0].start)
+    values, start = torch.stack(values), runs.batches[0].start
+    return Evaluation(sizes, total, values, clean, none, prompt_start=start)
 
 
 def positions_of(grid: Grid, pairs: PromptPairs) -> Positions | None:

@@ -55,7 +55,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import ordinary_tokens, start_of_prompts
 from sparse_tl.graph import HeadGrid
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 
 class Kind(NamedTuple):
@@ -86,7 +86,7 @@ PerHead = Float[Tensor, "layer head"]
 
 @checked
 @dataclass(frozen=True, eq=False)
-class HeadBehaviour(Result):
+class HeadBehaviour(OfPrompts):
     """The scores of every head for each behaviour, from `head_behaviour`.
 
     Args:
@@ -94,12 +94,10 @@ class HeadBehaviour(Result):
             fractions of attention; "copying", -1..1; and with prompt pairs, "mover" and
             "suppression", fractions of the logit difference, and "inhibition", a fraction of the
             movers' attention.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
         note: why there are no scores on prompt pairs, although there were pairs; or empty.
     """
 
     scores: Mapping[str, PerHead]
-    prompt_start: str | None = None
     note: str = ""
 
     def __getitem__(self, behaviour: str) -> PerHead:
@@ -258,7 +256,7 @@ def head_behaviour(
         }
         if of_pairs:
             scores |= _task_behaviour(adapter, of_pairs, step)
-    return HeadBehaviour(scores, prompt_start, note)
+    return HeadBehaviour(scores, note, prompt_start=prompt_start)
 
 
 def _on_random_tokens(

@@ -27,7 +27,7 @@ from sparse_tl.backend import HookedModel, in_evaluation_mode
 from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
 from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 MARGIN = 0.1
 """Minimum difference that counts, however many prompts there are."""
@@ -36,7 +36,7 @@ STANDARD_ERRORS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Skill(Result):
+class Skill(OfPrompts):
     """How well a model does a task.
 
     Args:
@@ -45,7 +45,6 @@ class Skill(Result):
         chance: mean share of right answers among all answers.
         clean: metric of each clean prompt.
         corrupted: metric of each corrupted prompt.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     accuracy: float
@@ -53,7 +52,6 @@ class Skill(Result):
     chance: float
     clean: Float[Tensor, " pair"]
     corrupted: Float[Tensor, " pair"]
-    prompt_start: str | None = None
 
     @property
     def choice(self) -> float:
@@ -138,7 +136,8 @@ def measure_skill(
     top, right, clean = map(torch.cat, zip(*on_clean, strict=True))
     _, _, corrupted = map(torch.cat, zip(*on_corrupted, strict=True))
     clean, corrupted = clean.double(), corrupted.double()
-    return Skill(top.double().mean().item(), right, pairs.chance, clean, corrupted, pairs.start)
+    share = top.double().mean().item()
+    return Skill(share, right, pairs.chance, clean, corrupted, prompt_start=pairs.start)
 
 
 @checked

@@ -27,13 +27,13 @@ from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles.fitting import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 Order = Literal[Role, "random"]
 
 
 @dataclass(frozen=True, eq=False)
-class AblationCurve(Result):
+class AblationCurve(OfPrompts):
     """Delta log-probability of the target, by number of ablated heads.
 
     Only seeds that fitted are included.
@@ -44,7 +44,6 @@ class AblationCurve(Result):
         values: change in nats per target response, for each number of heads.
         in_role: number of heads in the role, by seed; all heads for a random order.
         control: `values` for a random order of all heads; None if not requested.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     by: Order
@@ -52,7 +51,6 @@ class AblationCurve(Result):
     values: Float[Tensor, "seed count"]
     in_role: tuple[int, ...]
     control: Float[Tensor, "seed count"] | None = None
-    prompt_start: str | None = None
 
     @property
     def mean(self) -> Float[Tensor, " count"]:
@@ -134,5 +132,5 @@ def ablation_curve(
         values[0],
         tuple(in_role),
         values[1] if len(values) > 1 else None,
-        dataset.start,
+        prompt_start=dataset.start,
     )

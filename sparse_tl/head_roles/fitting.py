@@ -39,7 +39,7 @@ from sparse_tl.head_roles.likelihood import (
     target_log_probabilities,
 )
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, head_table, mean_table, role_scores
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 from sparse_tl.training import TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
@@ -302,7 +302,7 @@ def has_fitted(
 
 
 @dataclass(frozen=True, eq=False)
-class ContrastiveGates(Result):
+class ContrastiveGates(OfPrompts):
     """Gates under which some targets stay likely and others become unlikely.
 
     Args:
@@ -313,7 +313,6 @@ class ContrastiveGates(Result):
         forgotten_losses: mean NLL per held-out token to forget, in nats, by seed.
         dense_retained_loss: `retained_losses` without gates.
         dense_forgotten_loss: `forgotten_losses` without gates.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     seeds: tuple[int, ...]
@@ -323,7 +322,6 @@ class ContrastiveGates(Result):
     forgotten_losses: Float[Tensor, " seed"]
     dense_retained_loss: float
     dense_forgotten_loss: float
-    prompt_start: str | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and head."""
@@ -407,5 +405,6 @@ def fit_contrastive_head_gates(
     )
     return ContrastiveGates(
         *(chosen, lambda_, gates, kept[:-1].clone(), lost[:-1].clone()),
-        *(kept[-1].item(), lost[-1].item(), retain.start),
+        *(kept[-1].item(), lost[-1].item()),
+        prompt_start=retain.start,
     )

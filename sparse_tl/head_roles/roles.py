@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparse_tl.graph import HeadGrid
 from sparse_tl.head_roles.likelihood import LARGEST_LOGIT
-from sparse_tl.results import Result, table_html
+from sparse_tl.results import OfPrompts, table_html
 
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -26,7 +26,7 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRoles(Result):
+class HeadRoles(OfPrompts):
     """The gates of all heads under three penalties, and the roles that follow from them.
 
     Scores and roles include only seeds that fitted; see `notes`.
@@ -44,7 +44,6 @@ class HeadRoles(Result):
         removed: increase of the NLL in nats when one head is removed from the model.
         removed_together: increase of the NLL when all heads of a role are removed, by start (the
             model, or the fitted G+), role and seed.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     seeds: tuple[int, ...]
@@ -56,7 +55,6 @@ class HeadRoles(Result):
     fitted: Bool[Tensor, " seed"]
     removed: Float[Tensor, "layer head"]
     removed_together: Float[Tensor, "start=2 role=3 seed"]
-    prompt_start: str | None = None
 
     @property
     def g0(self) -> BySeed:

@@ -261,7 +261,7 @@ def made(**scores: list[list[float]]) -> HeadBehaviour:
     named = {name.replace("_", " "): torch.tensor(some) for name, some in scores.items()}
     none = torch.zeros(1, 4)
     every = dict.fromkeys((*BY_ATTENTION, "copying", "mover", "suppression", "inhibition"), none)
-    return HeadBehaviour(every | named, "<s>")
+    return HeadBehaviour(every | named, prompt_start="<s>")
 
 
 def test_kinds_are_by_task_first_then_by_attention() -> None:

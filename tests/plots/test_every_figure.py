@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -69,7 +70,7 @@ def _evaluation() -> Evaluation:
 def _found() -> FoundCircuit:
     scores = Scores(HeadGrid(12, 12), torch.rand(12, 12), "eap-ig")
     run = evaluation = _evaluation()
-    slower = Evaluation((0, 20, 300, 4000, 32_491), *list(vars(evaluation).values())[1:])
+    slower = replace(evaluation, sizes=(0, 20, 300, 4000, 32_491))
     evaluations = {"eap-ig": slower, "selection": evaluation}
     seconds = dict.fromkeys(evaluations, 1.0)
     return FoundCircuit(scores.top(9), "selection", 0.9, run, run, evaluations, seconds, scores)

@@ -147,7 +147,9 @@ def attribute_circuit_edges(
     check_changed(plan.changed)
     shape = [n_kept] * by_pair + list(grid.exists.shape)
     scores = scores.where(graph.exists, 0.0).view(shape)
-    return Scores(grid, scores if by_pair else scores / len(pairs), method, pairs.start)
+    return Scores(
+        grid, scores if by_pair else scores / len(pairs), method, prompt_start=pairs.start
+    )
 
 
 @checked
@@ -176,7 +178,7 @@ def attribute_heads(
         for index in range(len(patched)):
             scores += _effects(plan, index, step).sum(dim=(1, 2, 4)).cpu().double()
     check_changed(plan.changed)
-    return Scores(graph.heads, scores / len(pairs), method, pairs.start)
+    return Scores(graph.heads, scores / len(pairs), method, prompt_start=pairs.start)
 
 
 @checked
@@ -226,7 +228,7 @@ def attribute_attention_edges(
         check_changed(plan.changed)
     values, allowed = zip(*found, strict=True)
     grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
-    return Scores(grid, torch.cat(values), method, pairs.start)
+    return Scores(grid, torch.cat(values), method, prompt_start=pairs.start)
 
 
 def _effects(

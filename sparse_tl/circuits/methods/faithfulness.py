@@ -19,7 +19,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import Patch, Site
 from sparse_tl.metrics import Metric, NoEffectError
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 
 def runs_of_search(
@@ -52,7 +52,7 @@ def outcome(found: Evaluation) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult(Result):
+class SearchResult(OfPrompts):
     """The circuit that a search returns, its faithfulness, and the history of the search.
 
     Args:

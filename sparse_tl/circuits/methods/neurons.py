@@ -42,7 +42,7 @@ from sparse_tl.gates import CircuitEdges, EdgesOfNeurons, GatedRun, NeuronPatch
 from sparse_tl.graph import CircuitGraph, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, measure
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts
 
 _SHOWN = 24
 """Maximum number of characters that a table shows before a token."""
@@ -74,7 +74,7 @@ class DrivingToken:
 
 
 @dataclass(frozen=True, eq=False)
-class NeuronEffects(Result):
+class NeuronEffects(OfPrompts):
     """Direct effects of an MLP's neurons, from `neuron_effects`; negative: the neuron helps.
 
     Args:
@@ -89,7 +89,6 @@ class NeuronEffects(Result):
         promotes: tokens whose logits the output of the neuron raises most, given the sign of its
             clean activation.
         suppresses: tokens whose logits it lowers most.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     finite = False
@@ -103,7 +102,6 @@ class NeuronEffects(Result):
     tokens: Mapping[str, Sequence[DrivingToken]]
     promotes: Mapping[str, Sequence[str]]
     suppresses: Mapping[str, Sequence[str]]
-    prompt_start: str | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per neuron: first those patched exactly, by ``|effect|``, then by ``|score|``.

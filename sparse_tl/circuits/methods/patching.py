@@ -35,7 +35,7 @@ from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
 from sparse_tl.graph import CircuitEdge, CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.metrics import Metric, check_changed, explained_effect, measure
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts, Result
 
 At = Literal["resid_pre", "attn_out", "mlp_out", "z", "pattern"]
 Side = Literal["clean", "corrupted"]
@@ -201,7 +201,7 @@ def check_scores(
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationPatching(Result):
+class ActivationPatching(OfPrompts):
     """The metric of prompts with one place patched, from `patch_activations`.
 
     Args:
@@ -212,7 +212,6 @@ class ActivationPatching(Result):
         values: metric of each prompt pair with one place patched.
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
         positions: kind of the places, unless they are heads: "tokens" or "spans".
     """
 
@@ -222,7 +221,6 @@ class ActivationPatching(Result):
     values: Float[Tensor, "layer column pair"]
     clean: Float[Tensor, " pair"]
     corrupted: Float[Tensor, " pair"]
-    prompt_start: str | None = None
     positions: Positions = "tokens"
 
     @property
@@ -350,7 +348,8 @@ def patch_activations(
         differ = (rows != rows[0]).any(dim=0).nonzero()[:, 0].tolist()
         texts = enumerate(token_texts(model, rows[0]))
         columns = [f"@{column}" if column in differ else text for column, text in texts]
-    return ActivationPatching(at, into, columns, values, clean, corrupted, pairs.start, positions)
+    found = at, into, columns, values, clean, corrupted, positions
+    return ActivationPatching(*found, prompt_start=pairs.start)
 
 
 def _site(

@@ -62,11 +62,9 @@ class Acdc(SearchResult):
     Args:
         history: one row per test: the part, the change of the metric, whether the part was kept.
         threshold: threshold of the last pass.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     threshold: float
-    prompt_start: str | None = None
 
     def __repr__(self) -> str:
         return (
@@ -339,7 +337,8 @@ def prune_circuit_edges(
         held_out=evaluated(others, metric, [circuit]) if others else None,
         ranked=ranked,
         history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
-        scores=Scores(graph, learned, "pruning", pairs.start),
+        scores=Scores(graph, learned, "pruning", prompt_start=pairs.start),
+        prompt_start=pairs.start,
     )
 
 

@@ -38,7 +38,7 @@ from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts, Result
 
 CLOSE = 0.01
 """A ranking whose circuit may become the smallest is cut, where it reaches the level, at sizes that
@@ -116,7 +116,7 @@ class FoundCircuit(Result):
 
 
 @dataclass(frozen=True, eq=False)
-class CircuitSizes(Result):
+class CircuitSizes(OfPrompts):
     """How many circuit edges each prompt pair needs on its own.
 
     Args:
@@ -124,14 +124,12 @@ class CircuitSizes(Result):
             the patch does not change the metric of the pair.
         level: explained effect to reach.
         total: number of circuit edges in the model.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     finite = False
     sizes: Float[Tensor, " pair"]
     level: float
     total: int
-    prompt_start: str | None = None
 
     @property
     def median(self) -> float | None:
@@ -477,4 +475,4 @@ def circuit_sizes_per_prompt(
                 needed.append(math.inf if size is None else size)
             step()
     needed_sizes = torch.tensor(needed, dtype=torch.float64)
-    return CircuitSizes(needed_sizes, level, graph.n_parts, pairs.start)
+    return CircuitSizes(needed_sizes, level, graph.n_parts, prompt_start=pairs.start)

@@ -36,7 +36,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.data.prompts import Encoder, check_known, continued
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.results import OfPrompts, Result
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +143,7 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = Non
 
 
 @dataclass(frozen=True, eq=False)
-class LogitAttribution(Result):
+class LogitAttribution(OfPrompts):
     """What each component writes towards the answer, from `attribute_logits`.
 
     Args:
@@ -151,13 +151,11 @@ class LogitAttribution(Result):
             and "bias", the biases of the final norm and the unembedding.
         values: logits that each component adds, per prompt pair; positive: towards the answer.
         n_heads: number of heads of a layer.
-        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     components: Sequence[str]
     values: Float[Tensor, "component pair"]
     n_heads: int
-    prompt_start: str | None = None
 
     @property
     def total(self) -> Float[Tensor, " pair"]:
@@ -252,7 +250,7 @@ def attribute_logits(
         last_head = bias.replace(".b", f".h{graph.n_heads - 1}")
         components.insert(components.index(last_head) + 1, bias)
     values = values[[row_of[name] for name in components]]
-    return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
+    return LogitAttribution(tuple(components), values, graph.n_heads, prompt_start=pairs.start)
 
 
 def _check_sum(
