@@ -38,7 +38,7 @@ from sparse_tl.circuits import (
     check_graph,
     find_examples,
 )
-from sparse_tl.circuits.methods.faithfulness import SearchResult
+from sparse_tl.circuits.methods.pruning import SearchResult
 from sparse_tl.circuits.prompt.attention import AttentionGraph
 from sparse_tl.circuits.task_skill import Skill
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -109,12 +109,12 @@ RESULTS: dict[str, Any] = {
         {"m0.n0": ()},
         prompt_start="<s>",
     ),
-    "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1),
-    "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1),
+    "acdc on edges": Acdc(SCORES.top(5), 6, RUN, HISTORY, 0.1),
+    "acdc on heads": Acdc(HEADS.top(2), 2, RUN, HISTORY, 0.1),
     "found circuit": FoundCircuit(
         HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
     ),
-    "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, RUN, SCORES),
+    "pruning": Pruning(SCORES.top(5), 6, RUN, HISTORY, SCORES),
     "faithfulness": RUN,
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
     "evaluation at MIB's sizes": MIBEvaluation(MIB, MIB),

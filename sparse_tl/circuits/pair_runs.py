@@ -56,7 +56,7 @@ class PairRuns:
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
         self.model, self.adapter, self.site, self.patch = model, adapt(model), site, patch
-        self.batches, self.batch_size = batches_of(self.adapter, pairs, batch_size), batch_size
+        self.batches = batches_of(self.adapter, pairs, batch_size)
         self.points, self._by_span = [*also, *site.points(self.adapter)], positions is not None
         # A mean is shared by all batches; other prompts are split into batches.
         self._patch: Patch = "corrupted" if needs_reference(patch) else patch
@@ -134,7 +134,7 @@ class PairRuns:
         clean = value_of(metric, run.clean_logits, batch, run)
         return is_changed(clean, value_of(metric, patched, batch, run))
 
-    def check_effect(self, metric: Metric | Literal["kl"], of: str) -> None:
+    def check_effect(self, metric: Metric | Literal["kl"], of: str = "") -> None:
         """Raise a NoEffectError if the patch changes no pair; `of` says of which pairs."""
         check_changed(any(self.has_effect(metric, batch, run) for batch, run in self), of)
 

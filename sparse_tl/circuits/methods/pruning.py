@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from html import escape
 from itertools import islice, takewhile
 from typing import Literal
 
@@ -37,19 +38,59 @@ from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checke
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
 from sparse_tl.circuits.evaluation import Evaluation, evaluated
-from sparse_tl.circuits.methods.attribution import attribute_circuit_edges
-from sparse_tl.circuits.methods.faithfulness import SearchResult, outcome, runs_of_search
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Heads, Patch
 from sparse_tl.graph import CircuitGraph, HeadGrid
-from sparse_tl.metrics import Metric, divergence, log_probability
+from sparse_tl.metrics import Metric, NoEffectError, divergence
 from sparse_tl.progress import tracked
+from sparse_tl.results import OfPrompts
 
 REACHED_AT = 0.6
 """Fraction of the run after which the target is the requested size and the noise begins to fall."""
 GATE = HardConcreteGate()
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult(OfPrompts):
+    """The circuit that a search returns, what it explains, and the history of the search.
+
+    Args:
+        circuit: parts that are kept, without edges that have no effect (that are on no path).
+        n_kept: number of parts that the search kept, including edges without effect.
+        searched: evaluation of the circuit on the pairs of the search. What a search measures along
+            the way is different: sampled gates, or a circuit with edges that have no effect.
+        history: one row per step of the search.
+    """
+
+    circuit: Circuit
+    n_kept: int
+    searched: Evaluation
+    history: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The search history."""
+        return self.history
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+
+    def _description(self) -> str:
+        """The circuit and what it explains, as text."""
+        grid, found = self.circuit.grid, self.searched
+        dropped = self.n_kept > len(self.circuit)
+        kept = f" ({self.n_kept:,} with those without effect)" if dropped else ""
+        # A divergence below 1e-6 nats is rounding error. Adding 0 turns -0 into 0.
+        metric = round(found.values.mean().item(), 6) + 0
+        try:
+            effect = f"explained effect {round(found.effect.item(), 3) + 0:.3f}"
+        except NoEffectError:
+            effect = "no effect to explain"
+        return (
+            f"{len(self.circuit):,} of {grid.n_parts:,} {grid.noun}{kept}; metric {metric:.3g}, "
+            f"{effect}, on {len(found.clean):,} pairs"
+        )
 
 
 # ---- ACDC ----------------------------------------------------------------------------------------
@@ -85,7 +126,6 @@ def acdc(
     start: Circuit | Literal["circuit_edges", "heads"] = "circuit_edges",
     patch: Patch = "corrupted",
     batch_size: AtLeastOne = 32,
-    held_out: PromptPairs | None = None,
     progress: bool = True,
 ) -> Acdc:
     """The circuit that is left after patching, from the output backwards, what hardly matters.
@@ -100,7 +140,6 @@ def acdc(
         metric: metric function with one value per pair, whose changes in either direction count;
             or "kl", the divergence from the whole model's predictions, where only increases do.
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
-        held_out: further prompt pairs to run the circuit on; the search does not use them.
 
     Raises:
         ValueError: neither threshold nor size is given, or the circuit belongs to another model.
@@ -114,7 +153,8 @@ def acdc(
     if threshold is None and size is None:
         raise ValueError("give a threshold above 0, or a size")
     site = CircuitEdges() if start.grid == graph else Heads()
-    runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
+    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
+    runs.check_effect(metric)
     search = _Search(start, runs, metric, threshold or 1e-4)
     with torch.no_grad():
         search.run_pass(size, progress)
@@ -126,7 +166,6 @@ def acdc(
         circuit=circuit,
         n_kept=int(search.mask.sum()),
         searched=evaluated(runs, metric, [circuit]),
-        held_out=evaluated(others, metric, [circuit]) if others else None,
         history=pd.DataFrame(search.history, columns=["part", "moved", "kept"]),
         threshold=search.threshold,
         prompt_start=pairs.start,
@@ -231,19 +270,13 @@ class Pruning(SearchResult):
     Args:
         history: one row per step: divergence in nats under sampled gates, expected number of open
             gates, noise.
-        ranked: evaluation, on the pairs of the search, of the `n_kept` best edges by the initial
-            scores, or by EAP-IG if none were given.
         scores: minus the probability that each edge's gate is open, at the initial noise.
     """
 
-    ranked: Evaluation
     scores: Scores
 
     def __repr__(self) -> str:
-        return (
-            f"Pruning({self._description()}; {len(self.history):,} steps; the {self.n_kept:,} best "
-            f"edges by attribution: {outcome(self.ranked)})"
-        )
+        return f"Pruning({self._description()}; {len(self.history):,} steps)"
 
 
 @checked
@@ -260,15 +293,13 @@ def prune_circuit_edges(
     metric: Metric | Literal["kl"] = "kl",
     patch: Patch = "corrupted",
     batch_size: AtLeastOne = 32,
-    held_out: PromptPairs | None = None,
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruning:
     """The circuit found by training a gate on every circuit edge, with fewer and fewer gates open.
 
-    Beside the evaluation of the circuit, the result has that of as many edges with the best scores,
-    which often preserve more of the predictions.
-    Other arguments are those of `attribute_circuit_edges`.
+    As many edges with the best scores often preserve more of the predictions: compare with
+    `evaluate`. Other arguments are those of `attribute_circuit_edges`.
 
     Args:
         pairs: prompt pairs, on whose clean prompts the circuit preserves the predictions.
@@ -279,7 +310,6 @@ def prune_circuit_edges(
         initial_logit: initial logit of every gate, or, with scores, of the edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
         batch_size: prompt pairs per step.
-        held_out: as in `acdc`.
         seed: random seed for gate noise and batch order.
 
     Raises:
@@ -289,10 +319,8 @@ def prune_circuit_edges(
     graph = adapt(model).graph
     if start is not None:
         check_grid(graph, start.grid, CircuitGraph)
-    how = patch, batch_size, metric
-    runs, others = runs_of_search(model, CircuitEdges(), pairs, held_out, *how)
-    best = (start or _eap_ig_scores(runs, pairs)).top(size).connected(patch=patch)
-    ranked = evaluated(runs, metric, [best])
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
+    runs.check_effect(metric)
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full((graph.n_edges,), initial_logit, dtype=torch.float64)
     if start is not None:
@@ -334,27 +362,9 @@ def prune_circuit_edges(
         circuit=circuit,
         n_kept=len(kept),
         searched=evaluated(runs, metric, [circuit]),
-        held_out=evaluated(others, metric, [circuit]) if others else None,
-        ranked=ranked,
         history=pd.DataFrame(rows, columns=["step", "divergence", "expected", "noise"]),
         scores=Scores(graph, learned, "pruning", prompt_start=pairs.start),
         prompt_start=pairs.start,
-    )
-
-
-def _eap_ig_scores(runs: PairRuns, pairs: PromptPairs) -> Scores:
-    """EAP-IG scores for the log-probability of the model's predictions."""
-    predicted = torch.cat([run.clean_logits.argmax(dim=-1) for _, run in runs])[:, None]
-    answers, rows = predicted.to(pairs.answers), pairs.forced
-    row, at = rows.read.nonzero().unbind(dim=1)
-    sides = rows.clean[row], rows.corrupted[row], answers, answers[:, :0]
-    return attribute_circuit_edges(
-        runs.model,
-        PromptPairs(*sides, at, start=pairs.start),
-        log_probability,
-        patch=runs.patch,
-        batch_size=runs.batch_size,
-        progress=False,
     )
 
 

@@ -29,7 +29,6 @@ from sparse_tl.circuits.circuit import Circuit, Scores
 from sparse_tl.circuits.curves import EffectCurve, median_size
 from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
-from sparse_tl.circuits.methods.faithfulness import runs_of_search
 from sparse_tl.circuits.methods.patching import patch_exactly
 from sparse_tl.circuits.methods.selection import SearchedPairs
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -204,8 +203,11 @@ def find_circuit(
     began, clock = time.monotonic(), _Clock()
     limit = math.inf if seconds is None else seconds
     site = CircuitEdges() if parts == "circuit_edges" else Heads()
-    runs, others = runs_of_search(model, site, pairs, held_out, patch, batch_size, metric)
-    assert others is not None
+    runs, others = (
+        PairRuns(model, site, some, patch, batch_size, keep=True) for some in (pairs, held_out)
+    )
+    runs.check_effect(metric, "searched ")
+    others.check_effect(metric, "held-out ")
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
     judge = partial(_Judged, partial(evaluated, others, metric), at, patch)
     judged, scores = _rankings(model, pairs, metric, parts, options, judge)
