@@ -226,42 +226,6 @@ class AttentionGrid(PartGrid):
         )
 
 
-@dataclass(frozen=True)
-class NodeGroup:
-    """The heads, or the MLP (without key-value heads), of one layer: nodes with no edges between.
-
-    `rows` are those of the nodes as sources, `columns` those of their inputs as destinations.
-    """
-
-    rows: slice
-    columns: slice
-    n_kv_heads: int
-    coupled: bool
-
-    def written_from(
-        self,
-        inputs: Bool[np.ndarray, "position column"],
-        follows: Bool[np.ndarray, "later earlier"],
-    ) -> Bool[np.ndarray, "position row"]:
-        """Which outputs depend on any of these inputs; see `PositionedGraph.follows`."""
-        if not self.n_kv_heads:
-            return inputs
-        n_heads = self.rows.stop - self.rows.start
-        q, k, v = np.split(inputs, [n_heads, n_heads + self.n_kv_heads], axis=1)
-        nodes = q | np.repeat(follows @ (k | v), n_heads // self.n_kv_heads, axis=1)
-        return nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
-
-    def read_for(
-        self, nodes: Bool[np.ndarray, "position row"], follows: Bool[np.ndarray, "later earlier"]
-    ) -> Bool[np.ndarray, "position column"]:
-        """Which inputs affect the output of any of these nodes."""
-        if not self.n_kv_heads:
-            return nodes
-        heads = nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
-        shared = follows.T @ heads.reshape(len(heads), self.n_kv_heads, -1).any(axis=2)
-        return np.concatenate([heads, shared, shared], axis=1)
-
-
 @checked
 @dataclass(frozen=True)
 class CircuitGraph(PartGrid):
@@ -402,18 +366,30 @@ class CircuitGraph(PartGrid):
         return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
 
     @cached_property
-    def groups(self) -> tuple[NodeGroup, ...]:
-        """The heads and the MLP of each layer, in topological order."""
-        groups = list[NodeGroup]()
-        row, column = 1, 0
-        for _ in range(self.n_layers):
-            shapes = [(self.n_heads, self.n_kv_heads)] + [(1, 0)] * self.has_mlps
-            for n_nodes, n_kv in shapes:
-                rows = slice(row, row + n_nodes)
-                columns = slice(column, column + n_nodes + 2 * n_kv)
-                groups.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
-                row, column = rows.stop, columns.stop
-        return tuple(groups)
+    def n_reads(self) -> int:
+        """Number of destinations of a layer: the q, k and v inputs of its heads, and its MLP."""
+        return self.n_heads + 2 * self.n_kv_heads + self.has_mlps
+
+    @cached_property
+    def feeds(self) -> Bool[Tensor, "destination source"]:
+        """Which sources' outputs depend on a destination; none on the logits."""
+        found = torch.zeros(len(self.destinations), len(self.sources), dtype=torch.bool)
+        for column, destination in enumerate(self.destinations[:-1]):
+            rows = [self.source_index(node) for node in self.readers_of(destination)]
+            if self.coupled and destination.slot is not None:
+                first = self.source_index(Node("head", destination.node.layer))
+                rows = [*range(first, first + self.n_heads)]
+            found[column, rows] = True
+        return found
+
+    @cached_property
+    def attended(self) -> Bool[Tensor, " destination"]:
+        """Which destinations are keys or values, which heads also read at later positions."""
+        return torch.tensor([destination.slot in ("k", "v") for destination in self.destinations])
+
+    def reaches_logits(self, mask: Bool[Tensor, "source destination"], column: int) -> bool:
+        """Whether a destination leads to the logits: what it feeds keeps an outgoing edge."""
+        return column == len(self.destinations) - 1 or bool(mask[self.feeds[column]].any())
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """Names, sources, destinations and slots of the edges at these indices."""

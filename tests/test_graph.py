@@ -6,7 +6,6 @@ import json
 from html import escape
 
 import networkx as nx
-import numpy as np
 import pytest
 import torch
 
@@ -70,15 +69,11 @@ def test_the_order_is_topological(graph: CircuitGraph) -> None:
 
 def test_a_head_reads_through_its_group() -> None:
     graph = CircuitGraph(2, 4, 2)
-    heads, mlp = graph.groups[2:]
-    assert graph.sources[heads.rows] == tuple(Node("head", 1, head) for head in range(4))
-    assert graph.sources[mlp.rows] == (Node("mlp", 1),)
-    last = np.array([[False, False, False, True]])
-    here = np.array([[True]])
-    inputs = heads.read_for(last, here)
-    names = [str(graph.destinations[heads.columns][place]) for place in np.flatnonzero(inputs)]
+    fed_by = graph.feeds[:, graph.source_index("a1.h3")].nonzero()[:, 0].tolist()
+    names = [str(graph.destinations[place]) for place in fed_by]
     assert names == ["a1.h3<q>", "a1.kv1<k>", "a1.kv1<v>"]
-    assert heads.written_from(inputs, here).tolist() == [[False, False, True, True]]
+    fed = graph.feeds[fed_by].any(dim=0).nonzero()[:, 0].tolist()
+    assert [str(graph.sources[row]) for row in fed] == ["a1.h2", "a1.h3"]
     readers = graph.readers_of(Destination(Node("kv_head", 0, 1), "k"))
     assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
     with pytest.raises(ValueError, match="a1.h2 reads a1.kv1<k>"):

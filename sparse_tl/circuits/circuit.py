@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
@@ -116,16 +115,31 @@ class Circuit(Result):
             return self
         if not isinstance(grid, PositionedGraph):
             grid = PositionedGraph(self.graph, ("0",))
-        mask, follows = self.mask.cpu().view(grid.exists.shape).numpy().copy(), grid.follows.numpy()
+        graph, mask = grid.graph, self.mask.cpu().view(grid.exists.shape).float()
+        feeds, follows = graph.feeds.float(), grid.follows.float()
+
+        def written(sources: Tensor) -> Tensor:
+            """The sources that read what these write."""
+            read = torch.bmm(sources[:, None], mask)[:, 0]
+            return torch.where(graph.attended, follows @ read, read) @ feeds
+
+        def read(destinations: Tensor) -> Tensor:
+            """The destinations that feed what these read."""
+            nodes = torch.bmm(mask, destinations[:, :, None])[:, :, 0] @ feeds.T
+            return torch.where(graph.attended, follows.T @ nodes, nodes)
+
+        def on_paths(ends: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+            found = ends
+            for _ in range(2 * graph.n_layers):  # the most nodes on a path
+                found = ((ends + step(found)) > 0).float()
+            return found > 0
+
+        logits, inputs = torch.zeros_like(mask[:, 0]), torch.zeros_like(mask[:, :, 0])
+        logits[:, -1] = inputs[:, 0] = 1
+        kept = (mask > 0) & on_paths(logits, read)[:, None]
         if needs_reference(patch) and patch != "mean":
-            for group in grid.graph.groups:
-                inputs = np.logical_or.reduce(mask[:, :, group.columns], axis=1)
-                mask[:, group.rows] &= group.written_from(inputs, follows)[:, :, None]
-        for group in reversed(grid.graph.groups):
-            nodes = np.logical_or.reduce(mask[:, group.rows], axis=2)
-            mask[:, :, group.columns] &= group.read_for(nodes, follows)[:, None]
-        kept = torch.from_numpy(mask).view(self.mask.shape)
-        return Circuit(self.grid, kept.to(self.mask.device))
+            kept &= on_paths(inputs, written)[:, :, None]
+        return Circuit(self.grid, kept.view(self.mask.shape).to(self.mask.device))
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per kept part: its name and index."""
@@ -356,15 +370,3 @@ def positioned(grid: Grid) -> PositionedGraph:
     if not isinstance(grid, PositionedGraph):
         raise ValueError(f'{grid.noun} have no positions; score with positions="tokens"')
     return grid
-
-
-def reaches_logits(
-    graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
-) -> bool:
-    """Whether a destination leads to the logits: some node that it feeds keeps an outgoing edge."""
-    group = next((group for group in graph.groups if column < group.columns.stop), None)
-    if group is None:
-        return True  # the logits themselves
-    nodes = np.logical_or.reduce(mask[group.rows].numpy(), axis=1)
-    reaching = group.read_for(nodes[None], np.ones((1, 1), dtype=bool))
-    return bool(reaching[0, column - group.columns.start])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sparse_tl import Circuit, CircuitGraph
-from sparse_tl.circuits.circuit import reaches_logits
 from sparse_tl.graph import PositionedGraph
 
 GRAPH = CircuitGraph(2, 2, 2)
@@ -94,4 +93,4 @@ def test_connected_edges_lie_on_paths_of_the_network(
     for column, destination in enumerate(graph.destinations):
         moved = list(network.successors(f"read {destination}@0"))
         reads = any(node == "the logits" or network.out_degree(node) for node in moved)
-        assert reaches_logits(graph, kept[0], column) == reads
+        assert graph.reaches_logits(kept[0], column) == reads

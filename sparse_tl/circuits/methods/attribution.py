@@ -493,7 +493,7 @@ class ReadGradients:
         """The sum of the gradients of chosen destinations, at each place."""
         graph, d_model = self.adapter.graph, self.adapter.d_model
         total = (readers[..., -1:] * self.final).flatten(0, 1)
-        size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+        size = graph.n_reads
         chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
         at_once = max(1, VALUES_AT_ONCE.on(total.device) // (size * d_model))
         for layer in range(graph.n_layers):
@@ -551,7 +551,7 @@ def _contract_few(
     graph, n_layers = back.adapter.graph, back.adapter.n_layers
     found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
     written = [part.flatten(1) for part in difference.split(counts, dim=1)]
-    most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+    most = graph.n_reads
     together = max(1, DESTINATIONS_AT_ONCE // most)
     buffer = difference.new_empty(together * most, *difference.shape[1:])
     for layer in range(0, n_layers, together):

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, reaches_logits
+from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
 from sparse_tl.circuits.evaluation import Evaluation, evaluated
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
@@ -216,7 +216,7 @@ class _Search:
     def _test_next(self, start: int, size: int | None) -> int:
         """Test parts of one destination from `start` on; return how many were kept or patched."""
         grid, index = self.grid, self.parts[start]
-        if isinstance(grid, CircuitGraph) and not reaches_logits(grid, self.mask, index[1]):
+        if isinstance(grid, CircuitGraph) and not grid.reaches_logits(self.mask, index[1]):
             self.mask[index] = False
         if not self.mask[index]:
             return 1

@@ -140,11 +140,9 @@ def gate_gradient(
     # Many terms: half precision would lose them one by one.
     exact = torch.promote_types(changes.dtype, torch.float32)
     everything, n = torch.zeros_like(changes[0], dtype=exact), 0
-    for group in graph.groups:
-        layer, columns = graph.layer((0, group.columns.start)), group.columns
-        if not group.n_kv_heads:
-            contract(columns, gradients[f"blocks.{layer}.mlp_input"][None])
-            continue
+    for layer in range(adapter.n_layers):
+        first, end = (graph.n_reads * some for some in (layer, layer + 1))
+        columns = slice(first, end - graph.has_mlps)
         before, n = n, graph.n_sources_before(graph.destinations[columns.start].node)
         everything += changes[before:n].sum(dim=0)
         # Of a small circuit, the few open edges are read from memory, not the many closed ones.
@@ -161,5 +159,7 @@ def gate_gradient(
             reads.requires_grad_()
             normed = adapter.norm(layer, "attn")(reads)
         contract(columns, torch.autograd.grad(normed, reads, torch.cat(by_head))[0])
+        if graph.has_mlps:
+            contract(slice(end - 1, end), gradients[f"blocks.{layer}.mlp_input"][None])
     contract(slice(len(graph.destinations) - 1, None), gradients[last][None])
     return found
