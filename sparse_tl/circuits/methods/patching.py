@@ -33,7 +33,7 @@ from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
 from sparse_tl.graph import CircuitEdge, CircuitGraph, HeadGrid, Node, PositionedGraph
-from sparse_tl.metrics import Metric, check_changed, explained_effect, measure
+from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import OfPrompts, Result
 
@@ -93,10 +93,10 @@ def patch_exactly(
             if not numbers:
                 continue
             at = positions if grid is edges else None
-            runs, changed = PairRuns(model, site, pairs, patch, batch_size, positions=at), False
+            runs = PairRuns(model, site, pairs, patch, batch_size, positions=at)
+            runs.check_effect(metric)
             for batch, run in runs:
                 clean = measure(metric, run.start_from(None), batch)
-                changed = changed or runs.has_effect(metric, batch, run)
                 for _, group in groupby(numbers, key=layers.__getitem__):
                     patched = [*group]
                     shape = run.site.shape(run.adapter)
@@ -105,7 +105,6 @@ def patch_exactly(
                         values = measure(metric, logits, batch)
                         changes[i] += (values - clean).sum().cpu().double()
                         step()
-            check_changed(changed)
     return pd.Series((changes / len(pairs)).tolist(), index=names)
 
 
