@@ -39,10 +39,10 @@ class AblationCurve(OfPrompts):
     Only seeds that fitted are included.
 
     Args:
-        by: role whose score orders the heads, or "random".
+        by: role whose score orders the heads; "random" for a curve made of a control.
         counts: numbers of ablated heads, increasing from 0.
         values: change in nats per target response, for each number of heads.
-        in_role: number of heads in the role, by seed; all heads for a random order.
+        in_role: number of heads in the role, by seed.
         control: `values` for a random order of all heads; None if not requested.
     """
 
@@ -78,7 +78,7 @@ def ablation_curve(
     model: HookedModel,
     roles: HeadRoles,
     dataset: TargetDataset,
-    by: Order = "facilitation",
+    by: Role = "facilitation",
     *,
     max_heads: AtLeastOne = 50,
     control: bool = True,
@@ -91,7 +91,7 @@ def ablation_curve(
         model: model that the roles were fitted on; left unchanged.
         roles: fitted gates, with the scores.
         dataset: held-out prompts and targets.
-        by: role whose score orders the heads, or "random".
+        by: role whose score orders the heads.
         max_heads: maximum number of heads to ablate.
         control: whether to measure a random order as well.
         seed: random seed for random orders.
@@ -108,11 +108,9 @@ def ablation_curve(
     baselines = roles.g_plus[roles.fitted].flatten(1)
     n_seeds, n_heads = baselines.shape
     generators = [torch.Generator().manual_seed(seed * 1_000_003 + i) for i in range(n_seeds)]
-    orders = [torch.stack([torch.randperm(n_heads, generator=one) for one in generators])]
-    in_role = [n_heads] * n_seeds
-    if by != "random":
-        in_role = roles.members(by).sum(dim=(1, 2)).tolist()
-        orders = [roles.order(by), *(orders if control else [])]
+    orders, in_role = [roles.order(by)], roles.members(by).sum(dim=(1, 2)).tolist()
+    if control:
+        orders.append(torch.stack([torch.randperm(n_heads, generator=one) for one in generators]))
     last = min(max_heads, n_heads)
     spaced = {round(2 ** (step / 2)) for step in range(2 * last.bit_length())}
     counts = sorted(count for count in {0, last, *spaced, *in_role} if count <= last)
