@@ -221,7 +221,7 @@ class Scores(OfPrompts):
             signed: rank by signed score, the part that helps most (most negative) first, instead of
                 by absolute value.
         """
-        return self._helping_first if signed else self._largest_first
+        return self._orders[signed]
 
     def top(self, size: Count, *, signed: bool = False) -> Circuit:
         """The circuit that keeps the `size` best parts.
@@ -249,15 +249,12 @@ class Scores(OfPrompts):
         return self.mean()[tuple(places.T)]
 
     @cached_property
-    def _largest_first(self) -> Int[Tensor, "part axis"]:
-        return self._sorted(self._at(self.grid.places).abs())
-
-    @cached_property
-    def _helping_first(self) -> Int[Tensor, "part axis"]:
-        return self._sorted(-self._at(self.grid.places))
-
-    def _sorted(self, values: Float[Tensor, " part"]) -> Int[Tensor, "part axis"]:
-        return self.grid.places[values.argsort(descending=True, stable=True).cpu()]
+    def _orders(self) -> list[Int[Tensor, "part axis"]]:
+        """By absolute value, and by how much parts help: for circuits of many sizes."""
+        places = self.grid.places
+        values = self._at(places)
+        by_rank = (some.argsort(descending=True, stable=True) for some in (values.abs(), -values))
+        return [places[ranked.cpu()] for ranked in by_rank]
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas(20)

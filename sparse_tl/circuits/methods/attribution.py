@@ -221,14 +221,13 @@ def attribute_attention_edges(
             patches = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, step, patches).transpose(0, 1).cpu().double()
-            allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
             of_pairs = effects.new_zeros(len(patched.batches[index]), *effects.shape[1:])
-            found.append((of_pairs.index_add_(0, rows.pair.cpu(), effects), allowed))
+            found.append(of_pairs.index_add_(0, rows.pair.cpu(), effects))
     if patch == "corrupted":
         check_changed(plan.changed)
-    values, allowed = zip(*found, strict=True)
-    grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
-    return Scores(grid, torch.cat(values), method, prompt_start=pairs.start)
+    allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
+    grid = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed)
+    return Scores(grid, torch.cat(found), method, prompt_start=pairs.start)
 
 
 def _effects(

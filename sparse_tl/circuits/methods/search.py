@@ -400,14 +400,14 @@ def _selected(
             break
         began, size_before = now, len(start)
         with tracked(f"adding to the best {len(start):,}", 1, progress) as done:
-            judged, size = judge(), most
+            judged = judge()
             judged.add([Circuit(scores.grid, scores.grid.exists)])
             for circuit, effect in pairs.larger(
                 start, effect_of(cut), limit, partial(clock.late, last)
             ):
-                if size == most and at <= effect <= limit and not clock.late(end):
+                if len(judged.best) >= most and at <= effect <= limit and not clock.late(end):
                     judged.add([circuit])
-                    size = min(most, len(judged.best))
+            size = len(judged.best)
             done(f"{size:,}" if size < most else "falls short")
         if size < most:
             return judged
