@@ -55,10 +55,12 @@ class PairRuns:
     ) -> None:
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
+        if patch == "resample":
+            pairs = replace(pairs, corrupted=pairs.clean[_other_rows(pairs.positions.cpu())])
         self.model, self.adapter, self.site, self.patch = model, adapt(model), site, patch
         self.batches = batches_of(self.adapter, pairs, batch_size)
         self.points, self._by_span = [*also, *site.points(self.adapter)], positions is not None
-        # A mean is shared by all batches; other prompts are split into batches.
+        # A mean is shared by all batches; each has other prompts of its own.
         self._patch: Patch = "corrupted" if needs_reference(patch) else patch
         if patch == "mean":
             pairs.of_one_length()  # raises if they are not
@@ -69,13 +71,6 @@ class PairRuns:
                 )
             clean = [batch.forced.clean for batch in self.batches]
             self._patch = mean_activations(self.adapter, clean, self.points, site.order)
-        self.others: Sequence[Tensor] = ()
-        if patch == "corrupted":
-            self.others = [batch.forced.corrupted for batch in self.batches]
-        elif patch == "resample":
-            others = replace(pairs, corrupted=pairs.clean[_other_rows(pairs.positions.cpu())])
-            others = others.to(self.adapter.device).split(batch_size)
-            self.others = [batch.forced.corrupted for batch in others]
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
@@ -93,8 +88,10 @@ class PairRuns:
 
     def record_patch(self, index: int) -> PatchValues:
         """Run the prompts that a batch is patched with, if any, and record their values."""
-        other, order = self.others[index] if self.others else None, self.site.order
-        return PatchValues(self.adapter, self.points, self._patch, other, order=order)
+        patch, order, other = self._patch, self.site.order, None
+        if patch == "corrupted":
+            other = self.batches[index].forced.corrupted
+        return PatchValues(self.adapter, self.points, patch, other, order=order)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""

@@ -225,7 +225,7 @@ def test_resampled_prompts_are_others(build_tiny: Build) -> None:
     ends = torch.zeros(12, 1, dtype=torch.long)
     pairs = PromptPairs(prompts, prompts, ends, ends + 1, torch.full((12,), 2))
     runs = PairRuns(build_tiny(), CircuitEdges(), pairs, "resample", 5)
-    drawn = torch.cat([*runs.others])
+    drawn = torch.cat([batch.forced.corrupted for batch in runs.batches])
     assert (drawn != prompts).all() and len(drawn) == 12
     with pytest.raises(ValueError, match="at least two prompt pairs"):
         PairRuns(build_tiny(), CircuitEdges(), pairs.select(slice(0, 1)), "resample", 5)

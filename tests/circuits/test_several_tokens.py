@@ -323,8 +323,8 @@ def test_resampled_prompts_keep_their_own_answers(build_tiny: Build) -> None:
     pairs = _changed(pairs, pairs.answers, pairs.wrong).select(torch.tensor([0, 0, 0]))
     clean = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(1))
     pairs = PromptPairs(clean, clean, pairs.answers, pairs.wrong, pairs.positions)
-    (other,) = PairRuns(build_tiny(), CircuitEdges(), pairs, "resample", 8).others
-    rows = pairs.forced
+    (batch,) = PairRuns(build_tiny(), CircuitEdges(), pairs, "resample", 8).batches
+    rows, other = pairs.forced, batch.forced.corrupted
     assert torch.equal(other[:, 6:], rows.clean[:, 6:])
     source = (other[:, None, :6] == clean).all(dim=2).int().argmax(dim=1)
     assert (source != rows.pair).all()
