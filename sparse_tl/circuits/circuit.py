@@ -129,9 +129,9 @@ class Circuit(Result):
             return torch.where(graph.attended, follows.T @ nodes, nodes)
 
         def on_paths(ends: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-            found = ends
-            for _ in range(2 * graph.n_layers):  # the most nodes on a path
-                found = ((ends + step(found)) > 0).float()
+            found, before = ends, torch.zeros_like(ends)
+            while not torch.equal(found, before):
+                found, before = ((ends + step(found)) > 0).float(), found
             return found > 0
 
         logits, inputs = torch.zeros_like(mask[:, 0]), torch.zeros_like(mask[:, :, 0])
