@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
-from itertools import chain, repeat
 from typing import Any, Literal
 
 import torch
@@ -103,14 +102,12 @@ def _run_twice(core: Any, forward: Forward) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        gates_as_now = getattr(core, "_sparse_tl_again", lambda: nullcontext)()
-        runs = chain([nullcontext], repeat(gates_as_now))
+        again = getattr(core, "_sparse_tl_again", nullcontext)
 
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            with next(runs)():
-                return once(*args, **kwargs)
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), again()
 
-        return checkpoint(in_turn, *args, use_reentrant=False, **kwargs)
+        return checkpoint(once, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def once(*args: Any, **kwargs: Any) -> Any:
         # Some half-precision models only run with a cache: see `BridgeAdapter._final`.

@@ -161,26 +161,17 @@ def using(gates: Sequence[ComputedGates], **settings: Any) -> Iterator[None]:
             some.settings = own
 
 
-def as_now(gates: Sequence[ComputedGates]) -> Callable[[], AbstractContextManager[None]]:
-    """Keep the settings of a model's gates for the repetition of a layer in the backward pass.
+def as_now(gates: Sequence[ComputedGates]) -> AbstractContextManager[None]:
+    """A block, to be entered once, in which a model's gates are set as they are now.
 
-    What is returned opens a block in which gates are set as they are now, with the same noise.
-    Nothing is counted: what counts already holds the graph, which holds this function.
+    A layer is repeated in it by the backward pass, with the same noise. What it counts is dropped.
     """
-    now = replace(gates[0].settings, counts=None, again=True)  # all gates have the same settings
-    counting = gates[0].settings.counts is not None
-    state = None if now.generator is None else now.generator.get_state()
-
-    @contextmanager
-    def opened() -> Iterator[None]:
-        again = None
-        if now.generator is not None and state is not None:
-            again = torch.Generator(now.generator.device).set_state(state)
-        fields = vars(now) | {"generator": again, "counts": [] if counting else None}
-        with using(gates, **fields):
-            yield
-
-    return opened
+    now = gates[0].settings  # all gates have the same
+    generator = now.generator
+    if generator is not None:
+        generator = torch.Generator(generator.device).set_state(generator.get_state())
+    counts = None if now.counts is None else list[Counted]()
+    return using(gates, **vars(now) | {"generator": generator, "counts": counts, "again": True})
 
 
 def _layer_hooks(
