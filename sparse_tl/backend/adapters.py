@@ -124,6 +124,7 @@ class BridgeAdapter(Adapter):
         self._latents = latent_attention(model, self.n_heads)
         if self._latents:
             self.n_kv_heads = self.n_heads  # keys and values of each are projected from the latent
+            self.d_query = next(iter(self._latents.values())).d_query
 
     @property
     def core(self) -> nn.Module:

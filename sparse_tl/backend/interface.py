@@ -63,6 +63,7 @@ class Adapter(ABC):
         self.n_kv_heads: int = cfg.n_key_value_heads or cfg.n_heads
         self.n_ctx: int = cfg.n_ctx
         self.d_model: int = cfg.d_model
+        self.d_query: int = cfg.d_head  # size of a head's query vector
         self.d_vocab: int = cfg.d_vocab
         self.d_vocab_out: int = cfg.d_vocab_out if cfg.d_vocab_out > 0 else cfg.d_vocab
         self.causal: bool = cfg.attention_dir == "causal"

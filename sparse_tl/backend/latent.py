@@ -41,6 +41,7 @@ class LatentAttention:
         inner = attention.original_component
         self._d_latent: int = inner.kv_lora_rank
         self._d_plain: int = inner.qk_nope_head_dim  # entries of q and k without rotation
+        self.d_query: int = self._d_plain + inner.qk_rope_head_dim
 
     @property
     def indexed(self) -> bool:

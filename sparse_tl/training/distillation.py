@@ -27,7 +27,6 @@ from torch import Tensor
 from sparse_tl.backend import (
     Model,
     adapt,
-    gate_hooks,
     has_sharded_weights,
     lora_off,
     lora_parameters,
@@ -37,7 +36,7 @@ from sparse_tl.contexts import autograd
 from sparse_tl.data.batches import TokenBatch, log_probabilities
 from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.sparse.learned_gates import attention_by_blocks, using
+from sparse_tl.gates.sparse.learned_gates import using
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense within a block."""
@@ -87,23 +86,20 @@ def under_gates(model: Reference) -> Iterator[SparseTransformer]:
 
 
 @contextmanager
-def as_dense(reference: Reference) -> Iterator[None]:
-    """Make a reference compute as the dense model within the block."""
-    if not isinstance(reference, SparseTransformer):
-        yield
-        return
-    with reference.opened(), lora_off(reference):
+def as_dense(sparse: SparseTransformer) -> Iterator[None]:
+    """Make a sparse model compute as the dense one within the block."""
+    with sparse.opened(), lora_off(sparse):
         yield
 
 
 @contextmanager
 def predicting(reference: Reference) -> Iterator[None]:
     """Make a reference predict as the dense model within the block, long prompts by blocks."""
-    if isinstance(reference, SparseTransformer):
-        by_blocks = using([reference.gates], by_blocks=True)
-    else:
-        by_blocks = attention_by_blocks(reference)
-    with as_dense(reference), by_blocks:
+    with (
+        under_gates(reference) as wrapped,
+        as_dense(wrapped),
+        using([wrapped.gates], by_blocks=True),
+    ):
         yield
 
 
@@ -117,14 +113,12 @@ class DensePredictions:
     Args:
         model: the frozen dense model, or a sparse one that is run as such.
         capacity: maximum number of bytes to keep.
+
+    Raises:
+        ValueError: when it is run, the dense model is the one inside a sparse model.
     """
 
     def __init__(self, model: Reference, capacity: int = KEPT) -> None:
-        if not isinstance(model, SparseTransformer) and gate_hooks(adapt(model)):
-            raise ValueError(
-                "the dense model is the one inside the sparse model, whose gates act on it; load "
-                "it anew, or give the sparse model, which is then run with its gates open"
-            )
         self.model, self._free = model, capacity
         self._kept: dict[str, Tensor] = {}
 

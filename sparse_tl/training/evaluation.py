@@ -166,11 +166,11 @@ def evaluate_held_out(
         for piece in examples.split(batch_size or max(1, min(256, fitting)))
         for part in piece.to(adapter.device).by_length()
     ]
-    if dense is not None and not isinstance(dense, DensePredictions):
-        dense = DensePredictions(dense)
     results = []
     # A dense model is measured as one whose gates are all open.
     with under_gates(model) as wrapped, nullcontext() if wrapped is model else wrapped.opened():
+        if dense is not None and not isinstance(dense, DensePredictions):
+            dense = DensePredictions(wrapped if dense is model else dense)
         for batch in pieces:
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(

@@ -20,7 +20,7 @@ from sparse_tl.backend import AttentionMask, Deferred, deferred
 from sparse_tl.devices import SizeByDevice
 from sparse_tl.gates import BernoulliGate, HardConcreteGate, distributions
 from sparse_tl.gates.sparse import blockwise, straight_through
-from sparse_tl.gates.sparse.learned_gates import attention_by_blocks
+from sparse_tl.training.distillation import predicting
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24
@@ -225,7 +225,7 @@ def test_a_model_without_gates(
     with torch.no_grad(), DoublePrecision():
         expected = model(_tokens())
         assert not blocks
-        with attention_by_blocks(model):
+        with predicting(model):
             found = model(_tokens())
         assert len(blocks) > 10 * model.cfg.n_layers
         assert torch.equal(model(_tokens()), expected)

@@ -129,7 +129,7 @@ def test_what_cannot_be_measured_is_said() -> None:
     assert "_low" not in found._repr_html_() and "single tokens" in found._repr_html_()
     none = compare_skills(dense, sparse, [BATTERY[0]], progress=False)
     assert none.verdict == "kept 0 of 0 skills"
-    with pytest.raises(ValueError, match="inside the sparse model"):
+    with pytest.raises(ValueError, match="wrapped already"):
         compare_skills(sparse.model, sparse, [FAMILY])
 
 

@@ -12,7 +12,7 @@ from architectures import VOCABULARY, plain_transformer
 from short_runs import Build
 from torch import Tensor, nn
 
-from sparse_tl.backend import Model, adapt, add_lora, boot, lora_parameters
+from sparse_tl.backend import Model, adapt, add_lora, boot, check_gates, lora_parameters
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.distillation import KEPT, DensePredictions
@@ -36,7 +36,7 @@ def _by_hand(model: Model, batch: TokenBatch) -> Tensor:
 @contextmanager
 def _noted(model: Model) -> Iterator[list[int]]:
     """The number of rows of every pass."""
-    adapt(model)  # looks at the model once, in a pass of its own
+    check_gates(adapt(model))  # passes of their own, once
     found: list[int] = []
     embed = model.embed
     assert isinstance(embed, nn.Module)
@@ -146,8 +146,8 @@ def test_nothing_is_kept_under_dropout(build_tiny: Build) -> None:
 
 def test_a_dense_model_under_the_gates_of_a_sparse_one_is_refused() -> None:
     sparse = SparseTransformer(boot(plain_transformer("llama")))
-    with pytest.raises(ValueError, match="the one inside the sparse model"):
-        DensePredictions(sparse.model)
+    with pytest.raises(ValueError, match="wrapped already: use its SparseTransformer"):
+        DensePredictions(sparse.model).logits(_rows())
     assert DensePredictions(sparse).logits(_rows()).isfinite().all()
     sparse.unwrap()
-    DensePredictions(sparse.model)
+    DensePredictions(sparse.model).logits(_rows())

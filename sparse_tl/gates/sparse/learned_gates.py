@@ -33,17 +33,12 @@ from sparse_tl.backend import (
     Block,
     Deferred,
     Hook,
-    HookedModel,
     Order,
-    adapt,
-    attached,
     check_gates,
     check_mlps,
     check_score_gates,
-    defer_scores,
     explicit,
     mask_hooks,
-    without_user_hooks,
 )
 from sparse_tl.gates.distributions import (
     BernoulliGate,
@@ -346,7 +341,7 @@ class ShareGates(AttentionGates):
     @classmethod
     def of(cls, adapter: Adapter, rule: Rule = None, start: float = 0.005) -> ShareGates:
         bias = _initial(adapter, -math.log(start))
-        return cls(bias, rule, bias.new_zeros(*bias.shape, _query_size(adapter)))
+        return cls(bias, rule, bias.new_zeros(*bias.shape, adapter.d_query))
 
     def _terms(
         self, layer: int, read: Float[Tensor, "prompt query head d_head"]
@@ -390,30 +385,6 @@ def _along(read: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``w . x + b``."""
     # No matrix product: autocast would round it, unlike in evaluation, and gates would differ.
     return (read.to(weight.dtype) * weight).sum(dim=-1) + bias
-
-
-@torch.no_grad()
-def _query_size(adapter: Adapter) -> int:
-    """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
-    queries: list[Tensor] = []
-    # Run the whole model: passes of a sharded model cannot stop after one layer.
-    hook = "blocks.0.attn.hook_q", Order.LAST, queries.append
-    with without_user_hooks(adapter.model), attached(adapter, [hook]):
-        adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
-    return queries[0].shape[-1]
-
-
-@contextmanager
-def attention_by_blocks(model: HookedModel) -> Iterator[None]:
-    """Inside the scope, a model without gates computes attention of long prompts by blocks."""
-    adapter = adapt(model)
-    gates = ScoreGates(_initial(adapter, 0.0)).requires_grad_(False)
-    with (
-        using([gates], mode="open", by_blocks=True),
-        attached(adapter, gates.hooks(adapter)) as own,
-        defer_scores(adapter, own),
-    ):
-        yield
 
 
 def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:

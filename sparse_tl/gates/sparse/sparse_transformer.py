@@ -91,7 +91,9 @@ class SparseTransformer(nn.Module):
         super().__init__()
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
-            raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
+            raise ValueError(
+                "this model is wrapped already: use its SparseTransformer, or .unwrap() it first"
+            )
         starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
         gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
