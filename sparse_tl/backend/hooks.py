@@ -63,22 +63,17 @@ class AttachedHooks:
         places = [adapter.place(name) for name, _, _ in hooks]  # all, before any is attached
         self._attached: list[tuple[HookPoint, LensHandle]] = []
         self._handles: list[RemovableHandle] = []
-        for place, (name, order, function) in zip(places, hooks, strict=True):
+        for place, (_, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, Viewed):
                 place, function = place.point, place.view(function)
             if isinstance(place, HookPoint):
-                self._attach(place, name, order, function)
+                self._attach(place, order, function)
             else:
                 self._handles += place(function)
         OWN.update(self.ids)
 
-    def _attach(self, point: HookPoint, name: str, order: Order, function: HookFunction) -> None:
+    def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         def run(value: Any, *, hook: HookPoint) -> Tensor | None:
-            if not (isinstance(value, Tensor) and value.is_floating_point()):  # some are tuples
-                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(
-                    f"there are no activations at {name}, only a {kind}; choose another hook point"
-                )
             return function(value)
 
         def take_place(_point: nn.Module, _args: object) -> None:

@@ -149,8 +149,7 @@ class GatedRun:
 
     Raises:
         ValueError: no position is read, the patch is unknown, the reference is missing, not needed,
-            or padded, `PatchValues` come with one, or circuits are not defined under the hooks on
-            the model.
+            or padded, or circuits are not defined under the hooks on the model.
     """
 
     def __init__(
@@ -171,8 +170,6 @@ class GatedRun:
         check_padding(self.adapter, attention_mask)
         if not read.any():
             raise ValueError("`read` is false everywhere: there is no position to read")
-        if isinstance(patch, PatchValues) and (reference is not None or seed):
-            raise ValueError("PatchValues have a reference and a seed of their own; give none here")
         if patch == "resample":
             # Drawn once, so that all settings are compared under the same patch.
             prompts = reference_prompts(self.adapter, patch, reference)

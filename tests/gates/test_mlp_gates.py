@@ -363,15 +363,13 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
 
 
 def test_gates_of_another_model_are_refused() -> None:
-    def new(n_layers: int, d_model: int, rule: Any = None) -> MLPGates:
-        return MLPGates(torch.zeros(n_layers), rule, torch.zeros(n_layers, d_model))
+    def new(n_layers: int, d_model: int) -> MLPGates:
+        return MLPGates(torch.zeros(n_layers), None, torch.zeros(n_layers, d_model))
 
     model = build("plain")
     for wrong in (new(3, 16), new(2, 15)):
         with pytest.raises(ValueError, match=r"the model needs \[\(2,\), \(2, 16\)\]"):
             SparseTransformer(model, mlp_gates=wrong)
-    with pytest.raises(ValueError, match="distribution of those on attention edges"):
-        SparseTransformer(model, mlp_gates=new(2, 16, SigmoidGate()))
     gates = new(2, 16)
     assert SparseTransformer(model, mlp_gates=gates).mlp_gates is gates
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.backend import Model, adapt
-from sparse_tl.gates import GatedRun, Heads, PatchValues
+from sparse_tl.gates import GatedRun, Heads
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]
@@ -84,12 +84,3 @@ def test_a_hook_inside_a_normalisation_still_fires(build_tiny: Build) -> None:
         assert torch.allclose(found[0], _final(model, tokens), rtol=0, atol=1e-12)
     # HookedTransformers normalise for q, k and v each, bridges once.
     assert list(dict.fromkeys(seen)) == [6, 3]
-
-
-@pytest.mark.parametrize("more", [{"seed": 1}, {"reference": _tokens()}])
-def test_values_of_a_patch_take_no_second_reference(build_tiny: Build, more: Any) -> None:
-    """It would be ignored."""
-    model, tokens = build_tiny(), _tokens()
-    patch = PatchValues(adapt(model), Heads().points(adapt(model)), "mean", tokens.flip(1))
-    with pytest.raises(ValueError, match="a reference and a seed of their own"):
-        GatedRun(model, Heads(), tokens, tokens >= 0, patch, **more)

@@ -61,7 +61,7 @@ class SparseTransformer(nn.Module):
         initial_bias: initial bias of score gates, in logits, 4.0 by default; larger is denser.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
         mlps: whether to gate every MLP at every position; see `MLPGates`.
-        mlp_gates: existing gates on MLPs to use instead of new ones.
+        mlp_gates: existing gates on MLPs to use instead of new ones, of the same distribution.
 
     Raises:
         TypeError: `model` is not a TransformerLens model.
@@ -97,14 +97,8 @@ class SparseTransformer(nn.Module):
         starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
         gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
-            rule = gates.distribution
-            mlp_gates = mlp_gates or MLPGates.of(adapter, rule)
+            mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
             mlp_gates.check(adapter)
-            if mlp_gates.distribution != rule:
-                raise ValueError(
-                    f"gates on MLPs need the distribution of those on attention edges, {rule}, "
-                    f"not {mlp_gates.distribution}"
-                )
         self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
         self._attach()
