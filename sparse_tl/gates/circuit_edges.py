@@ -46,8 +46,6 @@ _MOST = 7 / 8
 """A source is closed as a whole if more than this share of its edges is closed."""
 _FEW_READS = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
-_FEW_ROWS = 8
-"""Copy the rows in use if at least this many times as many would be read without a copy."""
 
 
 @checked
@@ -308,9 +306,9 @@ class _Weights:
         """The separated sources that any of these destinations uses."""
         return np.flatnonzero(self._uses[:, _together(columns)].any(axis=1)).tolist()
 
-    def of(self, rows: Sequence[int], columns: Sequence[int]) -> Float[Tensor, "stack span some n"]:
+    def of(self, rows: range, columns: Sequence[int]) -> Float[Tensor, "stack span some n"]:
         """The weights of the edges from some separated sources to some destinations."""
-        return self._weights[:, :, _together(rows)][..., _together(columns)]
+        return self._weights[:, :, rows.start : rows.stop][..., _together(columns)]
 
     def moves(self, columns: range, before: int) -> bool:
         """Whether any of these destinations reads something other than the residual stream."""
@@ -334,9 +332,9 @@ class _Changes:
 
     Separate changes are kept as ``[rows, source, pos, d_model]``: what the reads of a prompt add up
     is together in memory, which makes them up to twice as fast on a CPU. Without gradients,
-    they go into one preallocated buffer, and only its rows in use are read. With gradients, they
-    are read part by part, since each read keeps its input for the backward pass. Without spans, all
-    tokens share the gates.
+    they go into one preallocated buffer, and only its first rows are read, up to the last in use.
+    With gradients, they are read part by part, since each read keeps its input for the backward
+    pass. Without spans, all tokens share the gates.
     """
 
     def __init__(self, edges: _Weights, spans: Spans | None) -> None:
@@ -441,14 +439,10 @@ class _Changes:
 
     def _in_use(
         self, columns: Sequence[int]
-    ) -> Iterator[tuple[Sequence[int], Float[Tensor, "rows some pos d_model"]]]:
-        """Rows that any of these destinations uses, a few at a time; others may be among them."""
+    ) -> Iterator[tuple[range, Float[Tensor, "rows some pos d_model"]]]:
+        """The rows up to the last that any of these destinations uses, by part that has one."""
         used = self.edges.used(columns)
         count = used[-1] + 1 if used else 0
-        if not self._by_parts and _FEW_ROWS * len(used) <= count:
-            if used:
-                yield used, self._parts[0][:, used]
-            return
         start = 0
         for part in self._parts:
             stop = min(start + part.shape[1], count)
