@@ -20,7 +20,8 @@ with `left` falling from 1 at `ARRIVAL` to `LEAST_LEFT`, as what is left of the 
 *The attention edges* per token, if they are the target, are steered likewise, by one lambda for all
 groups, to `BELOW` times their target; their logarithm falls along a parabola that ends flat, and e
 has the other sign. So edges close steadily, instead of too fast and then not at all: what a model
-loses when it closes too many is not regained at the same number of edges.
+loses when it closes too many is not regained at the same number of edges. With too few edges, e > 0
+counts `TOO_FEW` times in the sum, since edges that cost little close at almost any lambda.
 
 *An increase in loss*, which may be 0 or negative, moves lambda by its relative excess over a limit,
 
@@ -89,6 +90,8 @@ AIM = 0.95
 """Where a divergence's line ends, as a multiple of the target: evaluations scatter below it."""
 BELOW = 0.98
 """Where the line of edges ends, likewise."""
+TOO_FEW = 4.0
+"""How many times as fast the integral term rises, if there are too few edges, as it falls."""
 TINY = 1e-6
 """Edges per token, or nats, that count as none; their logarithm is finite."""
 
@@ -241,8 +244,10 @@ class LossConstraint:
     def move(self, error: Float[Tensor, " group"]) -> None:
         """Move lambda by one step, given every group's error ``e_t`` before clipping."""
         error = error.clamp(-1, 1).to(self._log_lambda)
-        both = self.integral / self.evaluated_every + self.proportional
-        change = error * both - self._last_error * self.proportional
+        summed = error * self.integral / self.evaluated_every
+        if self.target_edges is not None:
+            summed = torch.where(error > 0, TOO_FEW * summed, summed)
+        change = summed + self.proportional * (error - self._last_error)
         self._log_lambda = (self._log_lambda + change).clamp(*map(math.log, self.bounds))
         self._last_error = error
 

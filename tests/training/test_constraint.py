@@ -83,12 +83,18 @@ def test_there_is_one_target() -> None:
 # The controller, update by update.
 
 
-def test_three_updates_by_hand() -> None:
-    """``log lambda = log START + INTEGRAL / n * sum e + PROPORTIONAL * e``."""
+@pytest.mark.parametrize(
+    ("target_edges", "summed"), [(None, [0.5, -0.2, 0.9]), (7, [2, -0.2, 3.6])]
+)
+def test_three_updates_by_hand(target_edges: float | None, summed: list[float]) -> None:
+    """``log lambda = log START + INTEGRAL / n * sum e + PROPORTIONAL * e``.
+
+    Too few edges, an e above 0 under a target of edges, count four times in the sum.
+    """
     violations = [0.5, -0.2, 0.9]
-    found = _moved(_constraint(evaluated_every=40), *violations)
+    found = _moved(_constraint(target_edges=target_edges, evaluated_every=40), *violations)
     assert (INTEGRAL, PROPORTIONAL) == (0.4, 0.5)
-    for (log_lambda,), last, total in zip(found, violations, accumulate(violations), strict=True):
+    for (log_lambda,), last, total in zip(found, violations, accumulate(summed), strict=True):
         assert log_lambda == pytest.approx(math.log(START) + 0.01 * total + 0.5 * last, abs=1e-12)
 
 

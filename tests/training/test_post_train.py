@@ -31,10 +31,7 @@ class Untouchable:
 
 @pytest.mark.long
 def test_the_edges_that_are_asked_for(build_echo: Build, echo_rows: Rows) -> None:
-    """Reached and held; of the weights with at most so many, those nearest to the dense model.
-
-    A few edges more close here, since they cost nothing: the divergence does not rise.
-    """
+    """Reached and held; of the weights with at most so many, those nearest to the dense model."""
     sparse, dense = SparseTransformer(build_echo(), gates="share"), build_echo()
     settings = {"target_loss": None, "target_edges": "4x", "steps": 120, "gate_learning_rate": 0.05}
     outcome = short_run(sparse, echo_rows, learning_rate=3e-3, **settings)
@@ -43,7 +40,7 @@ def test_the_edges_that_are_asked_for(build_echo: Build, echo_rows: Rows) -> Non
     history = outcome.history.dropna(subset="validation_loss")
     edges = history["validation_active_attention_edges_per_token"]
     held = edges[history["step"] > 100]
-    assert ((0.5 * target < held) & (held < target)).all()
+    assert ((0.8 * target < held) & (held < target)).all()
     reached = history[edges <= target]["validation_divergence"]
     assert reached.iloc[-1] < 1.1 * reached.iloc[0]
     assert (edges <= 1.02 * edges.cummin()).all()  # nothing is closed, only to be opened again
