@@ -131,6 +131,10 @@ class BridgeAdapter(Adapter):
         """The wrapped model, possibly shared by several bridges."""
         return self.model.original_model
 
+    @property
+    def random(self) -> bool:
+        return self.core.training
+
     def unsupported(self, analysis: Analysis) -> str | None:
         if analysis == "relp":
             if self._latents:

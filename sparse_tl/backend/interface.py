@@ -105,6 +105,11 @@ class Adapter(ABC):
         """The module that all wrappers around the same model share."""
         return self.model
 
+    @property
+    def random(self) -> bool:
+        """Whether every pass differs, by dropout, which HookedTransformer does not have."""
+        return False
+
     def unsupported(self, analysis: Analysis) -> str | None:
         """The reason why an analysis is refused for this kind of model; None if it is supported."""
         return None if self.causal or analysis == "relp" else "its attention is not causal"

@@ -134,7 +134,7 @@ class DensePredictions:
     @torch.no_grad()
     def final(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
         """The residual stream after the last layer at the labels of a batch."""
-        if adapt(self.model).core.training:  # with dropout, every pass differs
+        if adapt(self.model).random:
             return self._run(batch)
         keys, sizes = _keys(batch), batch.loss_mask.sum(dim=1).tolist()
         device = batch.tokens.device
