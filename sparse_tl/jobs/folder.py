@@ -14,7 +14,7 @@ import pandas as pd
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.page.rendering import Figure
-from sparse_tl.plots.panels.grid import GridFigure, draw_images
+from sparse_tl.plots.panels import grid
 from sparse_tl.results import Result, from_fields, table_html
 from sparse_tl.storage.files import check_writable, locked, read_json, write_json
 from sparse_tl.training import DenseAndSparse, HeldOut
@@ -30,13 +30,15 @@ _EARLIER = "earlier-"
 def save_figures(
     figures: Mapping[str, Figure], folder: Path, suffixes: Sequence[str] = ("html", "svg", "png")
 ) -> None:
-    """Write figures by name, as SVG and PNG only if they have images on this machine."""
-    plots = [each for each in figures.values() if isinstance(each, GridFigure) and each.has_images]
-    if plots:
-        draw_images(plots)
+    """Write figures by name; plots as SVG and PNG only if there is a browser to draw them."""
+    plots = {name: each for name, each in figures.items() if isinstance(each, grid.GridFigure)}
+    can_draw = grid.has_browser()
+    if plots and can_draw:
+        grid.draw_images([*plots.values()])
     for name, figure in figures.items():
-        for suffix in suffixes if figure.has_images else {"html"}.intersection(suffixes):
-            figure.save(folder / f"{name}.{suffix}")
+        for suffix in suffixes:
+            if suffix == "html" or can_draw or name not in plots:
+                figure.save(folder / f"{name}.{suffix}")
 
 
 def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:

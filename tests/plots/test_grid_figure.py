@@ -104,10 +104,7 @@ def test_images_are_drawn_in_both_themes(
     assert light == (255, 255, 255) and f"rgb{dark}" in svg
 
 
-def test_without_a_browser_a_page_is_offered(tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_a_browser_a_page_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(grid_module, "has_browser", lambda: False)
-    for suffix in ("svg", "png"):
-        with pytest.raises(RuntimeError, match=r"none was found: .* as \.html"):
-            effects().save(tmp_path / f"figure.{suffix}")
     save_figures({"figure": effects()}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["figure.html"]

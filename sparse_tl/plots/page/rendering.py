@@ -88,11 +88,6 @@ class Figure:
         raise NotImplementedError
 
     @property
-    def has_images(self) -> bool:
-        """Whether the figure can be saved as SVG and PNG on this machine."""
-        return True
-
-    @property
     def svg(self) -> str:
         """The figure as a static SVG element."""
         raise NotImplementedError

@@ -121,10 +121,6 @@ class GridFigure(Figure):
         return self._drawn.to_html(full_html=False, config=_CONFIG)
 
     @property
-    def has_images(self) -> bool:
-        return has_browser()
-
-    @property
     def svg(self) -> str:
         return self._drawn_images(2.0)["svg"].decode()
 
@@ -158,11 +154,6 @@ class GridFigure(Figure):
 
 def draw_images(figures: Sequence[GridFigure], scale: float = 2.0) -> None:
     """Draw figures as SVG and PNG, for `save`, in one browser, which takes seconds to start."""
-    if not has_browser():
-        raise RuntimeError(
-            "images of plots are drawn in Chrome or Chromium, and none was found: install one, "
-            "set BROWSER_PATH to it, or save the figure as .html"
-        )
     import kaleido
 
     async def draw() -> None:
