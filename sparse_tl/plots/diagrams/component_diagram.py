@@ -60,7 +60,7 @@ class ComponentDiagram(PanelFigure):
         "component_panels.js",
         "component_draw.js",
     )
-    scripts = ("component_card.js", "component_controls.js", "component_diagram.js")
+    scripts = ("component_card.js", "component_diagram.js")
     styles = (STYLE, "component_diagram.css")
 
 
