@@ -149,13 +149,11 @@ function render({ model, el }) {
   }
 
   function removedLines(edges) {
-    const lines = new Map();
-    for (const [layer, head, query, key] of edges) {
-      const name = [layer, query, key].join();
-      if (!lines.has(name)) lines.set(name, { layer, query, key, heads: [] });
-      lines.get(name).heads.push(head);
-    }
-    return [...lines.values()];
+    const lines = Map.groupBy(edges, ([layer, , query, key]) => [layer, query, key].join());
+    return [...lines.values()].map((all) => {
+      const [[layer, , query, key]] = all;
+      return { layer, query, key, heads: all.map(([, head]) => head) };
+    });
   }
 
   function onState(now) {

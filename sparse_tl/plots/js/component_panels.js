@@ -15,7 +15,7 @@ function viewOf(data, view, width) {
   let panels = data.panels.map((panel) => linksOf(panel, view, nodes, at, place, ends));
   if (view.difference) panels = [differenceOf(panels)];
   const union = [...new Map(panels.flatMap((panel) => panel.links.map((k) => [keyOf(k), k]))).values()];
-  union.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.port < b.port ? -1 : 1));
+  union.sort(byEnds);
   const label = Math.max(0, ...nodes.filter((node) => node.layer !== null)
     .map((node) => textWidth(`Layer ${node.layer}`, 12.5)));
   // The layout of a panel from x = left to x = right, and the right edge that its columns need.

@@ -74,14 +74,11 @@ function route(layout, links) {
 
 // The curves of a panel's links in drawing order: {d, links, stroke, strength}; trunks also have rows.
 function shapesOf(layout, links, stroke, shared) {
-  const { sides, turn, branch, trunk } = layout.routes, trunks = new Map(), branches = [];
-  const strokes = links.map(stroke);
-  links.forEach((link, k) => {
-    const row = turn(link), [lower] = sides(link);
-    if (row !== null) (trunks.get(lower) ?? trunks.set(lower, []).get(lower)).push([row, k]);
-    branches.push({ d: branch(link), links: [k], stroke: strokes[k], strength: link.strength });
-  });
-  const found = [];
+  const { sides, turn, branch, trunk } = layout.routes, strokes = links.map(stroke), found = [];
+  const branches = links.map((link, k) =>
+    ({ d: branch(link), links: [k], stroke: strokes[k], strength: link.strength }));
+  const turned = links.map((link, k) => [turn(link), k]).filter(([row]) => row !== null);
+  const trunks = Map.groupBy(turned, ([, k]) => sides(links[k])[0]);
   for (const [node, turns] of [...trunks].sort((a, b) => a[0] - b[0])) {
     let start = layout.rows.get(node);
     for (const row of [...new Set(turns.map(([at]) => at))].sort((a, b) => a - b)) {

@@ -83,6 +83,8 @@ function nodesOf(data, view, place) {
 
 const weightOf = (panel, line) => line[4] ?? (panel.scores ? Math.abs(panel.scores[line[3]]) : 1);
 
+const byEnds = (a, b) => a.source - b.source || a.reader - b.reader || (a.apart < b.apart ? -1 : 1);
+
 function linksOf(panel, view, nodes, at, place, ends) {
   const [shown, onPath] = shownLines(panel, view, place, ends), merged = new Map();
   for (const i of shown) {
@@ -101,8 +103,7 @@ function linksOf(panel, view, nodes, at, place, ends) {
     if (!edges.has(edge)) link.size += weightOf(panel, panel.lines[i]);
     if (edge >= 0) edges.add(edge);
   }
-  const links = [...merged.values()].sort((a, b) => a.source - b.source || a.reader - b.reader
-    || (a.apart < b.apart ? -1 : a.apart > b.apart ? 1 : 0));
+  const links = [...merged.values()].sort(byEnds);
   let largest = 0;
   for (const link of links) {
     const [{ lines, edges }] = link.within, slots = new Set(lines.map((i) => panel.lines[i][2]));
@@ -127,40 +128,30 @@ function differenceOf([first, second]) {
     const within = [...(a?.within ?? []), ...(b?.within ?? [])];
     return { ...stronger, only, within, onPath: Boolean(a?.onPath || b?.onPath) };
   });
-  links.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.apart < b.apart ? -1 : 1));
+  links.sort(byEnds);
   const circuits = [...first.circuits, ...second.circuits];
   return { ...first, name: `${first.name} and ${second.name}`, circuits, links, nEdges: links.length };
 }
 
 // Supernodes: all nodes in each band of layers, or nodes of one layer with the same readers.
 function groupsOf(data, drawn, how) {
-  const inner = drawn.nodes.filter((node) => node.layer !== null && drawn.layout.boxes.has(node.index));
-  const found = new Map();
-  const add = (name, node) => (found.get(name) ?? found.set(name, []).get(name)).push(node.name);
-  if (how === "readers") {
-    for (const node of inner) {
-      const readers = new Set(drawn.panels.flatMap(({ links }) =>
-        links.filter((k) => k.source === node.index).map((k) => drawn.nodes[k.reader].name)));
-      const here = node.position === null ? "" : ` @${data.columns[node.position]}`;
-      const names = [...readers].sort(), more = names.length > 2 ? ", \u2026" : "";
-      const name = `L${node.layer} \u2192 ${names.slice(0, 2).join(", ")}${more}${here}`;
-      add(`${name}\n${names.join(" ")}`, node);
-    }
-  } else {
-    const size = Number(how);
-    for (const node of data.nodes.map(([name, kind, , position, layer]) => ({ name, kind, position, layer }))) {
-      if (node.layer === null) continue;
-      const low = size * Math.floor(node.layer / size), high = low + size - 1;
-      const here = node.position === null ? "" : ` @${data.columns[node.position]}`;
-      add(`Layers ${low}\u2013${high}${here}`, node);
-    }
-  }
+  const byReaders = how === "readers", size = Number(how);
+  const inner = drawn.nodes.filter(({ layer, index }) =>
+    layer !== null && (!byReaders || drawn.layout.boxes.has(index)));
+  const found = Map.groupBy(inner, ({ layer, index, position }) => {
+    const here = position === null ? "" : ` @${data.columns[position]}`, low = size * Math.floor(layer / size);
+    if (!byReaders) return `Layers ${low}\u2013${low + size - 1}${here}`;
+    const readers = new Set(drawn.panels.flatMap(({ links }) =>
+      links.filter((k) => k.source === index).map((k) => drawn.nodes[k.reader].name)));
+    const names = [...readers].sort(), more = names.length > 2 ? ", \u2026" : "";
+    return `L${layer} \u2192 ${names.slice(0, 2).join(", ")}${more}${here}\n${names.join(" ")}`;
+  });
   const named = {};
   for (const [key, members] of found) {
     if (members.length < 2) continue;
     let name = key.split("\n")[0];
     while (name in named) name += "'";
-    named[name] = members;
+    named[name] = members.map((node) => node.name);
   }
   return named;
 }
