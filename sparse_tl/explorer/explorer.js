@@ -266,7 +266,6 @@ function render({ model, el }) {
     if (!event.target.closest(".cell")) hideTip();
   });
   side.addEventListener("pointerleave", hideTip);
-  root.addEventListener("pointerenter", kernel.checkForChanges); // of weights
   kernel.hello();
   root.setAttribute("data-live", "");
   return () => {

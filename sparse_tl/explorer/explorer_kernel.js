@@ -1,11 +1,10 @@
 // The explorer's connection to the kernel.
 
-const FIRST_WAIT = 2000; // milliseconds
-const LONGEST_WAIT = 30000;
+const PATIENCE = 2000; // milliseconds in which an update arrives that was sent before an answer
 const EFFECTS_SECONDS = 0.3; // per request for effects, so that others wait no longer
 
-// Sends requests to the kernel, which answers each with its latest revision. If no answer comes, or
-// that revision does not arrive, asks again, after longer and longer delays.
+// Sends requests to the kernel, which answers each with its latest revision. If that does not arrive,
+// since the page did not listen yet when it was sent, asks for all traits.
 //   onChange({ busy, waited, more, isFree })  called when any of these may have changed: whether the
 //                       reader waits for a request, for how many milliseconds an answer has been
 //                       missing, whether effects are left to compute, and whether they can be
@@ -14,30 +13,19 @@ function connect(model, onChange) {
   let sent = 0;
   let answered = 0;
   let urgent = 0; // the last request that the reader waits for
-  let latest = null; // the kernel's revision
+  let latest = 0; // the kernel's revision
   let more = false;
   let open = true;
-  let wait = FIRST_WAIT;
   let waitsSince = null;
-  let lastAnswer = 0;
   let timer = null;
 
-  const isBehind = () => latest === null || model.get("_revision") < latest;
-  const isWaiting = () => answered < sent || isBehind();
+  const isBehind = () => model.get("_revision") < latest;
 
   function post(content) {
+    if (!open) return;
     model.send({ ...content, id: ++sent });
     waitsSince ??= Date.now();
-    clearTimeout(timer);
-    timer = setTimeout(askAgain, wait);
     report();
-  }
-
-  function askAgain() {
-    if (!open || !isWaiting()) return;
-    wait = Math.min(2 * wait, LONGEST_WAIT);
-    // Only requests all traits if an update is known to be missing.
-    post({ action: latest !== null && isBehind() ? "send_again" : "hello" });
   }
 
   function report() {
@@ -48,11 +36,10 @@ function connect(model, onChange) {
   function onAnswer(content) {
     if (!open || !Number.isInteger(content?.done)) return; // not an answer to a request
     answered = Math.max(answered, content.done);
-    [latest, more, lastAnswer] = [content.revision, content.more, Date.now()];
-    wait = FIRST_WAIT;
+    [latest, more] = [content.revision, content.more];
+    waitsSince = answered < sent || isBehind() ? Date.now() : null;
     clearTimeout(timer);
-    waitsSince = isWaiting() ? Date.now() : null;
-    if (isWaiting()) timer = setTimeout(askAgain, wait);
+    if (isBehind()) timer = setTimeout(() => isBehind() && post({ action: "send_again" }), PATIENCE);
     report();
   }
 
@@ -62,22 +49,16 @@ function connect(model, onChange) {
     report,
     // Sends a request that the reader waits for.
     request(content) {
-      if (!open) return;
       urgent = sent + 1;
-      wait = FIRST_WAIT;
       post(content);
     },
     // Requests effects, unless another request is unanswered.
     askEffects() {
-      if (open && answered === sent) post({ action: "compute_effects", seconds: EFFECTS_SECONDS });
+      if (answered === sent) post({ action: "compute_effects", seconds: EFFECTS_SECONDS });
     },
     // Sends a message that needs no answer.
     notify(content) { if (open) model.send(content); },
-    // Asks for changes in the kernel, if it has not answered for a while.
-    checkForChanges() {
-      if (open && !isWaiting() && Date.now() - lastAnswer > 2000) post({ action: "hello" });
-    },
-    hello() { if (open) post({ action: "hello" }); },
+    hello() { post({ action: "hello" }); },
     close() {
       open = false;
       clearTimeout(timer);
