@@ -52,6 +52,8 @@ MAX_TEXT = 60
 """Maximum number of characters of a token or title."""
 MAX_KEYS = 48
 """Maximum number of columns in a node's heat map."""
+PIECE = 16
+"""Number of edges into a node whose effects are computed at a time."""
 
 _PACKAGE = "sparse_tl.explorer"
 _SCRIPTS = ("explorer_kernel.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
@@ -420,9 +422,9 @@ TargetEffects = list[tuple[float, float, str]]
 class ExactEffects:
     """The effects that are known so far, and the pieces that are left to compute.
 
-    A piece is the edges into a node, all together or by head; the heads of a layer; or some of the
-    diagram's edges: in the end all of them if there are at most 500; otherwise, while it shows
-    effects, strongest first and for 3 seconds per model.
+    A piece is some of the edges into a node, all of them together first; the heads of a layer; or
+    some of the diagram's edges: in the end all of them if there are at most 500; otherwise, while
+    it shows effects, strongest first and for 3 seconds per model.
 
     Args:
         exploration: models in their current state; after a change, make a new object.
@@ -464,27 +466,22 @@ class ExactEffects:
     def look_at(self, node: Mapping[str, Any] | None) -> None:
         """Compute the effects of the edges of another node next."""
         self._node: dict[str, TargetEffects] | None = None if node is None else {}
-        self._groups_left: list[list[list[AttentionEdge]]] = []
+        self._groups_left: list[list[AttentionEdge]] = []
         if node is None:
             return
         self._looked_at = self._models[node["panel"]]
         layer, column = node["level"] - 1, node["column"]
-        gates = self._looked_at.now.graph.gates
-        by_head = []
+        gates, alone = self._looked_at.now.graph.gates, []
         if layer < 0:  # edges from the input token to other positions
             read = gates[..., column].clone()
             read[..., column] = False
             edges = [(at, head, query, column) for at, head, query in read.nonzero().tolist()]
         else:
-            into = gates[layer, :, column]
-            edges = [(layer, head, column, key) for head, key in into.nonzero().tolist()]
-            keys = [key["key"] for key in node["keys"]]
-            by_head = [
-                [[(layer, head, column, key)] for key in keys if into[head, key]]
-                for head in range(len(into))
-            ]
-        if edges:
-            self._groups_left = [groups for groups in ([edges], *by_head) if groups]
+            read = gates[layer, :, column]
+            edges = [(layer, head, column, key) for head, key in read.nonzero().tolist()]
+            shown = {key["key"] for key in node["keys"]}
+            alone = [[edge] for edge in edges if edge[-1] in shown]
+        self._groups_left = [edges, *alone] if edges else []
 
     def advance(self, seconds: float) -> bool:
         """Compute a piece, and more while there is time for another that takes as long.
@@ -496,7 +493,8 @@ class ExactEffects:
         while self.more:
             start = time.monotonic()
             if self._groups_left:
-                self._compute_groups(self._groups_left.pop(0))
+                groups, self._groups_left = self._groups_left[:PIECE], self._groups_left[PIECE:]
+                self._compute_groups(groups)
             elif self._layers_left and (self.weight != "effect" or self._diagram_left is None):
                 self._compute_heads(*self._layers_left.pop(0))
             else:

@@ -371,8 +371,6 @@ BAR_TOP, BAR_ROOM = 50, 50
 """Distance of a bar from cells with an axis title in between, and the room needed below it."""
 BAR_BELOW = 52
 """Distance from the top of a bar to the edge of the figure."""
-CELLS: dict[str, Any] = {"xgap": 1, "ygap": 1, "hoverinfo": "text", "hoverongaps": False}
-"""How plotly draws a heatmap of heads or layers."""
 # Height of a bar, and the distance of its ends from those of its map, so that ticks of two bars do
 # not touch.
 _BAR_HEIGHT, _BAR_INSET = 8, 12
@@ -385,10 +383,10 @@ def add_cells(
     hover: Iterable[Iterable[Sequence[str]]],
     colours: Sequence[tuple[float, palette.Colour]],
     limits: tuple[float, float],
-    label: str,
+    label: str = "",
     bar_top: float = BAR_TOP,
 ) -> None:
-    """Fill a panel with cells, with a colour bar below it.
+    """Fill a panel with cells, with a colour bar below it if that has a label.
 
     Args:
         values: values by row and column; NaN for no cell.
@@ -428,8 +426,12 @@ def add_cells(
         zmax=limits[1],
         colorscale=colours,
         colorbar=bar,
+        showscale=bool(label),
         text=[[hover_text(words) for words in cells] for cells in hover],
-        **CELLS,
+        hoverinfo="text",
+        hoverongaps=False,
+        xgap=1,
+        ygap=1,
         row=row,
         col=column,
     )

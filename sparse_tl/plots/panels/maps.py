@@ -394,25 +394,20 @@ def _add_kinds(figure: Any, position: grid.Position, behaviour: HeadBehaviour) -
 
     Labels that do not fit lose their sign, or are left out.
     """
-    heads, main = behaviour.grid, behaviour.main
-    names = heads.names(heads.places)
-    scores = torch.stack([*behaviour.scores.values()], dim=-1).flatten(0, 1).tolist()
-    tooltips = list[str]()
-    for name, row in zip(names, scores, strict=True):
-        measured = map("{} {:.3f}".format, behaviour.scores, row)
-        tooltips.append(grid.hover_text([name, *filter(None, [main.get(name)]), *measured]))
-    kinds, shape = [*_FILL], tuple(heads.exists.shape)
-    figure.add_heatmap(
-        z=np.reshape([kinds.index(main.get(name, "")) for name in names], shape).tolist(),
-        zmin=0,
-        zmax=len(kinds) - 1,
-        colorscale=[(number / (len(kinds) - 1), _FILL[kind]) for number, kind in enumerate(kinds)],
-        showscale=False,
-        text=np.reshape(tooltips, shape).tolist(),
-        **grid.CELLS,
-        row=position[0],
-        col=position[1],
-    )
+    heads, main, most = behaviour.grid, behaviour.main, len(_FILL) - 1
+    names = np.reshape(heads.names(heads.places), tuple(heads.exists.shape)).tolist()
+    scores = torch.stack([*behaviour.scores.values()], dim=-1).tolist()
+    number = {kind: place for place, kind in enumerate(_FILL)}
+    kinds = [[number[main.get(name, "")] for name in layer] for layer in names]
+    hover = [
+        [
+            [name, *filter(None, [main.get(name)]), *map("{} {:.3f}".format, behaviour.scores, row)]
+            for name, row in zip(*layer, strict=True)
+        ]
+        for layer in zip(names, scores, strict=True)
+    ]
+    colours = [(place / most, colour) for place, colour in enumerate(_FILL.values())]
+    grid.add_cells(figure, position, kinds, hover, colours, (0, most))
     width, height = grid.panel_size(figure, position)
     if height / heads.n_layers < _LEAST_HEIGHT:
         return
