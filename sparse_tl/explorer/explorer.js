@@ -109,11 +109,9 @@ function render({ model, el }) {
   }
 
   function drawDiagram() {
-    const { svg } = model.get("_figure"), data = figureData(model);
-    const figure = make("div", { class: "sparse-tl-circuit", "data-ready": true });
-    figure.innerHTML = '<div class="controls"></div><div class="canvas"></div>' +
+    const figure = make("div", { class: "sparse-tl-circuit", "data-ready": true }), data = figureData(model);
+    figure.innerHTML = '<div class="controls"></div><div class="canvas"><svg aria-label="Circuit diagram"></svg></div>' +
       '<div class="tip" role="tooltip" hidden></div>';
-    figure.querySelector(".canvas").innerHTML = svg;
     const [focused, scrolled] = [focusedIn(diagram), diagram.querySelector(".canvas")?.scrollLeft];
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);

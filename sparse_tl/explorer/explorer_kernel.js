@@ -71,7 +71,7 @@ function connect(model, onChange) {
 // The data of the current figure; parsed once.
 const parsed = { json: null, data: null };
 function figureData(model) {
-  const { json } = model.get("_figure");
+  const json = model.get("_figure");
   if (parsed.json !== json) Object.assign(parsed, { json, data: JSON.parse(json) });
   return parsed.data;
 }

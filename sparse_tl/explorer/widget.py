@@ -99,7 +99,8 @@ class CircuitExplorer(anywidget.AnyWidget):
     _prompt = traitlets.Unicode().tag(sync=True, late=True)
     # All columns that can be predicted, including those that are not predicted yet.
     _positions = traitlets.List().tag(sync=True, late=True)
-    _figure = traitlets.Dict().tag(sync=True, late=True)
+    # Data of the diagram, as text: ipywidgets would visit every item of a list.
+    _figure = traitlets.Unicode().tag(sync=True, late=True)
     _panels = traitlets.List().tag(sync=True, late=True)
     _metric = traitlets.Dict().tag(sync=True, late=True)
     _effects = traitlets.Dict().tag(sync=True, late=True)
@@ -221,7 +222,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         """Compute the exact effects on the cards: all, or as many as the given seconds allow."""
         if self._exact.more:
             if self._exact.advance(math.inf if seconds is None else seconds):
-                self._present(_figure=self._figure_data())
+                self._present(_figure=self._diagram(str).json)
             self._present(_effects=self._exact.known)
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -286,16 +287,11 @@ class CircuitExplorer(anywidget.AnyWidget):
             "_effects": self._exact.known,
             "_node": node,
             "_message": None,
-            "_figure": self._figure_data(),
+            "_figure": self._diagram(str).json,
         }
 
     def _refresh(self) -> None:
         self._present(**self._shown(self._node))
-
-    def _figure_data(self) -> dict[str, str]:
-        """The diagram, with its data as text, since ipywidgets visits every item of a list."""
-        figure = self._diagram(str)
-        return {"svg": figure.svg, "json": figure.json}
 
     def _on_request(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
         more = False

@@ -42,7 +42,7 @@ def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
     draw = partial(figures.circuit_diagram, models, PROMPT, positions=range(6, 11))
     expected = draw()
     explorer.compute_effects()
-    assert explorer._figure == {"svg": expected.svg, "json": expected.json}
+    assert explorer._figure == expected.json
     assert str(explorer.figure()) == str(expected)
     # With the choices of the reader, and with a style.
     choices = {"weight": "first-order", "threshold": 0.25}
@@ -72,15 +72,15 @@ def test_a_clicked_head_is_removed_and_restored(explorer):
 
 
 def test_a_clicked_line_is_removed_from_the_figure(explorer):
-    counts = caption_counts(explorer._figure["svg"])
+    counts = caption_counts(explorer.figure().svg)
     attention = explorer.exploration.models["Dense"].now.graph.attention
     edge = tuple(int(i) for i in torch.unravel_index(attention.argmax(), attention.shape))
     ask(explorer, action="toggle_attention_edges", panel=0, edges=[list(edge)])
-    assert caption_counts(explorer._figure["svg"])[1] == counts[1]
+    assert caption_counts(explorer.figure().svg)[1] == counts[1]
     assert explorer._panels[0]["removedEdges"] == [edge]
     assert explorer.exploration.models["Dense"].now.graph.attention[edge] == 0
     ask(explorer, action="restore")
-    assert caption_counts(explorer._figure["svg"]) == counts
+    assert caption_counts(explorer.figure().svg) == counts
 
 
 def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
@@ -156,9 +156,9 @@ def test_another_metric_is_chosen(explorer, models):
         weight="first-order",
     )  # fmt: skip
     words = f"of the largest first-order attribution of logit “{best}” − logit “7”"
-    assert words in figure.svg and words in explorer._figure["svg"]
+    assert words in figure.svg and words in explorer.figure().svg
     ask(explorer, action="restore")
-    assert explorer._figure["svg"] == figure.svg
+    assert explorer.figure().svg == figure.svg
     ask(explorer, action="choose_metric", metric="log_probability", wrong="")
     assert explorer._metric["wrong"] == "" and explorer._panels[0]["quantity"]["unit"] == "nats"
 
@@ -173,7 +173,7 @@ def test_the_strongest_lines_get_their_exact_effects_while_they_are_shown(models
     ask(explorer, action="choose", target=0, weight="effect", threshold=0.1)
     monkeypatch.setattr(widget, "EFFECT_SECONDS", 0.0)
     explorer.restore()  # a figure with new effects, and no time for them
-    assert "data-estimate" in explorer._figure["svg"]
+    assert "data-estimate" in explorer.figure().svg
     explorer.compute_effects()
     assert exploration.models["Dense"].now.graph.effect is None
     monkeypatch.setattr(widget, "EFFECT_SECONDS", 60.0)
@@ -186,7 +186,7 @@ def test_the_strongest_lines_get_their_exact_effects_while_they_are_shown(models
         expected = trace_attention(models[title], PROMPT, positions=[10], max_effects=1000).effect
         torch.testing.assert_close(graph.effect, expected, rtol=0, atol=1e-12)
     expected = figures.circuit_diagram(models, PROMPT, positions=[10], weight="effect")
-    assert explorer._figure["svg"] == expected.svg != old["svg"]
+    assert explorer._figure == expected.json != old
     assert "data-estimate" not in expected.svg
 
 
@@ -210,7 +210,7 @@ def test_another_prompt(explorer):
     explorer.select("Dense", 1, 9)
     ask(explorer, action="show_prompt", prompt="11+11=?????")
     assert explorer._prompt == "11+11=?????" and explorer._message is None
-    data = json.loads(explorer._figure["json"])
+    data = json.loads(explorer._figure)
     assert data["panels"][0]["input"] == list("11+11=?????")
     assert explorer._node is None
 
@@ -255,7 +255,7 @@ def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
     explorer = explore(models, PROMPT)
     (state,) = opened
     assert state == explorer.get_state()
-    assert "svg" in state["_figure"] and len(state["_panels"]) == 2
+    assert state["_figure"] and len(state["_panels"]) == 2
 
 
 def test_changed_weights_are_noticed_and_all_is_computed_again(build_small):
