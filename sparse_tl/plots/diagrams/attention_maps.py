@@ -16,7 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from html import escape
 
 from jaxtyping import Float
@@ -32,16 +32,17 @@ from sparse_tl.plots.page.palette import (
     MASKED,
     MUTED,
     TICK_SIZE,
+    TITLE_SIZE,
     blend,
 )
 from sparse_tl.plots.page.rendering import (
     MARGIN,
     TITLE_HEIGHT,
     SelfContainedFigure,
-    figure_start,
     interactive_html,
     read_assets,
     script_json,
+    svg_start,
 )
 from sparse_tl.plots.page.token_text import (
     clip_text,
@@ -73,9 +74,20 @@ _HATCHING = (
 class AttentionView(SelfContainedFigure):
     """Attention patterns as a figure that displays in notebooks and can be saved to files."""
 
-    def __init__(self, svg: str, html: str, title: str, heads: Sequence[str]) -> None:
-        super().__init__(svg, html, title)
+    def __init__(
+        self, weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: str | None
+    ) -> None:
+        super().__init__(visible_text(title or "Attention patterns"))
+        self._weights, self._texts, self._heading = weights, texts, title
         self.heads = tuple(heads)
+
+    @cached_property
+    def light_svg(self) -> str:
+        return _draw(self._weights, self._texts, self.heads, self._heading)
+
+    @property
+    def light_html(self) -> str:
+        return _html(self.light_svg, self._weights, self._texts, self.heads)
 
     def __repr__(self) -> str:
         shown = ", ".join(self.heads[:3])
@@ -109,10 +121,7 @@ def attention_maps(
             f"a view holds at most {MAX_NUMBERS:,} attention weights; got {weights.numel():,}; "
             "choose fewer heads or a shorter prompt"
         )
-    texts = [visible_text(token) for token in tokens]
-    svg = _draw(weights, texts, heads, title)
-    html = _html(svg, weights, texts, heads)
-    return AttentionView(svg, html, visible_text(title or "Attention patterns"), heads)
+    return AttentionView(weights, [visible_text(token) for token in tokens], heads, title)
 
 
 # ---- the static drawing ------------------------------------------------------------------------
@@ -155,7 +164,14 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
         listed = " ".join(f"{i}:{text}" for i, text in enumerate(clipped))
         notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
-    parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
+    start = svg_start(MAX_WIDTH, height, title or "Attention patterns")
+    parts = [start, f'<rect width="{MAX_WIDTH}" height="{height}" fill="{BACKGROUND}"/>']
+    if title:
+        heading = escape(clip_text(visible_text(title), TITLE_SIZE, MAX_WIDTH - 2 * 20))
+        parts.append(
+            f'<text x="{MAX_WIDTH / 2:g}" y="28" text-anchor="middle" font-size="{TITLE_SIZE:g}" '
+            f'font-weight="bold">{heading}</text>'
+        )
     parts.append(_HATCHING)
     for slot, index in enumerate(drawn):
         row, column = divmod(slot, layout.per_row)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -21,10 +22,9 @@ from sparse_tl.plots.page.palette import (
     DARK_FILTER,
     FONT_FAMILY,
     INK,
-    TITLE_SIZE,
     dark_svg,
 )
-from sparse_tl.plots.page.token_text import clip_text, shorten, visible_text
+from sparse_tl.plots.page.token_text import shorten, visible_text
 from sparse_tl.storage.files import atomic_file
 
 Theme = Literal["auto", "light", "dark"]
@@ -149,24 +149,21 @@ class SelfContainedFigure(Figure, RenderedHTML):
     single one contains everything.
     """
 
-    def __init__(self, svg: str, html: str, title: str) -> None:
-        super().__init__(title)
-        self._svg, self._html = svg, html
-
     @property
-    def light_html(self) -> str:
-        return self._html
+    def light_svg(self) -> str:
+        """The light figure as a static SVG element."""
+        raise NotImplementedError
 
     @property
     def svg(self) -> str:
-        return dark_svg(self._svg) if self.is_dark else self._svg
+        return dark_svg(self.light_svg) if self.is_dark else self.light_svg
 
     def _repr_html_(self) -> str:
         if self.is_dark:
-            return f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
+            return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
         if self.theme == "light":
-            return self._html
-        return f'<div class="{AUTO}">\n{NOTEBOOK_STYLE}\n{self._html}\n</div>'
+            return self.light_html
+        return f'<div class="{AUTO}">\n{NOTEBOOK_STYLE}\n{self.light_html}\n</div>'
 
     # Override the methods in which circuitsvis chooses a source.
     __str__ = __html__ = show_code = _repr_html_
@@ -308,20 +305,32 @@ class PanelFigure(SelfContainedFigure):
         transition: str | None,
         *options: Any,
     ) -> None:
+        super().__init__(shorten(visible_text(title or "Circuit diagram")))
         words = {"title": title, "transition": transition}
         shown = {key: visible_text((text or "")[:200]) for key, text in words.items()}
         self.panel_names, self.json = tuple(names), script_json({**data, **shown})
-        width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *options)
-        svg = "\n".join([svg_start(width, height, self.panel_names, title), markup, "</svg>"])
-        self.content = (
+        self._label = title or f"Circuit diagram of {' and '.join(self.panel_names)}"
+        self._options = options
+
+    @cached_property
+    def light_svg(self) -> str:
+        width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *self._options)
+        return "\n".join([svg_start(width, height, self._label), markup, "</svg>"])
+
+    @property
+    def content(self) -> str:
+        """The static figure, and where the script shows its controls and tooltips."""
+        return (
             f"<style>\n{read_assets(*self.styles)}</style>\n"
             f'<div class="controls"></div>\n'
-            f'<div class="canvas">\n{svg}\n</div>\n'
+            f'<div class="canvas">\n{self.light_svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
-        script = self.page_script()
-        html = interactive_html('class="sparse-tl-circuit"', self.content, script, self.json)
-        super().__init__(svg, html, shorten(visible_text(title or "Circuit diagram")))
+
+    @property
+    def light_html(self) -> str:
+        script, kind = self.page_script(), 'class="sparse-tl-circuit"'
+        return interactive_html(kind, self.content, script, self.json)
 
     @classmethod
     def page_script(cls) -> str:
@@ -337,26 +346,11 @@ class PanelFigure(SelfContainedFigure):
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
 
 
-def svg_start(width: int, height: int, panel_names: Sequence[str], title: str | None) -> str:
+def svg_start(width: int, height: int, label: str) -> str:
     """The opening of the SVG element; close it with ``</svg>``."""
-    names = " and ".join(panel_names)
-    label = escape(shorten(visible_text(title or f"Circuit diagram of {names}")))
+    label = escape(shorten(visible_text(label)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="{label}" '
         f'font-family="{FONT_FAMILY}" fill="{INK}">'
     )
-
-
-def figure_start(
-    width: int, height: int, panel_names: Sequence[str], title: str | None
-) -> Iterator[str]:
-    """The opening of the SVG element, its background and title; close it with ``</svg>``."""
-    yield svg_start(width, height, panel_names, title)
-    yield f'<rect width="{width}" height="{height}" fill="{BACKGROUND}"/>'
-    if title:
-        heading = clip_text(visible_text(title), TITLE_SIZE, width - 2 * 20)
-        yield (
-            f'<text x="{width / 2:g}" y="28" text-anchor="middle" font-size="{TITLE_SIZE:g}" '
-            f'font-weight="bold">{escape(heading)}</text>'
-        )
