@@ -294,9 +294,9 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
     # Samples in full colour, even if the lines of the first panel are pale.
     for name, style in legend.items():
         grid.add_line(figure, (1, 1), x=[None], y=[None], name=name, **style)
+    figure.update_yaxes(nticks=5)
     for number, (row, curves) in enumerate(zip(panels, drawn, strict=True), start=1):
         _span_updates(figure, max(curve.counts[-1] for curve in curves), row=number)
-        figure.update_yaxes(range=_vertical_span(curves), nticks=5, row=number)
         for column, name in enumerate(columns, start=1):
             for curve in row.get(name, []):
                 _add_ablation(figure, (number, column), curve)
@@ -418,14 +418,3 @@ def _add_ablation(figure: Any, position: grid.Position, curve: AblationCurve) ->
     points = {"x": counts[beyond], "y": mean[beyond], "hover": hover[beyond]}
     if end < len(counts) - 1:
         grid.add_line(figure, position, **points, width=_PALE_WEIGHT, opacity=_PALE, **line)
-
-
-def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
-    """A range with every mean and 0, and as much of the spread as leaves the means legible."""
-    values = [curve.values for curve in curves]
-    means = [mean for changes in values for mean in changes.mean(dim=0).tolist()]
-    low, high = min(0.0, *means), max(0.0, *means)
-    room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)
-    lowest = min(changes.min().item() for changes in values)
-    highest = max(0.0, *(changes.max().item() for changes in values))
-    return max(lowest, low - more) - room, min(highest, high + more) + room
