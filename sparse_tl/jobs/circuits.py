@@ -328,7 +328,7 @@ def _draw_circuits(
     for side, name in names.items():
         found, numbers = FoundCircuit.load(folder / side / FOUND), measured[side]
         circuits[name], scores[name] = Circuit.load(folder / side / DRAWN), found.scores
-        remarks[name] = f"; {_explained(numbers)}"
+        remarks[name] = _explained(numbers)
         if (folder / side / BEHAVIOUR).exists():
             kinds[name] = HeadBehaviour.load(folder / side / BEHAVIOUR)
         listed = [{"edge": str(edge), "score": found.scores[edge]} for edge in found.circuit.edges]

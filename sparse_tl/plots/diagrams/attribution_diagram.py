@@ -44,7 +44,6 @@ def attribution_diagram(
     panels: Mapping[str, AttributionGraph] | AttributionGraph,
     *,
     max_nodes: AtLeastOne = 40,
-    remarks: Mapping[str, str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
@@ -60,7 +59,6 @@ def attribution_diagram(
         panels: graphs of one prompt by panel name, in order, such as of a dense and a sparse model;
             or one graph.
         max_nodes: number of nodes shown initially, and in static files.
-        remarks: a sentence to add to a panel's caption, such as what its nodes carry of an effect.
         state: state saved by the page, as a path or its content.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: title above the panels; by default, the target.
@@ -81,10 +79,7 @@ def attribution_diagram(
     title = title or f"{first.target} after {first.prompt[-80:]}"
     data = {
         "nodes": rows,
-        "panels": [
-            _panel(name, graph, index) | {"remark": (remarks or {}).get(name)}
-            for name, graph in panels.items()
-        ],
+        "panels": [_panel(name, graph, index) for name, graph in panels.items()],
         "unit": "logits",
         "words": _WORDS,
     }

@@ -25,8 +25,9 @@ function captionOf(data, view, panel) {
   const whole = panel.existing === undefined ? "" : ` (model: ${n(panel.existing)})`;
   const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
   const nodes = new Set(panel.links.flatMap(({ source, reader }) => [source, reader]));
+  const remark = panel.remark ? `; ${panel.remark}` : "";
   const connected = panel.countsNodes ? `${n(nodes.size)} nodes with ` : "";
-  return `${connected}${n(panel.nEdges)} of ${of} ${data.words.edges}, by ${by}${paths}${whole}${panel.remark ?? ""}`;
+  return `${connected}${n(panel.nEdges)} of ${of} ${data.words.edges}, by ${by}${paths}${whole}${remark}`;
 }
 
 // The initial view, for static figures: its width, height and markup.
