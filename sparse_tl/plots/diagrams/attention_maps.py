@@ -36,8 +36,6 @@ from sparse_tl.plots.page.palette import (
     blend,
 )
 from sparse_tl.plots.page.rendering import (
-    MARGIN,
-    TITLE_HEIGHT,
     SelfContainedFigure,
     interactive_html,
     read_assets,
@@ -55,6 +53,7 @@ from sparse_tl.plots.panels.grid import MAX_WIDTH
 
 MAX_NUMBERS = 200_000
 """Maximum number of attention weights in one view."""
+_MARGIN, _TITLE_HEIGHT = 8, 34
 _GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
 _LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
 _LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 12.5, 64
@@ -154,16 +153,16 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
     empty = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
     is_causal = not weights.triu(1).any()
     n, layout = len(texts), _layout(texts, max(len(drawn), 1))
-    top = MARGIN + (TITLE_HEIGHT if title else 0)
+    top = _MARGIN + (_TITLE_HEIGHT if title else 0)
     below = top + layout.height
-    room = MAX_WIDTH - 2 * MARGIN
+    room = MAX_WIDTH - 2 * _MARGIN
     notes = wrap_text(f"No attention: {', '.join(empty)}.", TICK_SIZE, room) if empty else []
     notes += [] if layout.texts else ["Rows are queries, columns are keys."]
     if layout.texts != tuple(texts) and n <= _MOST_LISTED:
         clipped = (clip_text(text, TICK_SIZE, _LONGEST_LABEL) for text in texts)
         listed = " ".join(f"{i}:{text}" for i, text in enumerate(clipped))
         notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
-    height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
+    height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + _MARGIN)
     start = svg_start(MAX_WIDTH, height, title or "Attention patterns")
     parts = [start, f'<rect width="{MAX_WIDTH}" height="{height}" fill="{BACKGROUND}"/>']
     if title:
@@ -175,7 +174,7 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
     parts.append(_HATCHING)
     for slot, index in enumerate(drawn):
         row, column = divmod(slot, layout.per_row)
-        x = MARGIN + layout.left + column * (layout.side + _GAP)
+        x = _MARGIN + layout.left + column * (layout.side + _GAP)
         y = top + row * layout.row_height + _NAME_HEIGHT
         parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
         if layout.texts:
@@ -185,7 +184,7 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
     for line, note in enumerate(notes):
         y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
         text = escape(clip_text(note, TICK_SIZE, room))
-        parts.append(f'<text x="{MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{text}</text>')
+        parts.append(f'<text x="{_MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{text}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -196,7 +195,7 @@ def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
         """As few rows of at most `most` maps as possible, of about equal length."""
         n_rows = math.ceil(n_heads / most)
         per_row = math.ceil(n_heads / n_rows)
-        room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
+        room = MAX_WIDTH - 2 * _MARGIN - left - (per_row - 1) * _GAP
         cell = min(room / per_row / n, _LARGEST_CELL)
         n_rows = math.ceil(n_heads / per_row)
         return _Layout(per_row, n_rows, cell, n * cell, tuple(texts), left, below)
@@ -286,7 +285,7 @@ def _axes(layout: _Layout, x: float, y: float, query: bool, key: bool) -> Iterat
 def _legend(y: float, has_masked: bool) -> Iterator[str]:
     """A colour bar of the weights with ticks below, and a sample of a masked cell."""
     top, label = y + 6, "Attention weight"
-    x = MARGIN
+    x = _MARGIN
     yield f'<g font-size="{TICK_SIZE:g}"><text x="{x}" y="{top + 9:g}">{label}</text>'
     x += math.ceil(text_width(label, TICK_SIZE)) + 8
     width = _BAR_WIDTH / (_GRADES + 1)

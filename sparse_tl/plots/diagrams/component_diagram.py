@@ -28,7 +28,7 @@ from sparse_tl.graph import CircuitGraph, HeadGrid, Node, PositionedGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots.page import palette
 from sparse_tl.plots.page.palette import BACKGROUND, INK, MARKS, Colour
-from sparse_tl.plots.page.rendering import STYLE, PanelFigure, by_title
+from sparse_tl.plots.page.rendering import PanelFigure, by_title
 from sparse_tl.plots.page.token_text import running_text, visible_text
 from sparse_tl.plots.panels.maps import marked_heads
 from sparse_tl.storage.files import read_json
@@ -61,7 +61,6 @@ class ComponentDiagram(PanelFigure):
         "component_draw.js",
     )
     scripts = ("component_card.js", "component_diagram.js")
-    styles = (STYLE, "component_diagram.css")
 
 
 @checked
@@ -200,8 +199,9 @@ def diagram_of(
         "view": asdict(view),
         "columns": [visible_text(text[:200]) for text in columns],
         "colours": _COLOURS,
+        "width": WIDTH,
     }
-    return ComponentDiagram({**data, **shared}, names, title, transition, WIDTH)
+    return ComponentDiagram({**data, **shared}, names, title, transition)
 
 
 def shown_first(circuit: Circuit, scores: Scores | None = None, size: AtLeastOne = 100) -> Circuit:

@@ -31,8 +31,8 @@ function captionOf(data, view, panel) {
 }
 
 // The initial view, for static figures: its width, height and markup.
-function firstView(data, width) {
-  const drawn = viewOf(data, data.view, width);
+function firstView(data) {
+  const drawn = viewOf(data, data.view, data.width);
   const chosen = { focus: null, selected: new Set(), found: new Set() };
   return [drawn.width, ...drawFigure(data, data.view, drawn, chosen)];
 }

@@ -236,7 +236,7 @@ def script_json(data: Any) -> str:
 # ---- scripts without a browser: the same code draws pages and static files ---------------------
 
 # V8 parses a JSON text faster than the literals that `MiniRacer.call` makes of arguments.
-FIRST_VIEW = "((json, ...options) => firstView(JSON.parse(json), ...options))"
+FIRST_VIEW = "((json) => firstView(JSON.parse(json)))"
 
 
 def check_address_space() -> None:
@@ -274,9 +274,6 @@ def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
 
 # ---- diagrams: what surrounds their panels ---------------------------------------------------
 
-MARGIN = 8
-TITLE_HEIGHT = 34
-
 
 class PanelFigure(SelfContainedFigure):
     """A figure of framed panels that displays in notebooks and can be saved to files.
@@ -288,14 +285,12 @@ class PanelFigure(SelfContainedFigure):
         names: names of the panels, from top to bottom.
         title: title above the panels.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-        options: arguments of its function ``firstView``.
     """
 
     drawing: tuple[str, ...]
     """Scripts that draw, on a page and in Python."""
     scripts: tuple[str, ...]
     """Further scripts of a page."""
-    styles: tuple[str, ...] = (STYLE,)
 
     def __init__(
         self,
@@ -303,25 +298,23 @@ class PanelFigure(SelfContainedFigure):
         names: Iterable[str],
         title: str | None,
         transition: str | None,
-        *options: Any,
     ) -> None:
         super().__init__(shorten(visible_text(title or "Circuit diagram")))
         words = {"title": title, "transition": transition}
         shown = {key: visible_text((text or "")[:200]) for key, text in words.items()}
         self.panel_names, self.json = tuple(names), script_json({**data, **shown})
         self._label = title or f"Circuit diagram of {' and '.join(self.panel_names)}"
-        self._options = options
 
     @cached_property
     def light_svg(self) -> str:
-        width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json, *self._options)
+        width, height, markup = run_script(self.drawing, FIRST_VIEW, self.json)
         return "\n".join([svg_start(width, height, self._label), markup, "</svg>"])
 
     @property
     def content(self) -> str:
         """The static figure, and where the script shows its controls and tooltips."""
         return (
-            f"<style>\n{read_assets(*self.styles)}</style>\n"
+            f"<style>\n{read_assets(STYLE)}</style>\n"
             f'<div class="controls"></div>\n'
             f'<div class="canvas">\n{self.light_svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
