@@ -1,16 +1,13 @@
 // The cards beside the diagram: output tokens, heads, removed parts, and the attention of a node.
 // Each function makes content of a card from the numbers that the kernel sent.
 
-function signed(number, digits) {
-  const text = Math.abs(number).toFixed(digits);
-  if (Number(text) === 0) return text;
-  return (number < 0 ? "\u2212" : "+") + text;
+// Numbers with two decimals; changes have a plus or minus.
+function plain(number, signDisplay = "negative") {
+  const digits = { minimumFractionDigits: 2, maximumFractionDigits: 2, signDisplay, useGrouping: false };
+  return number.toLocaleString("en-US", digits).replace("-", "\u2212");
 }
 
-function plain(number, digits) {
-  const text = Math.abs(number).toFixed(digits);
-  return (number < 0 && Number(text) ? "\u2212" : "") + text;
-}
+const signed = (number) => plain(number, "exceptZero");
 
 function percent(share) {
   if (share > 0 && share < 0.0005) return "<0.1 %";
@@ -41,36 +38,36 @@ function outcome({ name, outputs, quantity, values }, target) {
   const [before, now] = values[target];
   const delta = now - before;
   const change = Math.abs(delta) < 0.005 ? "" : make(
-    "span", { class: delta < 0 ? "less" : "more" }, ` (${signed(delta, 2)})`,
+    "span", { class: delta < 0 ? "less" : "more" }, ` (${signed(delta)})`,
   );
   const other = rows[0].token === best.token ? "" : make(
     "span", { class: "less" }, " now predicts ", token(rows[0].token),
   );
   return make("span", { class: "outcome", "data-outcome": name },
     make("b", {}, name), token(best.token),
-    make("span", {}, `${quantityText(quantity, target)} ${plain(now, 2)}`, change), other);
+    make("span", {}, `${quantityText(quantity, target)} ${plain(now)}`, change), other);
 }
 
 // The columns of a table of tokens, with log-probabilities, or with logits if the metric uses them.
 function outputColumns({ quantity: { metric }, removedHeads, removedEdges }) {
   const [name, key] = metric === "log_probability" ? ["log P", "log_probability"] : ["logit", "logit"];
   if (!removedHeads.length && !removedEdges.length) {
-    return { [name]: (row) => plain(row[key], 2), probability: share };
+    return { [name]: (row) => plain(row[key]), probability: share };
   }
   return {
-    [`${name} before`]: (row) => plain(row[`${key}_before`], 2),
-    now: (row) => plain(row[key], 2),
+    [`${name} before`]: (row) => plain(row[`${key}_before`]),
+    now: (row) => plain(row[key]),
     change: (row) => change(row[key] - row[`${key}_before`]),
     probability: share,
   };
 }
 
-const LENS_COLUMNS = { logit: (row) => plain(row.logit, 2), probability: share };
+const LENS_COLUMNS = { logit: (row) => plain(row.logit), probability: share };
 
 function change(delta) {
   if (delta === 0) return "";
   const kind = delta < -0.005 ? "less" : delta > 0.005 ? "more" : "same";
-  return make("span", { class: kind }, signed(delta, 2));
+  return make("span", { class: kind }, signed(delta));
 }
 
 function share({ probability }) {
@@ -106,21 +103,16 @@ function partCell({ name, data, removed, weight, number = "", words, onToggle, o
 
 // The effect of removing a part, in words; negative if the part helps.
 function effectText([effect, probability, prediction], before, { unit }) {
-  const change = [signedDigits(effect), unit].filter(Boolean).join(" ");
-  const points = `${signedDigits(100 * probability)} percentage points`;
+  const change = [threeDigits(effect, "exceptZero"), unit].filter(Boolean).join(" ");
+  const points = `${threeDigits(100 * probability, "exceptZero")} percentage points`;
   const then = prediction === before ? "still predicts" : "predicts";
   return `${change}, ${points}, ${then} \u201c${prediction}\u201d`;
-}
-
-// A change, with three significant digits.
-function signedDigits(number) {
-  return number ? (number < 0 ? "\u2212" : "+") + threeDigits(Math.abs(number)) : "0";
 }
 
 // An effect as one line in the colours of the grids: blue for parts that help.
 function effectLine(name, [effect, , prediction], before, { unit }) {
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
-  const change = [signed(effect, 2), unit].filter(Boolean).join(" ");
+  const change = [signed(effect), unit].filter(Boolean).join(" ");
   return make("li", { "data-effect": name }, `without ${name}: `,
     make("span", { class: effect < 0 ? "helps" : "hurts" }, change), ...then);
 }

@@ -35,9 +35,9 @@ function quantityText({ metric, answers, wrong }, target) {
   return metric === "answer_logit" ? logit : metric.replaceAll("_", " ");
 }
 
-function threeDigits(value) {
-  const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
-  return value.toLocaleString("en-US", digits).replace("-", "\u2212");
+function threeDigits(value, signDisplay = "negative") {
+  const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3, signDisplay };
+  return value ? value.toLocaleString("en-US", digits).replace("-", "\u2212") : "0";
 }
 
 // The change of the metric when an edge is removed, with three digits; or a bound on it, if it was too
@@ -48,7 +48,7 @@ function changeText(panel, kind, index, data, { target }) {
   const steps = unrounded ?? 0.5 - data.floors[kind];
   const value = (-steps / data.steps) * scales[target];
   const within = unrounded === undefined && value ? "within \u00b1" : "";
-  return within + (value ? threeDigits(value) : "0");
+  return within + threeDigits(value);
 }
 
 // "effect" if the exact effect of an edge is known; otherwise its estimate, if there is one.
