@@ -108,15 +108,13 @@ function start(root, data, live) {
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
     ];
-    if (weights.length > 1) {
-      addSelect(root, "Weight", "weight", weights, state.weight, (value) => {
-        state.weight = value;
-        limit();
-        drawAll();
-      });
-    }
+    addSelect(root, "Weight", "weight", weights, state.weight, (value) => {
+      state.weight = value;
+      limit();
+      drawAll();
+    });
     if (!weights.some(([weight]) => isSigned(weight))) {
-      addControl(root, weights.length > 1 ? "" : "Weight: attention ", make("small", {},
+      addControl(root, "", make("small", {},
         "effects of removal were not computed: pass fewer positions=, or trace with attribution=True"));
     }
     return targetSelect;
