@@ -109,9 +109,7 @@ function render({ model, el }) {
   }
 
   function drawDiagram() {
-    const figure = make("div", { class: "sparse-tl-circuit", "data-ready": true }), data = figureData(model);
-    figure.innerHTML = '<div class="controls"></div><div class="canvas"><svg aria-label="Circuit diagram"></svg></div>' +
-      '<div class="tip" role="tooltip" hidden></div>';
+    const figure = emptyFigure(), data = figureData(model);
     const [focused, scrolled] = [focusedIn(diagram), diagram.querySelector(".canvas")?.scrollLeft];
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);

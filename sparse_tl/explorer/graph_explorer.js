@@ -2,8 +2,7 @@
 // the factors in `_factors`, by panel and node, and answers with a sentence per panel in `_effects`.
 
 function render({ model, el }) {
-  const root = make("div", { class: "sparse-tl-circuit" }), data = JSON.parse(model.get("_figure"));
-  root.innerHTML = model.get("_content");
+  const root = emptyFigure(), data = JSON.parse(model.get("_figure"));
   const effects = make("div", { class: "effects", role: "status" });
   const show = () => {
     const texts = model.get("_effects"), shown = root.querySelector(".scale output");

@@ -14,7 +14,7 @@ from sparse_tl.circuits import AttributionGraph, scale_nodes
 from sparse_tl.circuits.prompt.transcoders import Basis
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
-from sparse_tl.plots.page.rendering import NOTEBOOK_STYLE, by_title, read_assets
+from sparse_tl.plots.page.rendering import NOTEBOOK_RULE, STYLE, by_title, read_assets
 from sparse_tl.plots.page.token_text import visible_text
 
 
@@ -38,8 +38,9 @@ class GraphExplorer(anywidget.AnyWidget):
         "graph_explorer.js", package="sparse_tl.explorer"
     )
 
+    _css = read_assets(STYLE) + NOTEBOOK_RULE
+
     _figure = traitlets.Unicode().tag(sync=True)
-    _content = traitlets.Unicode().tag(sync=True)
     _factors = traitlets.List().tag(sync=True)
     _effects = traitlets.List().tag(sync=True)
 
@@ -58,7 +59,6 @@ class GraphExplorer(anywidget.AnyWidget):
         figure, empty = attribution_diagram(graphs, **style), [{} for _ in graphs]
         super().__init__(
             _figure=figure.json,
-            _content=NOTEBOOK_STYLE + figure.content,
             _factors=empty,
             _effects=[""] * len(empty),
         )

@@ -23,12 +23,12 @@ def test_a_card_scales_its_node(page: Any, tmp_path: Path) -> None:
     graph = attribution_graph(model, TOKENS, max_nodes=20)
     node = graph.to_pandas().query("kind == 'neuron'")["name"].iloc[0]
     explorer = GraphExplorer(model, graph, max_nodes=30)
-    traits = {name: getattr(explorer, name) for name in ("_figure", "_content")}
-    traits |= {"_factors": explorer._factors, "_effects": explorer._effects}
+    traits = {name: getattr(explorer, name) for name in ("_figure", "_factors", "_effects")}
     script = explorer._esm.replace("export default { render };", "")
     stub = STUB.replace("TRAITS_HERE", script_json(traits))
     path = tmp_path / "page.html"
-    path.write_text(f"<div id='view'></div><script type='module'>{script}{stub}</script>")
+    style = f"<meta charset='utf-8'><style>{explorer._css}</style>"
+    path.write_text(f"{style}<div id='view'></div><script type='module'>{script}{stub}</script>")
     page.goto(path.as_uri())
     page.locator(f'g[data-node="{node}"]').click()
     page.locator("button[name=ablate]").click()

@@ -19,6 +19,14 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+// A figure for start(): what a page has, without the static picture.
+function emptyFigure() {
+  const root = make("div", { class: "sparse-tl-circuit", "data-ready": true });
+  root.innerHTML = '<div class="controls"></div><div class="canvas"><svg aria-label="diagram"></svg></div>' +
+    '<div class="tip" role="tooltip" hidden></div>';
+  return root;
+}
+
 // The panels of a figure, each with its SVG group, its parts by role, and a path over its lines
 // that marks the line under the pointer.
 function findPanels(svg, data, pointed) {

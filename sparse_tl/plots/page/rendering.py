@@ -311,19 +311,16 @@ class PanelFigure(SelfContainedFigure):
         return "\n".join([svg_start(width, height, self._label), markup, "</svg>"])
 
     @property
-    def content(self) -> str:
-        """The static figure, and where the script shows its controls and tooltips."""
-        return (
+    def light_html(self) -> str:
+        content = (
             f"<style>\n{read_assets(STYLE)}</style>\n"
             f'<div class="controls"></div>\n'
             f'<div class="canvas">\n{self.light_svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
 
-    @property
-    def light_html(self) -> str:
         script, kind = self.page_script(), 'class="sparse-tl-circuit"'
-        return interactive_html(kind, self.content, script, self.json)
+        return interactive_html(kind, content, script, self.json)
 
     @classmethod
     def page_script(cls) -> str:
