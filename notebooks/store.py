@@ -60,7 +60,8 @@ def store(path: Path, parameters: dict[str, str]) -> None:
     sources = [cell.source for cell in notebook.cells]
     give(notebook, parameters)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(PICTURES))
-    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": path.parent}}).execute()
+    options = {"timeout": 1800, "resources": {"metadata": {"path": path.parent}}}
+    NotebookClient(notebook, coalesce_streams=True, **options).execute()  # progress: its last line
     del notebook.cells[0]
     for cell, source in zip(notebook.cells, sources, strict=True):
         cell.source = source
