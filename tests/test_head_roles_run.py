@@ -17,7 +17,7 @@ from sparse_tl.cli import main
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.jobs import HeadRolesRun, head_roles, run_head_roles
 from sparse_tl.jobs.head_roles import cells_of
-from sparse_tl.jobs.settings import HeadRolesJob, Running
+from sparse_tl.jobs.settings import HeadRolesJob
 from sparse_tl.plots.panels import grid
 from sparse_tl.plots.panels.grid import has_browser
 
@@ -172,8 +172,8 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
     text.write_text("to the year", encoding="utf-8")
 
     def cells(*models: str) -> Any:
-        job = HeadRolesJob(model=models, tasks=[f"text={text}"], prompts=8)
-        return cells_of(job, Running(device="cpu"))
+        job = HeadRolesJob(model=models, tasks=[f"text={text}"], prompts=8, device="cpu")
+        return cells_of(job)
 
     first, second = cells(folders[0], str(other))
     assert second.column == "other/dense" and first.column.endswith("/dense")

@@ -12,7 +12,7 @@ from sparse_tl.backend import Model
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.head_roles import cells_of
 from sparse_tl.jobs.post_training import Groups
-from sparse_tl.jobs.settings import HeadRolesJob, PostTrainingJob, Running
+from sparse_tl.jobs.settings import HeadRolesJob, PostTrainingJob
 from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
 from sparse_tl.tasks.templates import COUNTRIES
 
@@ -50,7 +50,7 @@ def test_a_held_out_prompt_is_not_trained_on_where_a_task_has_few(model: Any) ->
 
 
 def test_tasks_are_rows_of_head_roles(model: Any) -> None:
-    (cell,) = cells_of(HeadRolesJob(model="some", tasks="induction", prompts=12), Running())
+    (cell,) = cells_of(HeadRolesJob(model="some", tasks="induction", prompts=12))
     assert (cell.task, cell.row) == ("induction", "Induction")
     found = cell.prompts(model)
     assert (len(found), found.n_targets) == (12, 12)

@@ -54,10 +54,6 @@ def option(metavar: str, help: str, panel: str, *names: str, **more: Any) -> Any
 
 
 Out = Annotated[Path, option("FOLDER", "Output folder.", RUN)]
-Device = Annotated[
-    str | None, option("NAME", "cpu, cuda, cuda:1 or mps. Default: a GPU if there is one.", RUN)
-]
-Restart = Annotated[bool, option("", "Set an earlier run in --out aside first.", RUN, "--restart")]
 Quiet = Annotated[bool, option("", "No progress bars.", RUN, "--quiet")]
 
 
@@ -85,25 +81,21 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
 def job_command(kind: type[Job], *examples: tuple[str, str]) -> Callable[[Any], Any]:
     """Register a function as the command of a job, with an option for each of its settings.
 
-    The function gets the job, its output folder, and the other arguments of the job's function.
+    The function gets the job and its output folder.
     """
-    settings = [_parameter(name, field) for name, field in kind.model_fields.items()]
+    settings = {name: _parameter(name, field) for name, field in kind.model_fields.items()}
+    device, restart, _ = (settings.pop(name) for name in Job.model_fields)
 
     def register(function: Any) -> Any:
         def run(
-            *,
-            out: Out = Path("runs") / kind.command,
-            device: Device = None,
-            restart: Restart = False,
-            quiet: Quiet = False,
-            **given: Any,
+            *, out: Out = Path("runs") / kind.command, quiet: Quiet = False, **given: Any
         ) -> None:
-            job = kind(**given)
+            job = kind(progress=not quiet, **given)
             keep_freed_memory()
-            function(job, out, {"device": device, "restart": restart, "progress": not quiet})
+            function(job, out)
 
-        *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
-        signature = inspect.Signature([*settings, *shared])
+        folder, bars, _ = inspect.signature(run, eval_str=True).parameters.values()
+        signature = inspect.Signature([*settings.values(), folder, device, restart, bars])
         run.__doc__, run.__signature__ = kind.__doc__, signature  # type: ignore[attr-defined]
         command(kind.command, *examples)(run)
         return function

@@ -9,10 +9,12 @@ import typer
 from rich.filesize import decimal
 
 from sparse_tl import jobs  # its functions are imported when they are called
-from sparse_tl.cli.app import Device, Quiet, command, console, job_command, option, show
+from sparse_tl.cli.app import Quiet, command, console, job_command, option, show
 from sparse_tl.jobs.settings import (
+    DEVICE,
     INPUT,
     MODEL,
+    RUN,
     SETTINGS,
     AdditionJob,
     CircuitsJob,
@@ -36,8 +38,8 @@ PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
         "--dense-steps 40 --steps 40 --target-loss +0.5\n--out runs/quick",
     ),
 )
-def addition(job: AdditionJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = jobs.run_addition(out, job, **how)
+def addition(job: AdditionJob, out: Path) -> None:
+    outcome = jobs.run_addition(out, job)
     title = f"Addition, {job.form}, seed {job.seed}: 1,000 held-out sums, loss in nats"
     show(title, outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
@@ -72,10 +74,10 @@ def _show_circuits(found: Any) -> None:
     ("as true to the dense model as 300 edges per token can be", "--model gpt2 --target-edges 300"),
     ("with less memory", "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16"),
 )
-def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
+def post_train(job: PostTrainingJob, out: Path) -> None:
     from sparse_tl.backend import processes  # slow import
 
-    outcome = jobs.run_post_training(out, job, **how)
+    outcome = jobs.run_post_training(out, job)
     show(f"{job.model} on held-out rows, in nats per token", outcome.to_pandas())
     console.print(outcome.verdict, markup=False)
     processes().destroy_process_group()
@@ -90,8 +92,8 @@ def post_train(job: PostTrainingJob, out: Path, how: dict[str, Any]) -> None:
     ("your own prompts", "--model smollm2 --pairs-file pairs.csv --out runs/mine"),
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
-def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
-    found = jobs.run_circuits(out, job, **how)
+def circuits(job: CircuitsJob, out: Path) -> None:
+    found = jobs.run_circuits(out, job)
     _show_circuits(found)
     console.print(
         f"Curves: {out / 'heads_kept.html'} and {out / 'circuit_edges_kept.html'}", **PLAIN
@@ -104,8 +106,8 @@ def circuits(job: CircuitsJob, out: Path, how: dict[str, Any]) -> None:
     ("a language model on a task", "--model smollm2 --task ioi --out runs/heads"),
     ("your own prompts", "--model gpt2 --pairs-file pairs.csv --out runs/heads-mine"),
 )
-def head_behaviour(job: HeadBehaviourJob, out: Path, how: dict[str, Any]) -> None:
-    found = jobs.run_head_behaviour(out, job, **how)
+def head_behaviour(job: HeadBehaviourJob, out: Path) -> None:
+    found = jobs.run_head_behaviour(out, job)
     console.print(f"Heads of {job.model}, the highest scores of each kind first:", **PLAIN)
     for kind, heads in found.heads.items():
         names = ", ".join(f"a{layer}.h{head}" for layer, head in heads)
@@ -122,8 +124,8 @@ def head_behaviour(job: HeadBehaviourJob, out: Path, how: dict[str, Any]) -> Non
         '--minus " is"',
     ),
 )
-def graph(job: GraphJob, out: Path, how: dict[str, Any]) -> None:
-    for title, found in jobs.run_graph(out, job, **how).items():
+def graph(job: GraphJob, out: Path) -> None:
+    for title, found in jobs.run_graph(out, job).items():
         nodes = found.to_pandas().query("kind != 'target'")
         told = nodes.assign(promotes=nodes["promotes"].map(", ".join))
         logits = f"{title}: {found.target}, {found.value:.2f} logits"
@@ -145,8 +147,8 @@ def graph(job: GraphJob, out: Path, how: dict[str, Any]) -> None:
         "--model gpt2 --model runs/gpt2/sparse\n--tasks syntax,math=gsm8k.jsonl --out runs/roles",
     ),
 )
-def head_roles(job: HeadRolesJob, out: Path, how: dict[str, Any]) -> None:
-    outcome = jobs.run_head_roles(out, job, **how)
+def head_roles(job: HeadRolesJob, out: Path) -> None:
+    outcome = jobs.run_head_roles(out, job)
     changed = f"change in nats per response if up to {job.max_heads} are ablated"
     show(f"Heads per role, and {changed}", outcome.to_pandas())
     seconds = f"{outcome.metrics['seconds']:.0f} seconds"
@@ -172,7 +174,7 @@ def doctor(
             SETTINGS,
         ),
     ] = None,
-    device: Device = None,
+    device: Annotated[str | None, option("NAME", DEVICE, RUN)] = None,
 ) -> None:
     """Check whether this machine and a model you name support the other commands.
 

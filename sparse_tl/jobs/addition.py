@@ -12,7 +12,7 @@ from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.circuits import ACCURACY, measure, measured_folder, report
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
-from sparse_tl.jobs.settings import AdditionJob, Running, takes
+from sparse_tl.jobs.settings import AdditionJob, takes
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import digest, write_json
@@ -31,7 +31,7 @@ SECONDS = 5.0
 
 
 @takes(AdditionJob)
-def run_addition(out: Path, job: AdditionJob, how: Running) -> SparseRun:
+def run_addition(out: Path, job: AdditionJob) -> SparseRun:
     """Run all unfinished steps and return all results.
 
     Args:
@@ -47,15 +47,16 @@ def run_addition(out: Path, job: AdditionJob, how: Running) -> SparseRun:
     given = job.model_dump(include={"steps", "target_loss"}, exclude_none=True)
     dense_given = {} if job.dense_steps is None else {"steps": job.dense_steps}
     recipe = addition_recipe(job.form).changed(dense=dense_given, sparse=given)
-    recorded = job.settings(
+    folder = RunFolder(
+        out,
+        job,
         dense_steps=recipe.dense["steps"],
         steps=recipe.sparse["steps"],
         target_loss=str(Target.parse(recipe.sparse["target_loss"])),
     )
-    folder = RunFolder(out, recorded, restart=how.restart)
     with folder.stage("models"):
-        build_pair(recipe, folder.path, seed, device=how.device, progress=how.progress)
-        dense, sparse, verdict, _ = read_pair(folder.path, device=how.device)
+        build_pair(recipe, folder.path, seed, device=job.device, progress=job.progress)
+        dense, sparse, verdict, _ = read_pair(folder.path, device=job.device)
     with folder.stage("figure"):
         # Any answer character can be selected, and the last one is shown.
         diagram = circuit_diagram(
@@ -69,7 +70,7 @@ def run_addition(out: Path, job: AdditionJob, how: Running) -> SparseRun:
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
     metrics: dict[str, Any] = {"seed": seed, "form": job.form, "verdict": verdict}
     metrics |= {side: asdict(evaluate_held_out(model, test)) for side, model in models.items()}
-    found, failed = _circuits(folder, task, seed, models, how.progress)
+    found, failed = _circuits(folder, task, models, job)
     seconds = round(folder.seconds, 1)
     metrics |= {"circuits": found, "no_circuits": failed, "seconds": seconds}
     write_json(folder / "metrics.json", metrics)
@@ -79,14 +80,13 @@ def run_addition(out: Path, job: AdditionJob, how: Running) -> SparseRun:
 def _circuits(
     folder: RunFolder,
     task: AdditionTask,
-    seed: int,
     models: dict[str, Model | SparseTransformer],
-    progress: bool,
+    job: AdditionJob,
 ) -> tuple[dict[str, Any], list[str]]:
     """Heads and circuit edges that each digit needs, per model, and why some digits have none."""
     for side, model in models.items():
         folder.pin(f"{side} model", digest(read_parameters(model)))
-    titles, failed = {}, []
+    titles, failed, seed = {}, [], job.seed
     for digit in DIGITS:
         title = f"Addition, {digit}"
         for side, model in models.items():
@@ -97,7 +97,7 @@ def _circuits(
             try:
                 with folder.stage(name):
                     saved, skill = folder / name, {"accuracy": accuracy(model, examples)}
-                    how: dict[str, Any] = {"seconds": SECONDS, "progress": progress}
+                    how: dict[str, Any] = {"seconds": SECONDS, "progress": job.progress}
                     measure(model, pairs, skill, logit_difference, saved, **how)
             except NoEffectError as error:  # the model has not learned to add
                 failed.append(f"{title}, {side} model: {error}")

@@ -44,7 +44,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.gates import Patch, SparseTransformer
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
 from sparse_tl.jobs.own_pairs import OwnPairs
-from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, Running, takes
+from sparse_tl.jobs.settings import OWN_PAIRS, PAIRS, BuiltInTask, CircuitsJob, takes
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.diagrams.component_diagram import shown_first
@@ -342,7 +342,7 @@ def _draw_circuits(
 
 
 @takes(CircuitsJob)
-def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
+def run_circuits(out: Path, job: CircuitsJob) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
     The accuracy of both models is measured first, on 500 prompts of each task, or 128 of a model
@@ -366,8 +366,7 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
     if own is not None and len(own.rows) < 4:  # as for --pairs
         raise ValueError(f"{job.pairs_file} has {len(own.rows)} rows; give at least 4")
     chosen = [TASKS_BY_NAME[name] for name in asked] if own is None else [own]
-    recorded = job.settings(format=10, tasks=[task.name for task in chosen])
-    folder = RunFolder(out, recorded, restart=how.restart)
+    folder = RunFolder(out, job, format=10, tasks=[task.name for task in chosen])
     n_default = PAIRS if job.model is None else OWN_PAIRS
     n_pairs = job.pairs or (n_default if own is None else len(own.rows))
     declined: dict[str, list[str]] = {}
@@ -381,7 +380,7 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
             continue
         # Keep one pair in memory at a time.
         with folder.stage(f"models of seed {seed}"):
-            models = _models(job, seed, how)
+            models = _models(job, seed)
             for side, loaded in models.items():
                 suffix = f", seed {seed}" if job.model is None else ""
                 folder.pin(f"{side} model{suffix}", digest(read_parameters(loaded)))
@@ -391,17 +390,16 @@ def run_circuits(out: Path, job: CircuitsJob, how: Running) -> Comparison:
                 draw = partial(task_pairs, task, seed=seed)
             title = f"{task.title}, seed {seed}"
             with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
-                n_examples = EXAMPLES if job.model is None else OWN_EXAMPLES
-                skills = _skills(models, task, draw, n_examples, job.batch_size, how.progress)
+                skills = _skills(models, task, draw, job)
             if isinstance(skills, str):
                 declined.setdefault(task.name, []).append(title + skills)
                 continue
             for side in missing[task.name]:
                 name = measured_folder(task.name, seed, side)
                 measured = models[side], draw(n_pairs), skills[side], task.metric
-                options = job.only("method", "patch", "batch_size", "seconds")
+                options = job.only("method", "patch", "batch_size", "seconds", "progress")
                 with folder.stage(name, f"{title}, {side} model"):
-                    measure(*measured, folder / name, progress=how.progress, **options)
+                    measure(*measured, folder / name, **options)
     reasons = [reason for by_seed in declined.values() for reason in by_seed]
     titles = {task.name: task.title for task in chosen if task.name not in declined}
     if not titles:
@@ -418,21 +416,19 @@ def _skills(
     models: Mapping[str, HookedModel],
     task: Task,
     draw: Callable[[int], PromptPairs],
-    n_examples: int,
-    batch_size: int,
-    progress: bool,
+    job: CircuitsJob,
 ) -> dict[str, dict[str, float]] | str:
     """The skill of each model at a task; or, as the end of a sentence, why there is none."""
     try:
-        examples = draw(n_examples)
+        examples = draw(EXAMPLES if job.model is None else OWN_EXAMPLES)
     except ValueError as error:  # the tokenizer lacks the task's words
         return f": {error}"
     skills = dict[str, dict[str, float]]()
     for side, model in models.items():
         if task.metric is log_probability:  # there is no wrong answer to choose instead
-            skills[side] = {"accuracy": accuracy(model, examples, batch_size=batch_size)}
+            skills[side] = {"accuracy": accuracy(model, examples, batch_size=job.batch_size)}
             continue
-        options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+        options = job.only("batch_size", "progress")
         skill = measure_skill(model, examples, task.metric, **options)
         if skill.lack:
             return f", {side} model: {skill.lack}."
@@ -440,10 +436,10 @@ def _skills(
     return skills
 
 
-def _models(job: CircuitsJob, seed: int, how: Running) -> dict[str, HookedModel]:
-    device = how.device
+def _models(job: CircuitsJob, seed: int) -> dict[str, HookedModel]:
+    device = job.device
     if job.model is None:
-        pair = load_task_models(seed, device=device, progress=how.progress)
+        pair = load_task_models(seed, device=device, progress=job.progress)
         return dict(zip(SIDES, pair, strict=True))
     if str(job.sparse) == job.model == SMOLLM2:
         return dict(zip(SIDES, load_language_models(device=device), strict=True))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.jobs.settings import Job
 from sparse_tl.plots.page.rendering import Figure
 from sparse_tl.plots.panels import grid
 from sparse_tl.results import Result, from_fields, table_html
@@ -92,25 +93,19 @@ _RECORD = {"settings", "seconds", "pinned"}
 class RunFolder:
     """An output folder that a command can resume.
 
-    ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
+    ``run.json`` holds the job's settings, of which some may be `changed`, values noted by `pin`,
+    and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
 
-    A folder with other `settings`, or without a run, is refused. `restart` first moves all that an
-    earlier run's folder holds into a folder ``earlier-1``, ``earlier-2``, ... in it.
+    A folder with other settings, or without a run, is refused. A job with `restart` first moves all
+    that an earlier run's folder holds into a folder ``earlier-1``, ``earlier-2``, ... in it.
     `reads_only` neither locks nor writes the folder, which another process of this job does.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        settings: dict[str, Any],
-        *,
-        restart: bool = False,
-        reads_only: bool = False,
-    ) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, job: Job, *, reads_only: bool = False, **changed: Any) -> None:
+        self.path, settings = path, job.settings(**changed)
         self._reads_only = reads_only
-        earlier = None if reads_only else self._open(restart)
+        earlier = None if reads_only else self._open(job.restart)
         empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}}
         self._record = earlier or empty
         recorded = self._record["settings"]

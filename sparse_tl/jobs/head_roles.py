@@ -31,7 +31,7 @@ from sparse_tl.head_roles import (
     fit_head_gates,
 )
 from sparse_tl.jobs.folder import SIDES, RunFolder, save_figures, saved
-from sparse_tl.jobs.settings import HeadRolesJob, Running, takes
+from sparse_tl.jobs.settings import HeadRolesJob, takes
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.progress import say
 from sparse_tl.results import table_html
@@ -79,7 +79,7 @@ class HeadRolesRun:
 
 
 @takes(HeadRolesJob)
-def run_head_roles(out: Path, job: HeadRolesJob, how: Running) -> HeadRolesRun:
+def run_head_roles(out: Path, job: HeadRolesJob) -> HeadRolesRun:
     """Fit, ablate and draw everything unfinished, and return all results.
 
     Args:
@@ -89,8 +89,8 @@ def run_head_roles(out: Path, job: HeadRolesJob, how: Running) -> HeadRolesRun:
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    cells = cells_of(job, how)
-    folder = RunFolder(out, job.settings(format=2), restart=how.restart)
+    cells = cells_of(job)
+    folder = RunFolder(out, job, format=2)
     for number, cell in enumerate(cells, start=1):
         name, title = f"{cell.task}/{cell.model}", f"{cell.row}, {cell.column}"
         if folder.finished(f"{name}/{PROMPTS}"):
@@ -109,9 +109,9 @@ def run_head_roles(out: Path, job: HeadRolesJob, how: Running) -> HeadRolesRun:
                     "the model",
                     stacklevel=2,
                 )
-            if how.progress:
+            if job.progress:
                 say(f"{title} ({number} of {len(cells)})")
-            _measure(loaded, dataset, folder, name, job, how.progress)
+            _measure(loaded, dataset, folder, name, job)
             del loaded  # free its memory for the next model
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return _report(folder, cells)
@@ -123,13 +123,12 @@ def _measure(
     folder: RunFolder,
     name: str,
     job: HeadRolesJob,
-    progress: bool,
 ) -> None:
     """Measure one cell: roles on most prompts, curves on the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=job.seed)
     cell, options = folder / name, job.only("updates", "lambda_", "batch_size", "accumulate")
     options |= {"checkpoint": folder / "checkpoints" / name, "seeds": job.seeds}
-    shared: dict[str, Any] = {"seed": job.seed, "progress": progress}
+    shared = job.only("seed", "progress")
     fit = partial(fit_head_gates, model, fitted, held_out=held_out, **options, **shared)
     roles = saved(cell / "roles", HeadRoles, fit)
     for role in ROLES:
@@ -207,13 +206,13 @@ class Cell:
     prompts: Callable[[HookedModel], TargetDataset]
 
 
-def cells_of(job: HeadRolesJob, how: Running) -> list[Cell]:
+def cells_of(job: HeadRolesJob) -> list[Cell]:
     """The cells of a job's models, or of the built-in pairs, on its tasks, or on all of them.
 
     One model that the job names is in memory at a time.
     """
     if not job.model:
-        return _built_in_cells(job, how)
+        return _built_in_cells(job)
     rows = [_row(name, job.prompts) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
     columns = titled(job.model)
     for model in job.model:
@@ -224,7 +223,7 @@ def cells_of(job: HeadRolesJob, how: Running) -> list[Cell]:
     def load(model: str) -> HookedModel:
         if model not in cache:
             cache.clear()  # the previous model may fill the device
-            cache[model] = load_named_model(model, load_dense_or_sparse, device=how.device)
+            cache[model] = load_named_model(model, load_dense_or_sparse, device=job.device)
         return cache[model]
 
     return [
@@ -234,13 +233,13 @@ def cells_of(job: HeadRolesJob, how: Running) -> list[Cell]:
     ]
 
 
-def _built_in_cells(job: HeadRolesJob, how: Running) -> list[Cell]:
+def _built_in_cells(job: HeadRolesJob) -> list[Cell]:
     titles = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
 
     @cache
     def pair(addition: bool) -> dict[str, HookedModel]:
         load_pair = load_addition_models if addition else load_task_models
-        models = load_pair(job.seed, device=how.device, progress=how.progress)
+        models = load_pair(job.seed, device=job.device, progress=job.progress)
         return dict(zip(SIDES, models, strict=True))
 
     def read(name: str, model: HookedModel) -> TargetDataset:

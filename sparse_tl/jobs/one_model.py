@@ -11,7 +11,7 @@ from sparse_tl.jobs.circuits import behaviour
 from sparse_tl.jobs.folder import RunFolder, save_figures, saved
 from sparse_tl.jobs.head_roles import titled
 from sparse_tl.jobs.own_pairs import OwnPairs
-from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, Running, takes
+from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, takes
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.storage.files import write_csv
 from sparse_tl.tasks import TASKS_BY_NAME
@@ -19,7 +19,7 @@ from sparse_tl.zoo import load_examples, load_named_model
 
 
 @takes(HeadBehaviourJob)
-def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBehaviour:
+def run_head_behaviour(out: Path, job: HeadBehaviourJob) -> HeadBehaviour:
     """Score what every head of a model does, by `head_behaviour`, and draw the heads.
 
     Args:
@@ -31,12 +31,12 @@ def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBe
     own = None if job.pairs_file is None else OwnPairs.read(job.pairs_file)
     task = own or TASKS_BY_NAME.get(job.task or "")
     n = job.pairs or (OWN_PAIRS if own is None else len(own.rows))
-    folder = RunFolder(out, job.settings(), restart=how.restart)
+    folder = RunFolder(out, job)
 
     def measured() -> HeadBehaviour:
-        model = load_named_model(job.model, load_dense_or_sparse, device=how.device)
+        model = load_named_model(job.model, load_dense_or_sparse, device=job.device)
         pairs = None if task is None else task.pairs(model, n, seed=job.seed)
-        return behaviour(model, pairs, how.progress)
+        return behaviour(model, pairs, job.progress)
 
     with folder.stage("head behaviour"):
         found = saved(folder / "head_behaviour", HeadBehaviour, measured)
@@ -46,7 +46,7 @@ def run_head_behaviour(out: Path, job: HeadBehaviourJob, how: Running) -> HeadBe
 
 
 @takes(GraphJob)
-def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGraph]:
+def run_graph(out: Path, job: GraphJob) -> dict[str, AttributionGraph]:
     """Compute and draw the attribution graph of one prompt in every model; graphs by model title.
 
     Args:
@@ -55,16 +55,16 @@ def run_graph(out: Path, job: GraphJob, how: Running) -> dict[str, AttributionGr
     Raises:
         ValueError: a setting is invalid, or as in `attribution_graph`.
     """
-    folder, graphs = RunFolder(out, job.settings(), restart=how.restart), {}
+    folder, graphs = RunFolder(out, job), {}
     target: Any = job.target if job.minus is None else (job.target, job.minus)
     for title, name in titled(job.model).items():
 
         def measured(name: str = name) -> AttributionGraph:
-            model = load_named_model(name, load_dense_or_sparse, device=how.device)
+            model = load_named_model(name, load_dense_or_sparse, device=job.device)
             found = attribution_graph(model, job.prompt, target=target, max_nodes=job.nodes)
             if not job.examples:
                 return found
-            return with_examples(model, found, load_examples(model, progress=how.progress))
+            return with_examples(model, found, load_examples(model, progress=job.progress))
 
         place = folder / title
         with folder.stage(title):

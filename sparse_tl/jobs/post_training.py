@@ -33,7 +33,7 @@ from sparse_tl.data.streams import TokenStream, cut_windows, window_rows
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
-from sparse_tl.jobs.settings import OWN, PostTrainingJob, Running, group_name, takes
+from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, compare_skills
 from sparse_tl.training import Target, post_train, sampled_windows, short_rows
@@ -165,7 +165,7 @@ def warn_of_repeats(name: str, used: int, n_rows: int) -> None:
 
 
 @takes(PostTrainingJob)
-def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRun:
+def run_post_training(out: Path, job: PostTrainingJob) -> SparseRun:
     """Run all unfinished steps and return all results.
 
     Every text and task is a group with its own loss constraint, and groups share the batch evenly.
@@ -181,17 +181,17 @@ def run_post_training(out: Path, job: PostTrainingJob, how: Running) -> SparseRu
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
     target = Target.parse(job.target_loss, job.target_edges)
-    device = how.device
+    device = job.device
     if job.shard:
         if device is not None:
             raise ValueError(f"--device: a sharded model is placed by --shard, not on {device}")
         device = "cpu"  # to load the model before sharding, and to reload it
     load = partial(load_named_model, job.model, load_model, device=device, dtype=job.dtype)
     ranks = processes()
-    progress = how.progress and ranks.is_main_process
-    identity = job.settings(text=[*job.texts], target=str(target))
+    progress = job.progress and ranks.is_main_process
+    recorded = {"text": [*job.texts], "target": str(target)}
     with ranks.main_process_first():
-        folder = RunFolder(out, identity, restart=how.restart, reads_only=not ranks.is_main_process)
+        folder = RunFolder(out, job, reads_only=not ranks.is_main_process, **recorded)
     if not folder.finished("metrics.json"):
         texts = {source: read_documents(source) for source in job.texts if source != OWN}
         held_out = {name: read_documents(name, split="validation") for name in job.held_out_text}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -41,6 +40,7 @@ from sparse_tl.arguments import (
 
 INPUT, SETTINGS, RUN = "Input", "Settings", "Run"
 """The panels of the help."""
+DEVICE = "cpu, cuda, cuda:1 or mps. Default: a GPU if there is one."
 MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
 OWN = "own"
 """Name of the text that the model generates."""
@@ -107,6 +107,12 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     command: ClassVar[str]
 
+    device: str | None = setting(None, DEVICE, "NAME", RUN, exclude=True)
+    restart: bool = setting(
+        False, "Set an earlier run in --out aside first.", panel=RUN, exclude=True
+    )
+    progress: bool = setting(True, "Show progress bars.", panel=RUN, exclude=True)
+
     def __init__(self, **settings: Any) -> None:
         try:
             super().__init__(**settings)
@@ -128,35 +134,18 @@ class Job(BaseModel):
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Running:
-    """How a job runs; this does not change its results.
-
-    Args:
-        device: device to run on; by default a GPU if there is one.
-        restart: whether to set an earlier run in the folder aside.
-        progress: whether to show progress bars.
-    """
-
-    device: str | None = None
-    restart: bool = False
-    progress: bool = True
-
-
 def takes(kind: type[Job]) -> Callable[[Any], Any]:
-    """Let a function of a folder, a job and `Running` take the fields of both as keywords."""
+    """Let a function of a folder and a job take the fields of the job as keywords."""
 
     def register(function: Any) -> Any:
         @wraps(function)
         def run(out: str | Path, job: Job | None = None, **settings: Any) -> Any:
-            how = Running(**{name: settings.pop(name) for name in shared if name in settings})
             if job is not None and settings:
                 raise TypeError(f"the job has its own {', '.join(settings)}")
-            return function(Path(out), job or kind(**settings), how)
+            return function(Path(out), job or kind(**settings))
 
-        folder = inspect.signature(function).parameters["out"]
-        shared, named = (inspect.signature(some).parameters for some in (Running, kind))
-        parameters = [folder, *shared.values(), *named.values()]
+        folder, named = (inspect.signature(some).parameters for some in (function, kind))
+        parameters = [folder["out"], *named.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return run
 
