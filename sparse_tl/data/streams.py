@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
-from itertools import islice
-from tempfile import TemporaryFile
-from typing import IO, Any, Literal, Protocol, runtime_checkable
+from functools import lru_cache, partial
+from itertools import count, islice
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -257,9 +256,9 @@ class TextStream:
     A batch may span blocks and epochs. With a block as long as the text, the batches are those of a
     `ShuffledStream`.
 
-    While a block is in use, a thread tokenises the next one. Tokens read so far are in a temporary
-    file, at four bytes each, and only one document is in memory. The batch of any step is
-    available, once all text up to there is tokenised: also where a run is resumed.
+    While a block is in use, a thread tokenises the next one; only two blocks and one document are
+    in memory. The batch of any step is available, but steps are meant to be taken in turn: all text
+    up to a later step is tokenised first, and for an earlier step the text is read from its start.
 
     All processes of a run get the same batches, and each takes its own rows of them. Where a window
     begins depends on all text before it, so each process has to tokenise all the text.
@@ -306,12 +305,9 @@ class TextStream:
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows that are not left out; None until the end of the text is reached."""
-        self._order = lru_cache(maxsize=4)(_shuffled)  # a batch may span blocks
-        self._unread = self._windows()
-        self._n_read = 0
+        self._rows, self._n_given = self._shuffled_rows(), 0
         # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
-        self._ahead: Future[Windows] | None = None
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
@@ -319,50 +315,34 @@ class TextStream:
         Raises:
             ValueError: the text cannot be read, or fills no window.
         """
-        first = step * self.batch_size
-        rows = [self._row(index) for index in range(first, first + self.batch_size)]
+        first, end = step * self.batch_size, (step + 1) * self.batch_size
+        if first < self._n_given:
+            self._rows, self._n_given = self._shuffled_rows(), 0
+        try:
+            rows = [*islice(self._rows, first - self._n_given, end - self._n_given)]
+        except BaseException:  # which ends iterators
+            self._rows, self._n_given = self._shuffled_rows(), 0
+            raise
+        self._n_given = end
         return window_rows(torch.stack(rows), self.tokenizer, self.boundaries)
 
-    @cached_property
-    def _file(self) -> IO[bytes]:
-        """The tokens read so far; forked processes open one each, to have a place of their own."""
-        return TemporaryFile()
+    def _shuffled_rows(self) -> Iterator[Int[Tensor, " pos"]]:
+        """The rows of the infinite sequence."""
+        blocks = self._blocks()
+        ahead = self._thread.submit(next, blocks)
+        for number in count():
+            block = ahead.result()
+            ahead = self._thread.submit(next, blocks)
+            yield from block[_shuffled(len(block), self.seed, number)]
 
-    def _row(self, index: int) -> Int[Tensor, " pos"]:
-        """The tokens of a row of the infinite sequence."""
-        # A row's block has to be read whole, since the last one, if shorter, has another order.
-        while self.n_windows is None and self._n_read <= index:
-            self._read_on()
-        epoch, within = divmod(index, self.n_windows or index + 1)
-        block = within // self.shuffle
-        begin = block * self.shuffle
-        size = min(self.shuffle, self._n_read - begin)
-        number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
-        window = begin + int(self._order(size, self.seed, number)[within - begin])
-        n_bytes = 4 * self.window
-        self._file.seek(window * n_bytes)
-        return torch.frombuffer(bytearray(self._file.read(n_bytes)), dtype=torch.int32).long()
-
-    def _read_on(self) -> None:
-        """Add the next block to the file, while the thread goes on with the one after it."""
-        ahead = self._ahead or self._thread.submit(self._next_block)
-        self._ahead = ahead  # one that failed fails again
-        windows = ahead.result()
-        self._file.seek(4 * self.window * self._n_read)  # not its end: a write may have failed
-        self._file.write(windows.int().numpy().tobytes())
-        self._n_read += len(windows)
-        if len(windows) < self.shuffle:
-            if not self._n_read:
+    def _blocks(self) -> Iterator[Windows]:
+        """The blocks of the text, from the start again when it ends; runs in the thread."""
+        while True:
+            windows = enumerate(_cut(self.documents, self.tokenizer, self.window, self.boundaries))
+            kept, n_windows = (row for number, row in windows if number not in self.left_out), 0
+            while len(block := _stacked(islice(kept, self.shuffle), self.window)):
+                n_windows += len(block)
+                yield block
+            if not n_windows:
                 raise ValueError("all windows of the text are left out")
-            self.n_windows = self._n_read
-        else:
-            self._ahead = self._thread.submit(self._next_block)
-
-    def _next_block(self) -> Windows:
-        """The next windows of the text, at most one block; runs in the thread."""
-        return _stacked(islice(self._unread, self.shuffle), self.window)
-
-    def _windows(self) -> Iterator[array[int]]:
-        """The windows that are not left out."""
-        windows = _cut(self.documents, self.tokenizer, self.window, self.boundaries)
-        return (row for number, row in enumerate(windows) if number not in self.left_out)
+            self.n_windows = n_windows
