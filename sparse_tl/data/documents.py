@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -173,10 +174,9 @@ def _between(path: Path, mark: bytes) -> Iterator[bytearray]:
     yield content
 
 
-PIECE = 2**17
-"""Characters of a long document to tokenise at a time, at about 160 bytes each."""
-CONTEXT = 2**9
-"""Characters before and after a piece that are tokenised with it."""
+PIECE = 2**18
+"""Least number of characters of a document to tokenise at a time, at about 160 bytes each."""
+_WORDS_END = re.compile(r"(?<=\S)\s")
 
 
 def separator(tokenizer: Any) -> int | None:
@@ -188,45 +188,12 @@ def separator(tokenizer: Any) -> int | None:
 def pieces_of_tokens(text: str, tokenizer: Any) -> Iterator[list[int]]:
     """The tokens of a document, of which a long one is tokenised piece by piece.
 
-    A piece is tokenised with some text before and after it, and ends where both a word and a token
-    end, so that its tokens are those of the full document.
+    A piece ends before white space, where nearly all tokenizers begin a token. (Those that put a
+    space before every text, as Llama 2's, put one before each piece.)
     """
-    options = {"add_special_tokens": False, "verbose": False}
-    if len(text) <= 2 * PIECE or not getattr(tokenizer, "is_fast", False):
-        yield tokenizer(text, **options)["input_ids"]
-        return
-    start, piece, context = 0, PIECE, CONTEXT
+    start = 0
     while start < len(text):
-        begin, end = max(0, start - context), start + piece + CONTEXT
-        read = text[begin:end]
-        encoded = tokenizer(read, return_offsets_mapping=True, **options)
-        spans = encoded["offset_mapping"]
-        n_before = sum(begin + first < start for first, _ in spans)
-        if n_before and begin + spans[n_before - 1][1] > start:
-            # With this context, no token ends where the previous piece ended.
-            if begin == 0 or context >= PIECE:
-                raise ValueError(
-                    f"expected a tokenizer whose tokens depend only on the text around them; those "
-                    f"at character {start:,} depend on more. Give shorter documents."
-                )
-            context = min(2 * context, PIECE)
-            continue
-        n_kept, stop = len(spans), end
-        if end < len(text):
-            n_kept, stop = _last_word(read, spans, start + piece - begin)
-            stop += begin
-            if stop <= start:  # one long word
-                piece *= 2
-                continue
-        yield encoded["input_ids"][n_before:n_kept]
-        start, piece, context = stop, PIECE, CONTEXT
-
-
-def _last_word(text: str, spans: list[tuple[int, int]], end: int) -> tuple[int, int]:
-    """The last common end of a word and a token: how many tokens precede it, and where it is."""
-    for index in range(len(spans) - 1, 0, -1):
-        stop = spans[index - 1][1]
-        between = text[stop - 1 : stop + 1]
-        if stop <= end and stop <= spans[index][0] and between.rstrip() == between[:1]:
-            return index, stop
-    return 0, 0
+        end = _WORDS_END.search(text, start + PIECE)
+        stop = len(text) if end is None else end.start()
+        yield tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
+        start = stop

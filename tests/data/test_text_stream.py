@@ -102,7 +102,6 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that long documents have many pieces."""
     monkeypatch.setattr(documents, "PIECE", 60)
-    monkeypatch.setattr(documents, "CONTEXT", 8)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -111,7 +111,6 @@ def test_a_stream_heeds_boundaries_at_any_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, boundaries: Any, shuffle: int
 ) -> None:
     monkeypatch.setattr(documents, "PIECE", 20)
-    monkeypatch.setattr(documents, "CONTEXT", 8)
     path = tmp_path / "text.txt"
     path.write_text("<|endoftext|>".join(some_texts()))
 
