@@ -145,33 +145,19 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _separated(path: Path, separator: str) -> Iterator[str]:
     """The texts between separators; only one of them is in memory at a time."""
-    mark, start = separator.encode(), 0
-    for content in _between(path, mark):
-        try:
-            # A file may begin with a byte-order mark.
-            text = content.decode("utf-8" if start else "utf-8-sig")
-        except UnicodeDecodeError as error:
-            at = start + error.start
-            raise ValueError(f"{path} is not UTF-8 text at byte {at:,}: {error}") from error
-        yield text.replace("\r\n", "\n").replace("\r", "\n")
-        start += len(content) + len(mark)
-
-
-def _between(path: Path, mark: bytes) -> Iterator[bytearray]:
-    """The parts of a file between marks.
-
-    The file is not mapped: whoever shortened it while it is read would end the process.
-    """
-    content, searched = bytearray(), 0
-    with path.open("rb") as file:
-        while read := file.read(2**16):
-            content += read
-            while (end := content.find(mark, searched)) >= 0:
-                yield content[:end]
-                del content[: end + len(mark)]
-                searched = 0
-            searched = max(0, len(content) - len(mark) + 1)
-    yield content
+    parts, tail = [], ""
+    try:
+        with path.open(encoding="utf-8-sig") as file:  # it may begin with a byte-order mark
+            while read := file.read(2**13):
+                parts.append(read)
+                if separator in tail + read:
+                    *texts, rest = "".join(parts).split(separator)
+                    yield from texts
+                    parts = [rest]
+                tail = (tail + read)[-len(separator) :]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
+    yield "".join(parts)
 
 
 PIECE = 2**18

@@ -56,7 +56,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"One<|endoftext|>Two\xff")
-    with pytest.raises(ValueError, match=r"a\.txt .*byte 19"):
+    with pytest.raises(ValueError, match=r"a\.txt is not UTF-8 text: invalid start byte"):
         list(read_documents(tmp_path / "a.txt"))
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n{"text": 3}')
     with pytest.raises(ValueError, match=r"column 'text' of line 3 of .*b\.jsonl"):
