@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -32,9 +33,6 @@ from sparse_tl.data.prompts import (
     start_in_words,
     together,
 )
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NO_TOKEN = -1
 """Padding value for rows with fewer answers than the longest."""
@@ -508,8 +506,6 @@ class _Record(BaseModel, extra="forbid"):
 
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
     """The texts in a table of prompt pairs; arguments and errors as in `PromptPairs.from_texts`."""
-    import pandas as pd
-
     records: Any = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     pairs = []
     for row, record in enumerate(records):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -16,9 +17,6 @@ from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @checked
@@ -124,17 +122,18 @@ class TargetDataset(Rows):
     @staticmethod
     def from_records(
         tokenizer: Any,
-        records: Iterable[Mapping[str, Any]],
+        records: Iterable[Mapping[str, Any]] | pd.DataFrame,
         *,
         text: str = "text",
         target: str = "target",
         **options: Any,
     ) -> TargetDataset:
-        """Rows from dictionaries, such as those of a Hugging Face dataset.
+        """Rows from a table: dictionaries, such as those of a dataset, or a data frame.
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            records: dictionaries with a text and a target.
+            records: dictionaries with a text and a target, or a data frame. A file of JSON lines
+                is read by ``pandas.read_json(file, lines=True)``.
             text: key of the text.
             target: key of the target.
             **options: further arguments of `from_texts`.
@@ -142,24 +141,14 @@ class TargetDataset(Rows):
         Raises:
             ValueError: a record lacks a text; otherwise as in `from_texts`.
         """
+        rows = records.to_dict("records") if isinstance(records, pd.DataFrame) else records
         texts, targets = [], []
-        for row, record in enumerate(records):
+        for row, record in enumerate(rows):
             for key, column in ((text, texts), (target, targets)):
                 if not (isinstance(record, Mapping) and isinstance(record.get(key), str)):
                     raise ValueError(f"record {row} has no text as {key!r}: {record!r:.200}")
                 column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
-
-    @staticmethod
-    def from_pandas(tokenizer: Any, frame: pd.DataFrame, **options: Any) -> TargetDataset:
-        """Rows from a table; arguments as in `from_records`."""
-        records: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
-        return TargetDataset.from_records(tokenizer, records, **options)
-
-    @staticmethod
-    def from_jsonl(tokenizer: Any, path: str | Path, **options: Any) -> TargetDataset:
-        """Rows from a file with one JSON object per line; arguments as in `from_records`."""
-        return TargetDataset.from_records(tokenizer, read_jsonl(path), **options)
 
     @staticmethod
     def from_pairs(pairs: PromptPairs, *, seed: Seed = 0) -> TargetDataset:

@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.data.targets import TargetDataset
+from sparse_tl.data.targets import TargetDataset, read_jsonl
 from sparse_tl.zoo import task_tokenizer
 
 
@@ -96,8 +96,8 @@ def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> Non
 
     sources = [
         TargetDataset.from_records(tokenizer, records),
-        TargetDataset.from_pandas(tokenizer, pd.DataFrame(records)),
-        TargetDataset.from_jsonl(tokenizer, file),
+        TargetDataset.from_records(tokenizer, pd.DataFrame(records)),
+        TargetDataset.from_records(tokenizer, read_jsonl(file)),
         TargetDataset.from_records(tokenizer, Dataset.from_list(records)),
         TargetDataset.from_records(
             tokenizer,
