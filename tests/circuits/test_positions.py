@@ -24,7 +24,6 @@ from sparse_tl.circuits import (
     patch_exactly,
 )
 from sparse_tl.circuits.methods.attribution import Method
-from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import PositionedGraph
 from sparse_tl.metrics import logit_difference
@@ -93,19 +92,6 @@ def test_a_span_scores_the_sum_of_its_tokens(build_tiny: Build) -> None:
     torch.testing.assert_close(found.values, expected, **CLOSE)
 
 
-def test_scores_are_gradients_of_gates(model: Model) -> None:
-    """Attribution is minus the derivative of the metric by a gate per position, at 1."""
-    pairs = _with_spans()
-    scores = attribute_circuit_edges(
-        model, pairs, logit_difference, method="eap", positions="spans"
-    )
-    ((batch, run),) = PairRuns(model, CircuitEdges(), pairs, "corrupted", 9, positions="spans")
-    gates = torch.ones(scores.values.shape, dtype=torch.float64, requires_grad=True)
-    logit_difference(run.logits(gates), batch).mean().backward()
-    assert gates.grad is not None
-    torch.testing.assert_close(gates.grad, -scores.values, **CLOSE)
-
-
 @pytest.mark.parametrize("positions", ["tokens", "spans"])
 def test_exact_patching_equals_the_slow_oracle(model: Model, positions: str) -> None:
     pairs = random_pairs(at=5) if positions == "tokens" else _with_spans()
@@ -122,16 +108,6 @@ def test_exact_patching_equals_the_slow_oracle(model: Model, positions: str) -> 
         slow = logit_difference(run_patched(model, graph, pairs, mask), pairs).mean().item()
         assert found[name] == pytest.approx(slow - clean, rel=1e-9, abs=1e-9), name
     assert found.abs().max() > 0.001
-
-
-def test_attribution_is_exact_for_a_linear_model(linear: Model) -> None:
-    pairs = _with_spans()
-    scores = attribute_circuit_edges(
-        linear, pairs, logit_difference, method="eap", positions="spans"
-    )
-    exact = patch_exactly(linear, pairs, logit_difference, positions="spans", progress=False)
-    found = scores.values[scores.grid.exists]
-    torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), **CLOSE)
 
 
 PATHS = {
@@ -193,30 +169,6 @@ def test_circuits_equal_the_slow_oracle(model: Model, positions: str) -> None:
     torch.testing.assert_close(found.values[-1], found.clean, **CLOSE)
     corrupted = logit_difference(pairs.read(model(pairs.corrupted)), pairs)
     torch.testing.assert_close(found.none, corrupted.detach(), **CLOSE)
-
-
-def test_the_same_edges_at_every_position_are_the_plain_circuit(model: Model) -> None:
-    pairs = random_pairs(at=5)
-    circuit = attribute_circuit_edges(model, pairs, logit_difference).top(20)
-    names = pairs.spans_of("tokens").names
-    everywhere = Circuit(PositionedGraph(circuit.graph, names), circuit.mask.expand(6, -1, -1))
-    values = [evaluate(model, pairs, logit_difference, c).values for c in (circuit, everywhere)]
-    torch.testing.assert_close(*values, **CLOSE)
-    joined = everywhere.connected()
-    assert torch.equal(joined.mask[0] & (joined.at(5).mask), joined.mask[0])
-    assert torch.equal(joined.mask.any(dim=0), circuit.connected().mask)
-
-
-def test_stacked_settings_are_single_ones(build_tiny: Build) -> None:
-    model, pairs = shaken(build_tiny(dtype="float64")), _with_spans()
-    ((_, run),) = PairRuns(model, CircuitEdges(), pairs, "corrupted", 9, positions="spans")
-    gates = torch.rand(3, *run.site.shape(run.adapter), dtype=torch.float64)
-    gates[1] = (gates[1] < 0.05).double()  # nearly all edges closed
-    gates[2, 0] = 0
-    together = run.logits(gates)
-    torch.testing.assert_close(together, torch.stack([run.logits(one) for one in gates]), **CLOSE)
-    run.start_from(gates[0])
-    torch.testing.assert_close(run.logits(gates), together, **CLOSE)
 
 
 def test_tables_and_files(build_tiny: Build, tmp_path: Path) -> None:
