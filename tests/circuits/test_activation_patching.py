@@ -131,15 +131,6 @@ def test_spans_align_prompts_of_several_lengths(build_tiny: Build, at: str, into
     assert found.to_pandas()["span"].tolist() == ["S", "END", "rest"] * 2
 
 
-def test_spans_before_the_first_difference_have_no_effect(build_tiny: Build) -> None:
-    pairs = same_length().with_spans({"A": [0, 1], "B": [2, 3]})
-    found = patch_activations(
-        build_tiny(), pairs, logit_difference, positions="spans", progress=False
-    )
-    effect = dict(zip(found.columns, found.effect.abs().amax(dim=0).tolist(), strict=True))
-    assert effect["A"] == 0 and effect["B"] > 0 and effect["rest"] > 0
-
-
 @pytest.mark.parametrize("at", ["z", "pattern"])
 def test_heads_need_no_prompts_of_one_length(build_tiny: Build, at: str) -> None:
     model, pairs = build_tiny(dtype="float64"), several_lengths()
