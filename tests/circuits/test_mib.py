@@ -19,9 +19,7 @@ from random_models import shaken
 
 from sparse_tl import CircuitGraph, Scores, evaluate_mib, load_mib, save_mib
 from sparse_tl.backend import Model, adapt
-from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import CircuitEdges
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -218,14 +216,3 @@ def test_submissions_that_are_refused_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds .'notes.txt'.*Choose another folder"):
         save_mib(scores, folder, 16)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-
-
-def test_resampled_prompts_are_others(build_tiny: Build) -> None:
-    prompts = torch.arange(12).repeat_interleave(3).view(12, 3)
-    ends = torch.zeros(12, 1, dtype=torch.long)
-    pairs = PromptPairs(prompts, prompts, ends, ends + 1, torch.full((12,), 2))
-    runs = PairRuns(build_tiny(), CircuitEdges(), pairs, "resample", 5)
-    drawn = torch.cat([batch.forced.corrupted for batch in runs.batches])
-    assert (drawn != prompts).all() and len(drawn) == 12
-    with pytest.raises(ValueError, match="at least two prompt pairs"):
-        PairRuns(build_tiny(), CircuitEdges(), pairs.select(slice(0, 1)), "resample", 5)
