@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -88,35 +87,6 @@ def test_half_precision_stays_near(
     assert (rough.values - precise.values).abs().max() < near * largest
     again = evaluate_circuit_edges(model, pairs, logit_difference, precise)
     torch.testing.assert_close(again.effect, curve.effect, rtol=0, atol=near)
-
-
-def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(
-    model: Model, pairs: PromptPairs
-) -> None:
-    graph = adapt(model).graph
-    both = [Circuit(graph, torch.zeros_like(graph.exists)), Circuit(graph, graph.exists)]
-    found = evaluate(model, pairs, logit_difference, both, progress=False)
-    clean, corrupted = (_plain(model, t, pairs) for t in (pairs.clean, pairs.corrupted))
-    close = {"rtol": 1e-9, "atol": 1e-9}
-    torch.testing.assert_close(found.clean, clean, **close)
-    torch.testing.assert_close(found.none, corrupted, **close)
-    torch.testing.assert_close(found.values, torch.stack([corrupted, clean]), **close)
-    torch.testing.assert_close(found.effect, torch.tensor([0.0, 1.0]).double(), **close)
-
-
-def test_all_heads_are_the_clean_run_and_none_the_corrupted_one(
-    model: Model, pairs: PromptPairs
-) -> None:
-    """None: where the last token is the same, only heads bring the corruption there."""
-    rows = torch.arange(len(pairs))
-    corrupted = pairs.corrupted.clone()
-    corrupted[rows, pairs.positions] = pairs.clean[rows, pairs.positions]
-    pairs = replace(pairs, corrupted=corrupted)
-    shape = model.cfg.n_layers, model.cfg.n_heads
-    both = [Circuit(HeadGrid(*shape), torch.full(shape, kept)) for kept in (False, True)]
-    found = evaluate(model, pairs, logit_difference, both, progress=False)
-    ends = torch.stack([_plain(model, t, pairs) for t in (corrupted, pairs.clean)])
-    torch.testing.assert_close(found.values, ends, rtol=1e-9, atol=1e-9)
 
 
 def test_head_circuits_equal_plain_hooks(model: Model, pairs: PromptPairs) -> None:
