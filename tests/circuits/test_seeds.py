@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sparse_tl.circuits import EffectCurve, SeedCurves, seed_multipliers
-from sparse_tl.circuits.curves import median_size, multiplier_words
+from sparse_tl.circuits.curves import multiplier_words
 
 
 def curve(effects: dict[int, float], name: str = "m") -> EffectCurve:
@@ -53,13 +53,6 @@ def test_a_single_seed_is_its_own_median_with_its_interval() -> None:
     found = SeedCurves((3,), (one,))
     assert found.median == one
     assert seed_multipliers(found, found).tolist() == [1]
-
-
-def test_a_size_that_is_not_reached_counts_as_the_largest() -> None:
-    assert median_size([10, 1000, 100]) == 100
-    assert median_size([10, 100, None]) == 100
-    assert median_size([10, None, None]) is None
-    assert median_size([5.0, None]) is None
 
 
 def test_multipliers_are_those_of_each_seeds_own_pair() -> None:
