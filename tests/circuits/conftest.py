@@ -31,12 +31,12 @@ def model(request: pytest.FixtureRequest, build_tiny: Callable[..., Model]) -> M
 
 @pytest.fixture
 def linear(build_tiny: Callable[..., Model]) -> Model:
-    """Without MLPs and normalisation, and with patterns that are the same for every prompt."""
-    model = build_tiny("attention_only", dtype="float64", normalization_type=None)
+    """Without normalisation, with MLPs that write nothing and patterns that no prompt changes."""
+    model = build_tiny(dtype="float64", normalization_type=None)
     with torch.no_grad():
         for block in model.blocks:
-            block.attn.W_Q.zero_()
-            block.attn.b_Q.zero_()
+            for weight in (block.attn.W_Q, block.attn.b_Q, block.mlp.W_out, block.mlp.b_out):
+                weight.zero_()
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tiny import HAS_HOOKED
 
 from sparse_tl.backend import Model
 from sparse_tl.data.pairs import PromptPairs
@@ -13,18 +14,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "sequential": {},
     "parallel": {"parallel_attn_mlp": True},
     "grouped": {"kind": "grouped"},
-    "attention_only": {"kind": "attention_only"},
     "unnormalised": {"normalization_type": None},
-    "soft_capped": {"output_logits_soft_cap": 2.0},
 }
-
-
 MORE_KINDS: dict[str, dict[str, Any]] = KINDS | {
     "folded": {"normalization_type": "LNPre"},
-    "folded_rms": {"normalization_type": "RMSPre"},
     "qk_norm": {"kind": "grouped", "use_qk_norm": True},
 }
 """Also those that differ only in how the stream is normalised and read."""
+if HAS_HOOKED:
+    KINDS |= {
+        "attention_only": {"kind": "attention_only"},
+        "soft_capped": {"output_logits_soft_cap": 2.0},
+    }
+    MORE_KINDS |= {**KINDS, "folded_rms": {"normalization_type": "RMSPre"}}
 ROUNDED = ("grouped", "folded", "folded_rms", "qk_norm")
 """Those of which transformers computes parts in float32, even in float64."""
 

@@ -111,7 +111,7 @@ def test_a_few_places_at_a_time(
     assert max(sizes) == 2 * one_place
 
 
-@pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped"])
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
     model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
     fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap").values

@@ -47,11 +47,6 @@ def _metric_of(logits: Tensor, pairs: PromptPairs) -> Tensor:
     return measure(logit_difference, logits, pairs).double()
 
 
-def _plain(model: Model, tokens: Tensor, pairs: PromptPairs) -> Tensor:
-    with torch.no_grad():
-        return _metric_of(pairs.read(model(tokens)), pairs)
-
-
 @pytest.mark.parametrize("patch", ["corrupted", "mean", "zero"])
 def test_edge_circuits_equal_the_slow_oracle(model: Model, patch: Any) -> None:
     graph = adapt(model).graph
