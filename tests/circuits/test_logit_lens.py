@@ -108,27 +108,6 @@ def test_also_with_post_norms_factors_and_soft_caps(name: str) -> None:
     torch.testing.assert_close(lens.probability[-1].double(), own[:, 5], rtol=1e-4, atol=1e-7)
 
 
-def test_it_is_what_transformer_lens_says(build_tiny: Build) -> None:
-    """Of a HookedTransformer whose final norm has no weight, which its cache leaves out."""
-    model: Any = build_tiny(dtype="float64", normalization_type="LNPre")
-    if type(model).__name__ != "HookedTransformer":
-        pytest.skip("a cache of a bridge does not know its norms")
-    model.set_use_attn_result(True)
-    pairs = random_pairs()
-    found = attribute_logits(model, pairs, progress=False)
-    for row, end in enumerate(pairs.positions.tolist()):
-        _, cache = model.run_with_cache(pairs.clean[row])
-        heads, names = cache.stack_head_results(return_labels=True)
-        others, labels = cache.decompose_resid(mode="mlp", return_labels=True)
-        names = [f"a{name[1]}.h{name[3]}" for name in names]
-        names += [f"m{label[0]}" for label in labels if label.endswith("mlp_out")]
-        stack = torch.cat([heads, others[-2:]])
-        right, wrong = int(pairs.answers[row, 0]), pairs.wrong[row].tolist()
-        expected = sum(cache.logit_attrs(stack, right, other)[:, 0, end] for other in wrong) / 2
-        of = [found.components.index(name) for name in names]
-        torch.testing.assert_close(found.values[of, row], expected.detach(), rtol=1e-9, atol=1e-9)
-
-
 def test_a_sparse_model_is_attributed_as_it_is_run(build_tiny: Build) -> None:
     sparse, pairs = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0), random_pairs()
     found = attribute_logits(sparse, pairs, progress=False)
