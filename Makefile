@@ -74,7 +74,8 @@ check: $(TOOLS)
 # (bidirectional attention, masks of -1e5, fewer outputs than tokens), and the main job on top.
 # Files in the GGUF format are read before TransformerLens has a part in it.
 contract: $(TOOLS)
-	$(PYTEST) --ignore-glob 'tests/backend/test_gguf*' tests/backend tests/gates/test_numbers.py tests/head_roles/test_models.py \
+	$(PYTEST) --ignore-glob 'tests/backend/test_gguf*' tests/backend tests/gates/test_numbers.py \
+		tests/gates/test_masks.py tests/head_roles/test_models.py \
 		tests/circuits/test_trace.py tests/explorer/test_exploration.py \
 		tests/cli/test_addition_command.py::test_addition_writes_everything
 

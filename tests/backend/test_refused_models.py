@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES, LATENT, N_HEADS, VOCABULARY, plain_transformer
 from odd_models import native, odd
 from packaging.version import Version
+from tiny import hooked_alone, tiny_model
 from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -65,6 +66,27 @@ def test_cohere_is_another_model_in_old_versions() -> None:
         ValueError, match="not compute what transformers does; around the CohereFor"
     ):
         odd("cohere")
+
+
+@hooked_alone
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"positional_embedding_type": "shortformer"}, "read position embeddings besides"),
+        ({"attention_dir": "bidirectional"}, "its attention is not causal"),
+    ],
+)
+def test_hooked_transformers_without_circuits(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"'tiny' cannot be used for circuits, since .*{why}"):
+        check_circuits(adapt(tiny_model(**fields)))
+
+
+@hooked_alone
+def test_a_model_without_mlps_has_no_gates_on_them() -> None:
+    model = tiny_model("attention_only")
+    with pytest.raises(ValueError, match="expected a model with MLPs.*'tiny' has attention alone"):
+        SparseTransformer(model, mlps=True)
+    SparseTransformer(model)  # nothing of the attempt is left
 
 
 def test_a_bridge_that_drops_edits_to_what_heads_read() -> None:

@@ -155,20 +155,6 @@ def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
         attribute_circuit_edges(build_tiny(), random_pairs(), lambda *some: is_right(*some).float())
 
 
-@pytest.mark.parametrize(
-    ("odd", "why"),
-    [
-        ({"positional_embedding_type": "shortformer"}, "position embeddings beside the residual"),
-        ({"attention_dir": "bidirectional"}, "its attention is not causal"),
-    ],
-)
-def test_models_whose_reads_are_not_the_residual_stream(
-    build_tiny: Build, odd: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ValueError, match=f"circuits do not support 'tiny': .*{why}"):
-        attribute_circuit_edges(build_tiny(**odd), random_pairs(), logit_difference)
-
-
 def test_large_activations_in_half_precision(build_tiny: Build) -> None:
     """Squares of an activation of 300 are beyond float16, and would leave scores of 0."""
     model = shaken(build_tiny())

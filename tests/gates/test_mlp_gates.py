@@ -355,13 +355,6 @@ def test_copies_have_gates_of_their_own(tokens: Tensor, kind: str) -> None:
 # Bad input.
 
 
-def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
-    model = tiny_model("attention_only")
-    with pytest.raises(ValueError, match="expected a model with MLPs.*'tiny' has attention alone"):
-        SparseTransformer(model, mlps=True)
-    SparseTransformer(model)(tokens)  # nothing of the attempt is left
-
-
 def test_gates_of_another_model_are_refused() -> None:
     def new(n_layers: int, d_model: int) -> MLPGates:
         return MLPGates(torch.zeros(n_layers), None, torch.zeros(n_layers, d_model))
