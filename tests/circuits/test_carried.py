@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import plain_transformer
-from tiny import KINDS
+from tiny import SHAPES
 from torch import Tensor
 from wiring import blank_model
 
@@ -40,7 +40,7 @@ def by_hand(model: Any, layer: int, factor: Tensor | float = 1.0) -> Tensor:
     return written / (stream.norm(dim=1) + written.sum(dim=(0, 2)))[:, None]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*SHAPES, "float64"])
 def test_it_is_the_share_of_the_stream_that_an_edge_writes(build_tiny: Any, kind: str) -> None:
     model = build_tiny(kind)
     carried = trace_attention(model, TOKENS).edge_weights("carried")
@@ -76,14 +76,14 @@ def test_an_attended_sink_without_values_carries_nothing() -> None:
     so the edge from the token before carries 0.6 / (3 + 1.2) = 1/7, and the edge from the token
     itself the same.
     """
-    model: Any = blank_model(n_layers=1, n_heads=1, d_model=2, d_head=1, n_ctx=4, d_vocab=2)
+    model: Any = blank_model(n_layers=1, n_heads=1, d_model=2, d_head=2, n_ctx=4, d_vocab=2)
     with torch.no_grad():
         model.embed.W_E[:] = torch.tensor([[4.0, 0.0], [0.0, 3.0]])
         attention = model.blocks[0].attn
         attention.b_Q[:] = 1.0
-        attention.W_K[0] = torch.tensor([[math.log(8) / 4], [0.0]])
-        attention.W_V[0] = torch.tensor([[0.0], [1.0]])
-        attention.W_O[0] = torch.tensor([[0.0, 2.0]])
+        attention.W_K[0, 0, 0] = math.sqrt(2) * math.log(8) / 4  # scores are divided by the root
+        attention.W_V[0, 1, 0] = 1.0
+        attention.W_O[0, 0, 1] = 2.0
     graph = trace_attention(model, torch.tensor([0, 1, 1]))
     exactly = {"rtol": 1e-6, "atol": 1e-9, "check_dtype": False}
     assert_close = torch.testing.assert_close
