@@ -55,6 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "attention_only": {"attn_only": True, "d_mlp": None},
 }
+SHAPES = ["plain", "grouped", *(["attention_only"] if HAS_HOOKED else [])]
+"""Kinds that the installed TransformerLens has, in float32."""
 
 _GROUPED = (
     "gated_mlp",

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from tiny import SHAPES
 
 from sparse_tl.backend import Model, adapt
 
@@ -27,7 +28,7 @@ def _gradients(model: Model, logits: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES)
 def test_logits_and_gradients_are_the_same_where_they_are_read(
     build_tiny: Build, kind: str
 ) -> None:

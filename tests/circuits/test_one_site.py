@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from random_models import random_pairs, shaken
+from tiny import SHAPES
 
 from sparse_tl import CircuitEdges, GatedRun, Heads, ablate_heads, gated, patch_exactly
 from sparse_tl.backend import Model, adapt
@@ -141,7 +142,7 @@ def test_first_order_scores_are_slopes_of_the_gate(build_tiny: Build, sparse: bo
     assert out_of_it.item() == pytest.approx(-slope[HEAD].item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES)
 def test_open_gates_are_the_model_bit_for_bit(build_tiny: Build, kind: str) -> None:
     model, pairs = build_tiny(kind), random_pairs()
     plain = model(pairs.clean)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import plain_transformer
-from tiny import KINDS
+from tiny import SHAPES
 
 from sparse_tl import (
     SparseTransformer,
@@ -150,7 +150,7 @@ def test_attribution_is_the_derivative_by_the_edges_gate(model, metric):
             assert found == pytest.approx(numeric, rel=1e-5, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*SHAPES, "float64"])
 def test_attributions_of_many_positions_are_those_of_single_backward_passes(build_tiny, kind):
     model = build_tiny(kind)
     tokens = torch.tensor([1, 5, 2, 7, 3, 3, 8, 1, 0, 4])

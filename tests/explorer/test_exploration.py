@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import SHAPES
 
 from sparse_tl.circuits import patch_exactly, trace_attention
 from sparse_tl.circuits.prompt.tokens import Quantity
@@ -249,7 +250,7 @@ def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, model
     assert best["logit"] == pytest.approx(largest, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES[1:])
 def test_other_architectures(build_small, kind):
     model = build_small(kind)
     exploration = Exploration({"m": model}, PROMPT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import in_pieces, tokenizer_of
+from tiny import SHAPES, in_pieces, tokenizer_of
 
 from sparse_tl import PromptPairs
 from sparse_tl.backend import Model
@@ -63,7 +63,7 @@ def test_every_pass_draws_reference_prompts_of_its_own(build_tiny: Build) -> Non
     assert drawn[4] not in drawn[:4]
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES)
 def test_zeroed_heads_write_nothing(build_tiny: Build, kind: str) -> None:
     model, tokens = build_tiny(kind), _tokens(3)
     plain, before = model(tokens), _z(model, tokens)
@@ -126,7 +126,7 @@ def test_heads_may_be_named(build_tiny: Build) -> None:
 EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
     build_tiny: Build, kind: str, sparse: bool

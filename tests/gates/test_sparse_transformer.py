@@ -5,14 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import HAS_HOOKED
+from tiny import HAS_HOOKED, SHAPES
 from typing_extensions import get_protocol_members
 
 from sparse_tl import PromptPairs, SparseTransformer
 from sparse_tl.backend import HookedModel, Model, read_parameters
 from sparse_tl.data.prompts import ModelWithTokenizer
-
-KINDS = ["plain", "grouped", "attention_only", "float64"]
 
 
 def scores_and_pattern(model, tokens, layer=0):
@@ -40,7 +38,7 @@ def test_a_wrapper_is_a_model_to_every_python(build_tiny):
             inspect.getattr_static(sparse, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*SHAPES, "float64"])
 def test_gates_are_the_sign_of_score_plus_bias(build_tiny, tokens, kind):
     model = build_tiny(kind)
     # The first layer's scores do not depend on any gate.

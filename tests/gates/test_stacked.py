@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import SHAPES
 
 from sparse_tl.backend import Model, adapt
 from sparse_tl.gates import GatedRun, Heads
 
 Build = Callable[..., Model]
-KINDS = ["plain", "grouped", "attention_only"]
 
 
 def _tokens(rows: int = 3, length: int = 6) -> torch.Tensor:
@@ -43,7 +43,7 @@ def _random_gates(model: Model, n: int) -> torch.Tensor:
     return torch.rand(n, model.cfg.n_layers, model.cfg.n_heads, generator=generator).double()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHAPES)
 def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
     model = build_tiny(kind, dtype="float64")
     gates, tokens = _random_gates(model, 4), _tokens()
@@ -60,7 +60,7 @@ def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
             assert torch.allclose(found, _final(model, tokens), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHAPES)
 def test_positions_that_are_not_read_change_nothing(build_tiny: Build, kind: str) -> None:
     model, tokens = build_tiny(kind, dtype="float64"), _tokens()
     gates = _random_gates(model, 4).requires_grad_()

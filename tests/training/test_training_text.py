@@ -14,7 +14,7 @@ from made_tokenizers import byte_level
 from safetensors.torch import load_file
 from several_ranks import on_ranks
 from short_runs import Killed
-from tiny import tiny_model, tokenizer_of
+from tiny import SHAPES, tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl
@@ -99,7 +99,7 @@ def test_windows_of_a_model_of_two_tokens_are_as_frequent_as_they_are_probable(
     assert chi_squared(1.0) < limit < min(chi_squared(0.9), chi_squared(1.1))
 
 
-@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("gates", [None, "score", "share"])
 def test_a_cache_changes_no_token(tokenizer: Any, kind: str, gates: Any) -> None:
     model: Any = sure(tiny_model(kind, dtype="float64", tokenizer=tokenizer))
