@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from architectures import randomise
+from architectures import D_MODEL, N_HEADS, randomise
 
 VOCABULARY, CONTEXT = 61, 40
 SIZES: dict[str, Any] = {
@@ -185,3 +185,17 @@ def random_model(name: str, seed: int = 0) -> Any:
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.eval()
+
+
+def native() -> Any:
+    """A bridge around TransformerLens's own model, not one of transformers."""
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    sizes = {"d_model": D_MODEL, "d_head": D_MODEL // N_HEADS, "n_heads": N_HEADS, "n_layers": 2}
+    config = TransformerBridgeConfig(
+        **sizes, n_ctx=CONTEXT, d_vocab=VOCABULARY, d_mlp=48, act_fn="relu"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TransformerBridge.boot_native(config)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import transformers
 from double_precision import DoublePrecision
-from odd_models import native
-from small_models import random_model
+from small_models import native, random_model
 from torch import Tensor
 
 from architecture_checks.gates import generation

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, LATENT, N_HEADS, VOCABULARY, plain_transformer
-from odd_models import native, odd
 from packaging.version import Version
+from small_models import native, random_model
 from tiny import hooked_alone, tiny_model
 from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -31,9 +31,9 @@ UNSHARED = "its MLPs read what a normalisation makes for attention"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo", "native"])
+@pytest.mark.parametrize("name", ["OPT", "GPTJ", "GPTNeo", "native"])
 def test_models_without_gates(name: str) -> None:
-    model = native() if name == "native" else odd(name)
+    model = native() if name == "native" else boot(random_model(f"{name}ForCausalLM"))
     with pytest.raises(ValueError, match=f"in layer 0 of .* {DELEGATED}: gates would have no"):
         SparseTransformer(model)
 
@@ -42,17 +42,17 @@ def test_models_without_gates(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("opt", "blocks.0.mlp_input never fires in .* by other means"),
-        ("gptj", UNSHARED),
-        ("phi", UNSHARED),
-        pytest.param("cohere", UNSHARED, marks=pytest.mark.skipif(OLD, reason="refused at once")),
+        ("OPT", "blocks.0.mlp_input never fires in .* by other means"),
+        ("GPTJ", UNSHARED),
+        ("Phi", UNSHARED),
+        pytest.param("Cohere", UNSHARED, marks=pytest.mark.skipif(OLD, reason="refused at once")),
     ],
 )
 def test_models_without_circuits(name: str, why: str) -> None:
-    model = odd(name)
+    model = boot(random_model(f"{name}ForCausalLM"))
     ones = torch.ones(3, 1, dtype=torch.long)
     pairs = PromptPairs(*torch.randint(VOCABULARY, (2, 3, 6)), ones, ones + 1, 5 * ones[:, 0])
-    if name in ("phi", "cohere"):
+    if name in ("Phi", "Cohere"):
         check_gates(adapt(model))
     with pytest.raises(ValueError, match=why):
         attribute_circuit_edges(model, pairs, logit_difference, progress=False)
@@ -65,7 +65,7 @@ def test_cohere_is_another_model_in_old_versions() -> None:
     with pytest.raises(
         ValueError, match="not compute what transformers does; around the CohereFor"
     ):
-        odd("cohere")
+        boot(random_model("CohereForCausalLM"))
 
 
 @hooked_alone
@@ -107,7 +107,8 @@ def test_a_bridge_that_drops_edits_to_what_heads_read() -> None:
 @torch.no_grad()
 def test_layers_that_add_the_residual_stream_themselves() -> None:
     """Bloom's attention and MLPs get it to add to it, and are no less the sum of their parts."""
-    model, (clean, corrupted) = odd("bloom"), torch.randint(VOCABULARY, (2, 3, 6))
+    model = boot(random_model("BloomForCausalLM"))
+    clean, corrupted = torch.randint(VOCABULARY, (2, 3, 6))
     read = torch.zeros_like(clean, dtype=torch.bool)
     read[:, -1] = True
     run = GatedRun(model, CircuitEdges(), clean, read, "corrupted", reference=corrupted)
