@@ -12,13 +12,25 @@ from typing import Any
 
 import pandas as pd
 import torch
-from calls import FITTING, QUIET, rows, targets
 from tiny import WORDS, save_story, save_taught_task_models, save_tiny, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
+from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs import run_circuits, run_post_training
+
+QUIET: dict[str, Any] = {"progress": False}
+FITTING: dict[str, Any] = {"seeds": 2, "updates": 2, "batch_size": 4, "record_every": 1, **QUIET}
+
+
+def rows() -> TokenBatch:
+    draw = torch.Generator().manual_seed(2)
+    return TokenBatch.next_token(torch.randint(13, (12, 6), generator=draw))
+
+
+def targets() -> stl.TargetDataset:
+    return stl.TargetDataset(rows())
 
 
 def facts(value: Any) -> str:
