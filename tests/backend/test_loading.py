@@ -11,21 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import CONTEXT, plain_transformer
 from made_tokenizers import byte_level, word_level
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    LlamaConfig,
-    OlmoConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from sparse_tl import (
     PromptPairs,
@@ -38,31 +29,7 @@ from sparse_tl.backend import adapt, load_model, save_model
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.storage.files import read_json, write_json
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 30,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=30, bos_token_id=1
-    ),
-    "neox": lambda: GPTNeoXConfig(
-        **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
-        rotary_pct=0.5,
-    ),
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "olmo": lambda: OlmoConfig(**SIZES),
-    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=8),
-}
+FAMILIES = ["gpt2", "gpt_neox", "llama", "qwen2", "olmo", "gemma2"]
 
 
 def _tokens() -> torch.Tensor:
@@ -70,15 +37,7 @@ def _tokens() -> torch.Tensor:
 
 
 def _hugging_face(family: str) -> Any:
-    """A model whose weights are all random, biases and norms too: what is lost shows."""
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation="eager")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name or "ln_" in name else 0.0
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(centre * (not name.endswith("bias")) + 0.2 * noise)
-    return model.eval()
+    return plain_transformer(family, vocab_size=30)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -109,7 +68,7 @@ def _saved(model: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_hugging_face_folder_gives_the_same_logits(
     tmp_path: Path, family: str, with_tokenizer: bool
 ) -> None:
@@ -138,16 +97,14 @@ def test_a_chat_template_is_loaded_and_saved(tmp_path: Path) -> None:
     assert pairs.start == "Continue the text.<s>"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "neox"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize(("before", "behind"), [(None, None), ("<s>", None), ("<s>", "</s>")])
 def test_prompts_begin_as_the_tokenizer_begins_them(
     tmp_path: Path, family: str, before: str | None, behind: str | None
 ) -> None:
     """Whatever TransformerLens's default for the architecture; SmolLM2, a Llama, lost by it."""
     tokenizer = byte_level("a", " b", " c", before=before, behind=behind)
-    config = CONFIGS[family]()
-    config.vocab_size = len(tokenizer)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    plain_transformer(family, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     bare = tokenizer("a b", add_special_tokens=False)["input_ids"]
     own = [tokenizer.bos_token_id] if before else []
@@ -177,7 +134,7 @@ def test_prompts_begin_as_the_tokenizer_begins_them(
     assert other.clean[0].tolist() == [tokenizer.bos_token_id, *bare]
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_bridge_is_a_hugging_face_folder(tmp_path: Path, family: str) -> None:
     model = load_model(_folder(tmp_path / "first", family, tokenizer=True), device="cpu")
     model.cfg.model_name, model.cfg.default_prepend_bos = "second", False
@@ -241,7 +198,7 @@ def test_loading_leaves_random_generators_alone(
 def test_an_old_gpt2_configuration(tmp_path: Path) -> None:
     """The folders of OpenAI's own models name the context ``n_ctx``, too."""
     folder = _folder(tmp_path / "gpt2", "gpt2")
-    write_json(folder / "config.json", {**read_json(folder / "config.json"), "n_ctx": 16})
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), "n_ctx": CONTEXT})
     _close(load_model(folder, device="cpu")(_tokens()), _hugging_face("gpt2")(_tokens()).logits)
 
 
@@ -261,7 +218,7 @@ def test_constants_of_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
 
     def as_published(weights: dict[str, torch.Tensor]) -> None:
         plain = {name.removeprefix("transformer."): weights.pop(name) for name in list(weights)}
-        weights.update(plain, **{"h.0.attn.bias": torch.ones(1, 1, 16, 16)})
+        weights.update(plain, **{"h.0.attn.bias": torch.ones(1, 1, CONTEXT, CONTEXT)})
 
     _change_weights(folder, as_published)
     _close(load_model(folder, device="cpu")(_tokens()), _hugging_face("gpt2")(_tokens()).logits)
@@ -321,7 +278,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "SafetensorError",
     ),
     "missing": (
-        lambda f: _change_weights(f, lambda w: (w.pop(NORM), w.update(x=torch.ones(16)))),
+        lambda f: _change_weights(f, lambda w: (w.pop(NORM), w.update(x=torch.ones(32)))),
         rf"missing \['{NORM}'\]",
     ),
     "whole numbers": (
@@ -330,8 +287,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "narrower": (lambda f: _change_config(f, intermediate_size=20), "(?i)mismatch"),
     "another layer": (
-        lambda f: _change_config(f, num_hidden_layers=3),
-        r"missing \['model.layers.2",
+        lambda f: _change_config(f, num_hidden_layers=4),
+        r"missing \['model.layers.3",
     ),
 }
 
@@ -348,7 +305,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str) -> None:
 
 def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model")
-    _change_weights(folder, lambda w: w.update({NORM: torch.full((16,), float("nan"))}))
+    _change_weights(folder, lambda w: w.update({NORM: torch.full((32,), float("nan"))}))
     with pytest.raises(ValueError, match=rf"{folder}: the logits .* are NaN"):
         load_model(folder, device="cpu")
 
@@ -367,8 +324,7 @@ def test_nan_is_neither_measured_nor_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["folder", "argument"])
 def test_a_tokenizer_of_another_model(tmp_path: Path, place: str) -> None:
-    small = {"vocab_size": 20, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(tmp_path)
+    plain_transformer("gpt2", vocab_size=20).save_pretrained(tmp_path)
     if place == "folder":
         _tokenizer().save_pretrained(tmp_path)
     message = "has 30 tokens .* the model has 20 tokens. It belongs to another model"

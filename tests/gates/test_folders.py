@@ -10,7 +10,6 @@ import torch
 from architectures import VOCABULARY, plain_transformer
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
 from sparse_tl.backend import add_lora, boot, load_model, save_model
 from sparse_tl.backend.lora import lora_off, lora_parameters
@@ -19,35 +18,13 @@ from sparse_tl.gates.sparse.sparse_transformer import load_dense_or_sparse
 from sparse_tl.storage.files import read_tensors, write_tensors
 from sparse_tl.tasks.addition import addition_tokenizer
 
-CONFIGS = {
-    "joint projections": GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=13, activation_function="relu"
-    ),
-    "grouped": LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        vocab_size=13,
-        max_position_embeddings=16,
-    ),
-}
 TOKENS = torch.randint(13, (3, 9), generator=torch.Generator().manual_seed(0))
 
 
-def _plain(kind: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
-        for parameter in model.parameters():
-            parameter.data.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def _trained(kind: str, dtype: torch.dtype = torch.float32) -> SparseTransformer:
+def _trained(name: str, dtype: str) -> SparseTransformer:
     """Gates and weights as after some training."""
-    dense = load_model(_plain(kind).to(dtype), tokenizer=addition_tokenizer())
+    plain = plain_transformer(name, dtype, vocab_size=13)
+    dense = load_model(plain, tokenizer=addition_tokenizer())
     sparse = SparseTransformer(dense, distribution=HardConcreteGate())
     with torch.no_grad():
         sparse.gates.bias.normal_(generator=torch.Generator().manual_seed(1))
@@ -57,11 +34,9 @@ def _trained(kind: str, dtype: torch.dtype = torch.float32) -> SparseTransformer
     return sparse
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("joint projections", torch.float32), ("grouped", torch.bfloat16)]
-)
-def test_what_was_trained_comes_back(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    sparse = _trained(kind, dtype)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", "bfloat16"), ("llama", "float32")])
+def test_what_was_trained_comes_back(tmp_path: Path, name: str, dtype: str) -> None:
+    sparse = _trained(name, dtype)
     folder = sparse.save_pretrained(tmp_path / "sparse")
     found = {file.suffix or file.name for file in folder.iterdir()}
     assert found == {".json", ".safetensors"}
@@ -73,7 +48,7 @@ def test_what_was_trained_comes_back(tmp_path: Path, kind: str, dtype: torch.dty
         loaded.count_attention_edges(TOKENS).active, sparse.count_attention_edges(TOKENS).active
     )
     assert loaded.gates.distribution == sparse.gates.distribution
-    assert loaded.cfg.dtype == loaded.embed.W_E.dtype == dtype
+    assert loaded.cfg.dtype == loaded.embed.W_E.dtype == getattr(torch, dtype)
     assert loaded.gates.bias.dtype == sparse.gates.bias.dtype
     assert loaded.to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
     again = loaded.save_pretrained(folder)  # in place of the first
