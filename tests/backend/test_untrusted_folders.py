@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import plain_transformer
 from jinja2.exceptions import SecurityError
 from tiny import HAS_HOOKED, tiny_model
 from tokenizers import Tokenizer
@@ -99,15 +100,7 @@ def _own_sparse(folder: Path) -> Path:
 
 
 def _llama(folder: Path, **fields: Any) -> Path:
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=30,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    plain_transformer("llama").save_pretrained(folder)
     _change(folder / "config.json", **fields)
     return folder
 
@@ -239,8 +232,7 @@ def test_a_folder_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (folder / "gates.json").unlink()
     load_model(folder, device="cpu")
     load_model(_llama(tmp_path / "mixtral"), device="cpu")
-    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, vocab_size=13)
-    load_model(GPT2LMHeadModel(config))
+    load_model(plain_transformer("gpt2"))
     assert not asked
 
 
@@ -260,7 +252,7 @@ def test_what_is_in_the_cache_loads_without_a_hub(
         (folder / file.name).symlink_to(Path("../../blobs") / file.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     model = load_model("microsoft/phi-2", device="cpu")
-    assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 1)
+    assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 3)
     assert not marker.exists()
 
 
