@@ -1,4 +1,4 @@
-"""What ranks tell each other, and that one process alone is left as it is."""
+"""What ranks tell each other, also those of a notebook."""
 
 from __future__ import annotations
 
@@ -19,38 +19,9 @@ from sparse_tl.backend import checked_device, processes
 from sparse_tl.training import ranks
 
 
-def test_one_process_is_the_only_rank() -> None:
-    assert processes().num_processes == 1 and processes().is_main_process
-    values = torch.randn(5, 3, requires_grad=True)
-    assert ranks.total(values) is values
-    assert torch.equal(ranks.mean(values, dim=1), values.mean(dim=1))
-    assert ranks.gathered(values) == [values] and ranks.from_first(values) is values
-    ranks.check_alike({"anything": 1})
-
-
 def test_the_first_rank_speaks_for_all() -> None:
     assert on_ranks(3, lambda rank: ranks.from_first(rank * 7 + 1)) == [1, 1, 1]
     assert on_ranks(3, lambda rank: ranks.gathered(rank)) == [[0, 1, 2]] * 3
-
-
-def test_the_gradient_of_joint_means() -> None:
-    """Of a product of means and of what does not depend on shares, against one process's."""
-    torch.manual_seed(0)
-    rows = torch.randn(7, 3, dtype=torch.float64)
-
-    def gradient(some: torch.Tensor) -> tuple[float, torch.Tensor]:
-        weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        first, second = (ranks.mean(f(some * weight), dim=0) for f in (torch.exp, torch.tanh))
-        objective = (first * second).sum().log1p() + weight.pow(3).sum()
-        objective.backward()
-        ranks.average_gradients([weight])
-        assert weight.grad is not None
-        return objective.item(), weight.grad
-
-    expected = gradient(rows)
-    for found in on_ranks(3, lambda rank: gradient(rows[rank::3])):
-        assert found[0] == pytest.approx(expected[0], rel=1e-12)
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-12, atol=0)
 
 
 def test_a_gradient_that_a_rank_lacks_counts_as_zero() -> None:
