@@ -63,18 +63,6 @@ def test_every_pass_draws_reference_prompts_of_its_own(build_tiny: Build) -> Non
     assert drawn[4] not in drawn[:4]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_zeroed_heads_write_nothing(build_tiny: Build, kind: str) -> None:
-    model, tokens = build_tiny(kind), _tokens(3)
-    plain, before = model(tokens), _z(model, tokens)
-    with ablate_heads(model, HEADS):
-        z, logits = _z(model, tokens), model(tokens)
-    assert (z[0][:, :, 1] == 0).all() and (z[1][:, :, 0] == 0).all()
-    assert torch.equal(z[0][:, :, 0], before[0][:, :, 0])
-    assert not torch.equal(logits, plain)
-    assert torch.equal(model(tokens), plain)
-
-
 def test_mean_heads_write_their_mean_position_by_position(build_tiny: Build) -> None:
     model, reference = build_tiny(), _tokens(5, 8, seed=1)
     expected = _z(model, reference)[0][:, :, 1].mean(dim=0)
