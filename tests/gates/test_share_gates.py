@@ -176,12 +176,6 @@ def test_long_prompts_by_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-10 * scale, msg=key)
 
 
-@torch.no_grad()
-def test_generation_with_a_cache(generate_both_ways: Any) -> None:
-    cached, whole = generate_both_ways(_share("llama", "float32"), _tokens()[:, :6])
-    assert torch.equal(cached, whole)
-
-
 def test_new_gates_are_share_gates_at_a_small_threshold() -> None:
     gates = SparseTransformer(Subject("llama").build()).gates
     assert isinstance(gates, ShareGates)
