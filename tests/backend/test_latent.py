@@ -20,7 +20,6 @@ from sparse_tl import (
     SparseTransformer,
     ablate_heads,
     attribute_circuit_edges,
-    attribute_logits,
     gated,
     logit_difference,
     patch_activations,
@@ -119,14 +118,6 @@ def test_patched_heads(name: str) -> None:
         logits = model.run_with_hooks(PAIRS.clean, fwd_hooks=[(point, replaced)])
         expected = logit_difference(PAIRS.read(logits), PAIRS).double()
         assert torch.allclose(found.values[1, head], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", LATENT)
-@torch.no_grad()
-def test_logit_attribution_adds_up(name: str) -> None:
-    model = build(name)
-    expected = logit_difference(PAIRS.read(model(PAIRS.clean)), PAIRS).double()
-    assert torch.allclose(attribute_logits(model, PAIRS, **QUIET).total, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("slot", "qkv")

@@ -90,7 +90,9 @@ def test_attributions_add_up_to_the_logit_difference(model: Model) -> None:
     assert len(found.components) == len(set(found.components)) == len(found.values)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gemma2", "gemma3", "granite"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "olmo2", "gemma2", "gemma3", "granite", "deepseek_v2", "deepseek_v3"]
+)
 def test_also_with_post_norms_factors_and_soft_caps(name: str) -> None:
     model = Subject(name).exact
     alone = PromptPairs(
