@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import plotly.graph_objects as go
@@ -118,10 +117,6 @@ class TestSeeds:
         figure = effect_figure({"IOI": [self.DENSE, short]}, parts="circuit_edges").plotly
         assert "3 of 3 seeds: not reached" in [note.text for note in figure.layout.annotations]
         assert not dashed(figure)
-
-    def test_refuses_models_of_other_seeds(self) -> None:
-        with pytest.raises(ValueError, match=re.escape("they are of [0, 1, 2] and [0]")):
-            effect_figure({"IOI": [self.DENSE, SPARSE]}, parts="heads")
 
 
 def test_models_of_one_name_in_two_pairs_are_listed_in_both_colours() -> None:
