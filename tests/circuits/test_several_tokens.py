@@ -196,17 +196,6 @@ def test_every_analysis_takes_them_or_says_why_not(
         call(function, model, longer)
 
 
-def test_answers_that_begin_alike_share_a_row() -> None:
-    """No place is read twice: after the first "5", the second row reads the logits after "2"."""
-    rows = _pairs().forced
-    assert rows.pair.tolist() == [0, 0, 1, 2]
-    added = [row[end:].tolist() for row, end in zip(rows.clean, (6, 6, 5, 4), strict=True)]
-    assert [row[:2] for row in added] == [[5, 7], [2, 0], [3, 4], [1, 2]]
-    places = [row.nonzero()[:, 0].tolist() for row in rows.read]
-    assert places == [[5, 6, 7], [6], [4, 5, 6], [3, 4, 5]]
-    assert rows.where[0].tolist() == [[0, 1, 0], [0, 1, 2], [0, 1, 0], [0, 3, 0]]
-
-
 # ---- attribution ---------------------------------------------------------------------------------
 
 
