@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 from made_tokenizers import byte_level, sentencepiece
 from reading import Reader
-from transformers import AutoTokenizer
 
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.prompts import REQUEST, chat_start
@@ -52,17 +49,10 @@ def _smollm2() -> Any:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "real"])
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 def test_a_prompt_begins_what_the_assistant_says(kind: str) -> None:
-    if kind == "real":
-        folder = os.environ.get("SPARSE_TL_SMOLLM2")
-        if not folder or not Path(folder).is_dir():
-            pytest.skip("set SPARSE_TL_SMOLLM2 to the folder of SmolLM2-135M-Instruct")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = _model(tokenizer, tokenizer.chat_template)
-    else:
-        tokenizer = _smollm2() if kind == "byte_level" else sentencepiece("The", *WORDS)
-        model = _model(tokenizer, SMOLLM2 if kind == "byte_level" else LLAMA)
+    tokenizer = _smollm2() if kind == "byte_level" else sentencepiece("The", *WORDS)
+    model = _model(tokenizer, SMOLLM2 if kind == "byte_level" else LLAMA)
     begun = "<s>[INST] Continue the text. [/INST] " if kind == "sentencepiece" else BEGUN
     assert REQUEST == "Continue the text."
     pairs = PromptPairs.from_texts(model, ROWS, chat=True)
