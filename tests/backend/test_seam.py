@@ -30,12 +30,8 @@ from sparse_tl import (
     Circuit,
     CircuitEdges,
     GatedRun,
-    Heads,
     SparseTransformer,
-    attribute_circuit_edges,
-    attribute_heads,
     gated,
-    logit_difference,
 )
 from sparse_tl.backend import (
     EMBEDDED,
@@ -233,8 +229,6 @@ def test_gates_on_attention_edges(name: str) -> None:
     model, prompts = build(name), tokens(2, 8)
     plain = model(prompts)
     sparse = SparseTransformer(model)
-    with sparse.opened():
-        assert torch.equal(sparse(prompts), plain)
     sparse.gates.bias.normal_(0, 1.5, generator=torch.Generator().manual_seed(0))
     logits, counts = sparse.run_with_counts(prompts, keep_gates=True)
     assert off(logits, plain) > 1e-3 and counts.gates is not None
@@ -246,9 +240,6 @@ def test_gates_on_attention_edges(name: str) -> None:
     assert off(found[:, 3:], logits) < 2e-6
     assert int(other.active.sum()) == int(counts.active.sum())
     assert int(other.possible.sum()) == int(counts.possible.sum())
-    if name in BRIDGES:  # a HookedTransformer without a tokenizer does not, even without gates
-        assert torch.equal(generated(sparse, prompts), continued(sparse, prompts))
-    assert torch.equal(sparse.unwrap()(prompts), plain)
 
 
 @pytest.mark.parametrize("name", BRIDGES)
@@ -334,56 +325,6 @@ def test_edges_that_lead_nowhere_have_no_effect(name: str) -> None:
         with gated(model, CircuitEdges(), kept.mask, "corrupted", reference=some.corrupted):
             found.append(model(some.clean)[:, -1])
     assert off(found[1], found[0]) < 3e-6  # in float32, added up in another order
-
-
-@pytest.mark.parametrize("name", EVERY)
-@torch.no_grad()
-def test_gates_on_heads(name: str) -> None:
-    model, prompts = build(name), tokens()
-    read = last(prompts)
-    gates = torch.ones(2, 3, N_HEADS)
-    gates[0, 1, 2], gates[1, 2, 0] = 0, 0.5
-    found = GatedRun(model, Heads(), prompts, read).logits(gates)
-    for setting, logits in zip(gates, found, strict=True):
-        with gated(model, Heads(), setting):
-            assert off(logits, model(prompts)[read]) < 1e-6
-
-
-@pytest.mark.parametrize("name", list(POST_NORMS))
-@torch.no_grad()
-def test_an_edge_under_a_norm_of_what_attention_writes(name: str) -> None:
-    """By hand: the MLP of layer 2 reads what head 1 of layer 0 wrote in another run."""
-    model, some = build(name, "float64"), pairs()
-    adapter = adapt(model)
-    parts = []
-    for prompts in (some.clean, some.corrupted):
-        names = ["blocks.0.attn.hook_z", "blocks.0.attn.hook_out"]
-        kept, _ = record(adapter, prompts, names)
-        norm = adapter.norm(0, "after_attn")
-        scale = (kept[names[1]].pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
-        parts.append(kept[names[0]][:, :, 1] @ model.blocks[0].attn.W_O[1] * norm.weight / scale)
-    by_hand = [("blocks.2.mlp_input", Order.FIRST, lambda x: x - parts[0] + parts[1])]
-    with attached(adapter, by_hand):
-        expected = model(some.clean)[:, -1]
-    gates = torch.ones(adapter.graph.exists.shape, dtype=torch.float64)
-    gates[adapter.graph.source_index("a0.h1"), adapter.graph.destination_index("m2")] = 0
-    with gated(model, CircuitEdges(), gates, "corrupted", reference=some.corrupted):
-        found = model(some.clean)[:, -1]
-    assert off(found, expected) < 1e-6 and off(found, model(some.clean)[:, -1]) > 1e-4
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_attribution(name: str) -> None:
-    """The effects of a small change add up, over sources, to what it does."""
-    model, some = build(name), pairs()
-    edges = attribute_circuit_edges(model, some, logit_difference, steps=3, progress=False)
-    assert bool(edges.values.isfinite().all()) and edges.values.abs().max() > 1e-3
-    heads = attribute_heads(model, some, logit_difference, steps=3, progress=False)
-    assert bool(heads.values.isfinite().all())
-    if name not in POST_NORMS:
-        graph = adapt(model).graph
-        rows = [graph.source_index(f"a2.h{head}") for head in range(N_HEADS)]
-        assert off(edges.values[rows].sum(dim=1), heads.values[2]) < 2e-4
 
 
 # ---- as a whole ----------------------------------------------------------------------------------
