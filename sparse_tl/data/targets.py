@@ -133,7 +133,7 @@ class TargetDataset(Rows):
         Args:
             tokenizer: a Hugging Face tokenizer.
             records: dictionaries with a text and a target, or a data frame. A file of JSON lines
-                is read by ``pandas.read_json(file, lines=True)``.
+                is read by ``pandas.read_json(file, lines=True, dtype=False)``.
             text: key of the text.
             target: key of the target.
             **options: further arguments of `from_texts`.
