@@ -213,7 +213,7 @@ def cells_of(job: HeadRolesJob) -> list[Cell]:
     """
     if not job.model:
         return _built_in_cells(job)
-    rows = [_row(name, job.prompts) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
+    rows = [_row(name, job.prompts, job.seed) for name in dict.fromkeys(job.tasks or QUESTION_SETS)]
     columns = titled(job.model)
     for model in job.model:
         if Path(model).is_dir() or Path(model).suffix == ".gguf":
@@ -259,14 +259,15 @@ def _built_in_cells(job: HeadRolesJob) -> list[Cell]:
     ]
 
 
-def _row(name: str, n: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
+def _row(name: str, n: int, seed: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
     """A task's name, title and prompts. Reads its source, so that errors come before long work."""
     kind, _, source = name.partition("=")
     if kind == "text":
         next(iter(read_documents(source)), None)
         return "text", f"Text: {Path(source).stem}", partial(_windows, source, n)
     if task := TASKS_BY_NAME.get(name):
-        return name, task.title, lambda model: TargetDataset.from_pairs(task.pairs(model, n))
+        prompts = partial(task.pairs, n=n, seed=seed)
+        return name, task.title, lambda model: TargetDataset.from_pairs(prompts(model), seed=seed)
     questions = QUESTION_SETS[kind]
     questions.questions(source or None, 2)
     return kind, questions.title, partial(questions.load, n=n, source=source or None)

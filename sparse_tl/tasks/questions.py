@@ -65,7 +65,8 @@ class QuestionSet:
 
     def questions(self, source: str | Path | None, n_rows: int) -> list[Question]:
         """The questions in the first rows of a source, as in `load`."""
-        rows = read_rows(source or self.source, self.split, n_rows)
+        source = source or self.source
+        rows = read_rows(source, self.split, n_rows)
         try:
             return self.build(rows)
         except (KeyError, TypeError, IndexError) as error:
