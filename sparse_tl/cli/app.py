@@ -172,11 +172,12 @@ def show(title: str, table: pd.DataFrame) -> None:
 
     if not isinstance(table.index, pd.RangeIndex):
         table = table.reset_index(names="")
-    drawn = Table(title=escape(title))
+    drawn = Table(title=escape(title), show_edge=False)
     shown = table.apply(lambda column: column.map(_cell, na_action=None))
     for index, (name, cells) in enumerate(shown.items()):
         words = all(isinstance(cell, str) for cell in table.iloc[:, index])
-        least = min(max(map(len, cells)), 8)  # longer ones are broken in a narrow terminal
+        longest = max(map(len, cells))
+        least = longest if longest <= 12 else 8  # longer ones are broken in a narrow terminal
         how: Any = {"justify": "left" if words else "right", "min_width": least}
         drawn.add_column(escape(str(name).replace("_", " ")), overflow="fold", **how)
     for row in shown.itertuples(index=False):

@@ -13,6 +13,9 @@ from sparse_tl.backend import EMBEDDED, Model, adapt, record, relevance_rules
 
 Build = Callable[..., Model]
 
+WITHOUT_BIASES = ("sequential", "parallel", "grouped", "folded", "folded_rms")
+"""Kinds whose attention reads nothing else than the stream, once biases are 0."""
+
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 
@@ -48,7 +51,7 @@ def test_values_stay_bit_for_bit(build_tiny: Build, kind: str) -> None:
     assert torch.equal(_gradient(model, tokens)[2], plain), "the rules are gone after the block"
 
 
-@pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "folded", "folded_rms"])
+@pytest.mark.parametrize("kind", [kind for kind in WITHOUT_BIASES if kind in MORE_KINDS])
 def test_relevance_is_conserved(build_tiny: Build, kind: str) -> None:
     """One token, no biases: attention is linear, and the logit is gradient . input."""
     model = _without_biases(shaken(build_tiny(**MORE_KINDS[kind], dtype="float64")))

@@ -86,7 +86,7 @@ def test_lambda_steers_the_edges_along_a_line(build_echo: Build, echo_rows: Rows
     """From 40 edges to 10, fast at first."""
     steered: dict[str, Any] = {"target_edges": 10 / 0.98, "steered": True}
     objective = _objective(SparseTransformer(build_echo()), n_groups=2, steered=steered)
-    by_hand, batch = _constraint(2), echo_rows(4)
+    by_hand, batch = _constraint(2, **steered), echo_rows(4)
     gap = torch.tensor([0.3, 0.9], dtype=torch.float64)
     for edges, done, line in (
         (40.0, 0.0, 40.0),
