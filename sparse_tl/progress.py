@@ -29,14 +29,15 @@ def tracked(
         shown: False to show nothing.
         done: number of pieces done before, when resuming.
     """
+    on_screen = _in_notebook() or sys.stderr.isatty()
     bar = tqdm(
         desc=title,
         total=total,
         initial=done,
         disable=not shown,
-        file=_output(),
+        file=_output() if on_screen else _Log(),
         delay=DELAY,
-        mininterval=PAUSE if _in_notebook() or sys.stderr.isatty() else LOG_PAUSE,
+        mininterval=PAUSE if on_screen else LOG_PAUSE,
         miniters=1,  # look at the clock after each piece, since they do not take equally long
         dynamic_ncols=True,
     )
@@ -53,6 +54,19 @@ def tracked(
 def say(line: str) -> None:
     """Write a line below the cell in a notebook, or else to standard error."""
     print(line, file=_output(), flush=True)
+
+
+class _Log:
+    """Standard error in a file, where each update of a bar is a line."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> None:
+        if text := text.strip():  # not what ends a bar on a screen
+            sys.stderr.write(f"{text}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _output() -> Any:
