@@ -469,7 +469,9 @@ class HeadRolesJob(Job):
     batch_size: AtLeastOne = setting(16, "Prompts per update; 64 in the paper.")
     accumulate: AtLeastOne = setting(1, "Micro-batches per update, to save memory.", exclude=True)
     max_heads: AtLeastOne = setting(50, "Maximum number of heads to ablate.")
-    seed: Seed = setting(0, "Random seed for weights, data order and gate noise.", panel=RUN)
+    seed: Seed = setting(
+        0, "Random seed for prompts, weights, data order and gate noise.", panel=RUN
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> HeadRolesJob:
