@@ -305,7 +305,7 @@ class TextStream:
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows that are not left out; None until the end of the text is reached."""
-        self._rows, self._n_given = self._shuffled_rows(), 0
+        self._begin()
         # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
@@ -317,14 +317,17 @@ class TextStream:
         """
         first, end = step * self.batch_size, (step + 1) * self.batch_size
         if first < self._n_given:
-            self._rows, self._n_given = self._shuffled_rows(), 0
+            self._begin()
         try:
             rows = [*islice(self._rows, first - self._n_given, end - self._n_given)]
         except BaseException:  # which ends iterators
-            self._rows, self._n_given = self._shuffled_rows(), 0
+            self._begin()
             raise
         self._n_given = end
         return window_rows(torch.stack(rows), self.tokenizer, self.boundaries)
+
+    def _begin(self) -> None:
+        self._rows, self._n_given = self._shuffled_rows(), 0
 
     def _shuffled_rows(self) -> Iterator[Int[Tensor, " pos"]]:
         """The rows of the infinite sequence."""

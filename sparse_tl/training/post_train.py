@@ -25,6 +25,7 @@ from sparse_tl.arguments import (
     reason,
 )
 from sparse_tl.backend import (
+    Model,
     adapt,
     check_gates,
     check_raw,
@@ -194,6 +195,8 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream):
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
+        if isinstance(dense, Model):
+            dense = SparseTransformer(dense)  # once: a dense model would be wrapped for every batch
         validated = Validation(
             sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )

@@ -318,7 +318,6 @@ class PanelFigure(SelfContainedFigure):
             f'<div class="canvas">\n{self.light_svg}\n</div>\n'
             f'<div class="tip" role="tooltip" hidden></div>'
         )
-
         script, kind = self.page_script(), 'class="sparse-tl-circuit"'
         return interactive_html(kind, content, script, self.json)
 
