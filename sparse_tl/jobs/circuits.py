@@ -315,7 +315,7 @@ def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: median_size([numbers[name] for numbers in seeds])
         for name in seeds[0]
-        if not name.endswith(ENDS) and name != "heads"
+        if not name.endswith(ENDS) and name not in ("heads", "stopped")
     }
 
 
