@@ -118,6 +118,16 @@ def test_the_last_steps_of_pruning_run_the_circuit_that_is_returned(
     assert last == pytest.approx([found.searched.values.mean().item()] * 3, rel=0.02)
 
 
+def test_a_size_beyond_all_edges_is_refused_before_the_search(
+    build_tiny: Any, sampled: list[Tensor]
+) -> None:
+    model = build_tiny()
+    size = adapt(model).graph.n_edges + 1
+    with pytest.raises(ValueError, match=f"1..{size - 1}; it is {size}"):
+        prune_circuit_edges(model, random_pairs(), size=size, **QUIET)
+    assert not sampled
+
+
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The logits of all gates that are sampled."""

@@ -317,6 +317,8 @@ def prune_circuit_edges(
         NoEffectError: patching everything changes the metric of no pair.
     """
     graph = adapt(model).graph
+    if size > graph.n_edges:
+        raise ValueError(f"the size must be in 1..{graph.n_edges}; it is {size}")
     if start is not None:
         check_grid(graph, start.grid, CircuitGraph)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
