@@ -361,6 +361,13 @@ def _effect_by_hand(model: Any, graph: AttributionGraph, corrupted: Tensor, kind
     return (value(TOKENS, edits) - low) / (high - low)
 
 
+def test_of_a_long_text_the_beginning_is_read() -> None:
+    model = boot(plain_transformer("llama", "float64"))
+    text = torch.arange(2 * model.cfg.n_ctx) % model.cfg.d_vocab
+    whole, cut = (find_examples(model, [x], progress=False) for x in (text, text[: len(text) // 2]))
+    assert all(map(torch.equal, whole.values, cut.values))
+
+
 def test_examples_are_where_a_neuron_is_most_active() -> None:
     model, _ = load_addition_models()
     graph = attribution_graph(model, "36+28=", max_nodes=40)

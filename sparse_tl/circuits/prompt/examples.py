@@ -67,7 +67,7 @@ def find_examples(
         ValueError: there is no text, or the model cannot run one.
     """
     adapter, transcoders = adapt(model), transcoders_of(basis, adapt(model))
-    tokens = [prompt_tokens(model, text)[: adapter.n_ctx] for text in texts if len(text)]
+    tokens = [prompt_tokens(model, text, longest=adapter.n_ctx) for text in texts if len(text)]
     if not tokens:
         raise ValueError("there is no text to read")
     point = "mlp.hook_post" if transcoders is None else transcoders.input_hook

@@ -28,8 +28,10 @@ Answers = Token | Sequence[Token]
 """One token for all targets, or one token per target."""
 
 
-def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt, checked against the model, on the CPU."""
+def prompt_tokens(
+    model: HookedModel, prompt: Prompt, *, longest: int | None = None
+) -> Int[Tensor, " _"]:
+    """The tokens of a prompt, or the first `longest`, checked against the model, on the CPU."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(
@@ -43,6 +45,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
     else:
         tokens = prompt
+    tokens = tokens[:longest]
     check_tokens(adapt(model), tokens)
     return tokens.cpu()
 
