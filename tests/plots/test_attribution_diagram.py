@@ -75,6 +75,9 @@ def test_labels_and_groups_are_drawn(graphs: dict[str, AttributionGraph]) -> Non
     assert "plural" in figure.svg and 'data-node="both"' in figure.svg
     assert f'data-node="{strongest[1]}"' not in figure.svg
     assert figure.data["view"]["groups"] == {"both": strongest[1:]}
+    other = graph.with_labels({}, {"both": strongest[:2]})
+    figure = attribution_diagram({"one": named, "other": other})
+    assert figure.data["view"]["groups"] == {"both": [*strongest[1:], strongest[0]]}
 
 
 def test_panels_are_graphs_of_one_prompt(graphs: dict[str, AttributionGraph]) -> None:

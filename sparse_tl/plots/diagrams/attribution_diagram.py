@@ -72,7 +72,10 @@ def attribution_diagram(
     first = next(iter(panels.values()))
     rows, labels = _nodes(panels)
     index = {row[0]: number for number, row in enumerate(rows)}
-    groups = {name: nodes for graph in panels.values() for name, nodes in graph.groups.items()}
+    groups = dict[str, list[str]]()
+    for graph in panels.values():
+        for name, nodes in graph.groups.items():
+            groups[name] = [*dict.fromkeys([*groups.get(name, []), *nodes])]
     view = View(max_nodes, "influence", False, False, "sign", False, groups, (), labels)
     if state is not None:
         view = read_view(state, view)
