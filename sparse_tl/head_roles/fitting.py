@@ -200,7 +200,12 @@ def _fitted(
             checkpoint_every=fitting.checkpoint_every,
         ),
         trained={"theta": 1.0},
-        settings={"batch_size": fitting.batch_size, "lambda": objective.lambda_, **settings},
+        settings={
+            "batch_size": fitting.batch_size,
+            "record_every": fitting.record_every,
+            "lambda": objective.lambda_,
+            **settings,
+        },
         checkpoint=checkpoint,
         title=f"head gates {settings['stage']}",
         progress=progress,

@@ -217,6 +217,9 @@ def test_an_interrupted_fit_goes_on(
     assert calls["n"] <= 18 + 2 + 1
     for name in ("trajectories", "losses", "removed", "removed_together"):
         assert torch.equal(getattr(again, name), getattr(fitted, name)), name
+    # Its gates were recorded at other updates.
+    with pytest.raises(ValueError, match="record_every: 2 there, 3 here"):
+        fit_head_gates(model, _dataset(), **{**settings, "record_every": 3})
 
 
 # Bad input
