@@ -230,8 +230,7 @@ class Scores(OfPrompts):
             size: number of parts to keep.
             signed: ranking, as in `order`.
         """
-        if size > self.grid.n_parts:
-            raise ValueError(f"the size must be in 0..{self.grid.n_parts}; it is {size}")
+        check_size(self.grid, size)
         mask = torch.zeros(self.grid.exists.shape, dtype=torch.bool)
         mask[tuple(self.order(signed=signed)[:size].T)] = True
         return Circuit(self.grid, mask)
@@ -360,6 +359,12 @@ def check_grid(graph: CircuitGraph, grid: Grid, *kinds: type[Grid]) -> None:
     if not isinstance(grid, kinds) or whole not in (graph, graph.heads):
         nouns = " or ".join(kind.noun for kind in kinds)
         raise ValueError(f"these are parts of {grid!r}, not {nouns} of the model's own {graph!r}")
+
+
+def check_size(grid: Grid, size: int) -> None:
+    """Raise a ValueError if a circuit of a grid cannot have so many parts."""
+    if not 0 <= size <= grid.n_parts:
+        raise ValueError(f"the size must be in 0..{grid.n_parts}; it is {size}")
 
 
 def positioned(grid: Grid) -> PositionedGraph:

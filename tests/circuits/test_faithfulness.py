@@ -123,7 +123,7 @@ def test_a_size_beyond_all_edges_is_refused_before_the_search(
 ) -> None:
     model = build_tiny()
     size = adapt(model).graph.n_edges + 1
-    with pytest.raises(ValueError, match=f"1..{size - 1}; it is {size}"):
+    with pytest.raises(ValueError, match=f"0..{size - 1}; it is {size}"):
         prune_circuit_edges(model, random_pairs(), size=size, **QUIET)
     assert not sampled
 

@@ -16,6 +16,7 @@ from sparse_tl.circuits import (
     circuit_sizes_per_prompt,
     evaluate_circuit_edges,
 )
+from sparse_tl.circuits.methods import search
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.metrics import NoEffectError, logit_difference
 
@@ -100,3 +101,11 @@ def test_a_pair_that_falls_short_is_infinite(model: Model, pairs: PromptPairs) -
     ask = {"progress": False, "steps": 1}
     found = circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[0], **ask)
     assert found.sizes.tolist() == [math.inf] * len(pairs)
+
+
+def test_sizes_beyond_all_edges_are_refused_before_any_pass(
+    linear: Model, pairs: PromptPairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "attribute_circuit_edges", pytest.fail)
+    with pytest.raises(ValueError, match=r"in 0\.\.\d+; it is 9999"):
+        circuit_sizes_per_prompt(linear, pairs, logit_difference, sizes=[5, 9999], progress=False)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.circuit import Circuit, Scores, check_grid
+from sparse_tl.circuits.circuit import Circuit, Scores, check_grid, check_size
 from sparse_tl.circuits.evaluation import Evaluation, evaluated
 from sparse_tl.circuits.pair_runs import PairRuns, settings_at_once, value_of
 from sparse_tl.contexts import autograd
@@ -317,8 +317,7 @@ def prune_circuit_edges(
         NoEffectError: patching everything changes the metric of no pair.
     """
     graph = adapt(model).graph
-    if size > graph.n_edges:
-        raise ValueError(f"the size must be in 1..{graph.n_edges}; it is {size}")
+    check_size(graph, size)
     if start is not None:
         check_grid(graph, start.grid, CircuitGraph)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
 from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.circuits.circuit import Circuit, Scores
+from sparse_tl.circuits.circuit import Circuit, Scores, check_size
 from sparse_tl.circuits.curves import EffectCurve, median_size
 from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
 from sparse_tl.circuits.methods.attribution import Method, attribute_circuit_edges, attribute_heads
@@ -450,12 +450,14 @@ def circuit_sizes_per_prompt(
         sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
         batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
     """
+    graph = adapt(model).graph
+    top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
+    for size in top_sizes:
+        check_size(graph, size)
     options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
     scores = attribute_circuit_edges(
         model, pairs, metric, by_pair=True, batch_size=batch_size, **options
     )
-    graph = scores.grid
-    top_sizes = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
     needed = []
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
     with torch.no_grad(), tracked("circuits of single prompts", len(pairs), progress) as step:
