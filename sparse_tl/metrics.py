@@ -114,8 +114,8 @@ def check_wrong(pairs: PromptPairs) -> None:
 
 
 def divergence(logits: Logits, reference: Logits) -> PerPair:
-    """``KL(reference || logits)`` of the next-token distributions, in nats."""
-    log_q, log_p = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+    """``KL(reference || logits)`` of the next-token distributions, in nats, at least in float32."""
+    log_q, log_p = log_probabilities(reference), log_probabilities(logits)
     return (log_q.exp() * (log_q - log_p)).sum(dim=-1)
 
 
@@ -193,7 +193,8 @@ def _by_answer(
 ) -> tuple[Float[Tensor, "pair answer"], Float[Tensor, "pair wrong"]]:
     """Values summed over the tokens of each right and each wrong answer; -inf where there is none.
 
-    The values are those of every output at the positions that the pairs read.
+    The values are those of every output at the positions that the pairs read; the sums are in at
+    least float32.
     """
     tokens, n_vocab = pairs.tokens, values.shape[1]
     if bool((tokens >= n_vocab).any()):
@@ -202,7 +203,8 @@ def _by_answer(
             "them. Where d_vocab_out differs from d_vocab, output tokens have their own numbers."
         )
     picked = values[pairs.forced.where, tokens.clamp(min=0)]
-    sums = picked.where(tokens != NO_TOKEN, 0).sum(dim=2)
+    precise = torch.promote_types(values.dtype, torch.float32)
+    sums = picked.where(tokens != NO_TOKEN, 0).sum(dim=2, dtype=precise)
     sums = sums.masked_fill(tokens[..., 0] == NO_TOKEN, -torch.inf)
     right, wrong = sums.split([pairs.answers.shape[1], pairs.wrong.shape[1]], dim=1)
     return right, wrong

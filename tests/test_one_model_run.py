@@ -13,7 +13,14 @@ from tiny import save_small_task_models
 
 from sparse_tl.backend import load_model
 from sparse_tl.circuits import AttributionGraph, HeadBehaviour, find_examples, head_behaviour
-from sparse_tl.jobs import one_model, run_graph, run_head_behaviour
+from sparse_tl.jobs import (
+    one_model,
+    run_addition,
+    run_circuits,
+    run_graph,
+    run_head_behaviour,
+    run_post_training,
+)
 from sparse_tl.tasks import GreaterThanTask, IOITask
 
 QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
@@ -76,3 +83,22 @@ def test_the_graph_of_a_prompt_in_two_models(
     assert "sparse" in (tmp_path / "graph.html").read_text()
     monkeypatch.setattr(one_model, "load_named_model", _refuse)
     run_graph(tmp_path, **asked)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        run_addition,
+        run_circuits,
+        partial(run_graph, model="none", prompt="a"),
+        partial(run_post_training, model="none", prompt="a"),
+    ],
+)
+def test_what_cannot_be_drawn_is_not_begun(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**35, 2**35))
+    with pytest.raises(MemoryError, match="address space"):
+        job(tmp_path / "out", **QUIET)
+    assert not (tmp_path / "out").exists()

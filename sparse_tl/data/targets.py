@@ -16,7 +16,7 @@ from sparse_tl.arguments import Count, Seed, checked
 from sparse_tl.data.batches import Rows, TokenBatch, refuse_rows
 from sparse_tl.data.documents import json_rows
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
-from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together
+from sparse_tl.data.prompts import Encoder, added_text, prompt_start, start_in_words, together
 
 
 @checked
@@ -188,14 +188,14 @@ class TargetDataset(Rows):
         return self.select(order[n_held_out:]), self.select(order[:n_held_out])
 
     def to_records(self, tokenizer: Any) -> list[dict[str, str]]:
-        """Human-readable rows: the text before the first target token, and the target."""
+        """Human-readable rows: the text before the first target token, and what the target adds."""
         records = []
         for row in range(len(self)):
             one = self.rows.select(slice(row, row + 1)).trimmed(causal=True)
             read = one.loss_mask[0].nonzero()[:, 0]
-            text = tokenizer.decode(one.tokens[0, : int(read[0]) + 1].tolist())
-            target = tokenizer.decode(one.labels[0, read].tolist())
-            records.append({"text": text, "target": target})
+            before = one.tokens[0, : int(read[0]) + 1].tolist()
+            target = added_text(tokenizer, before, one.labels[0, read].tolist())
+            records.append({"text": tokenizer.decode(before), "target": target})
         return records
 
     def __repr__(self) -> str:

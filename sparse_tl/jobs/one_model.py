@@ -13,6 +13,7 @@ from sparse_tl.jobs.head_roles import titled
 from sparse_tl.jobs.own_pairs import OwnPairs
 from sparse_tl.jobs.settings import OWN_PAIRS, GraphJob, HeadBehaviourJob, takes
 from sparse_tl.plots import attribution_diagram
+from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import write_csv
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.zoo import load_examples, load_named_model
@@ -54,7 +55,9 @@ def run_graph(out: Path, job: GraphJob) -> dict[str, AttributionGraph]:
 
     Raises:
         ValueError: a setting is invalid, or as in `attribution_graph`.
+        MemoryError: the address space of this process is limited.
     """
+    check_address_space()
     folder, graphs = RunFolder(out, job), {}
     target: Any = job.target if job.minus is None else (job.target, job.minus)
     for title, name in titled(job.model).items():

@@ -34,6 +34,7 @@ from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.jobs.folder import RunFolder, SparseRun, save_figures
 from sparse_tl.jobs.settings import OWN, PostTrainingJob, group_name, takes
+from sparse_tl.plots.page.rendering import check_address_space
 from sparse_tl.storage.files import read_json, write_csv, write_json
 from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, compare_skills
 from sparse_tl.training import Target, post_train, sampled_windows, short_rows
@@ -179,7 +180,10 @@ def run_post_training(out: Path, job: PostTrainingJob) -> SparseRun:
 
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
+        MemoryError: there is a prompt to draw, and the address space of this process is limited.
     """
+    if job.prompt is not None:
+        check_address_space()
     target = Target.parse(job.target_loss, job.target_edges)
     device = job.device
     if job.shard:

@@ -423,7 +423,7 @@ class GraphJob(Job):
         None, "Token whose logit is explained. Default: the prediction.", "TEXT", INPUT
     )
     minus: str | None = setting(None, "Token whose logit is subtracted.", "TEXT", INPUT)
-    nodes: AtLeastOne = setting(300, "Maximum number of nodes.")
+    nodes: AtLeastOne = setting(300, "Maximum number of nodes, besides tokens and the target.")
     examples: bool = setting(
         False, "Where neurons are active in text that the model writes; takes minutes, once."
     )

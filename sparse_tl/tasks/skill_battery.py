@@ -229,7 +229,7 @@ def compare_skills(
     Args:
         dense: the dense model; a sparse one is run with its gates open and its adapters off.
         sparse: the sparse model, with the same tokenizer.
-        families: families of prompts; any tasks.
+        families: families of prompts; any tasks with answers of a single token.
         leave_out: names of families that a training group came from.
         n: number of prompts per family, or as many as there are.
         seed: random seed for the prompts.
@@ -257,7 +257,8 @@ def compare_skills(
             if task.name not in leave_out:
                 try:
                     pairs = _distinct(task.pairs(dense, n, seed=seed))
-                except ValueError as error:  # the tokenizer lacks the task's words
+                    pairs = pairs.of_one_token("the next token is compared")
+                except ValueError as error:  # the tokenizer lacks the task's words as tokens
                     row["outcome"] = f"not measured: {error}"
                 else:
                     row |= _measured(sparse, reference, pairs, batch_size)

@@ -181,6 +181,16 @@ def test_metrics_by_hand() -> None:
     assert divergence(uniform, logits)[0].item() == pytest.approx(expected)
 
 
+def test_metrics_of_half_precision_logits_are_computed_in_single() -> None:
+    """Computed in bfloat16, a divergence of 7e-6 nats was 4e-4."""
+    pairs, generator = _pairs(), torch.Generator().manual_seed(0)
+    logits = (20 * torch.rand(2, 7, generator=generator)).bfloat16()
+    moved = (logits * 1.01).bfloat16()
+    assert torch.equal(divergence(moved, logits), divergence(moved.float(), logits.float()))
+    for metric in (logit_difference, margin):
+        assert torch.equal(metric(logits, pairs), metric(logits.float(), pairs))
+
+
 def test_metrics_that_are_none() -> None:
     pairs, logits = _pairs(), torch.zeros(2, 7)
     bad: list[tuple[Tensor, str]] = [

@@ -79,7 +79,7 @@ TEXTS = ["The attack lasted from the year 17 32 to the year 17", "def"]
 def test_texts_and_targets(tokenizer: Any) -> None:
     found = TargetDataset.from_texts(tokenizer, TEXTS, [" 45", " (self,"])
     said = found.to_records(tokenizer)
-    assert [row["target"] for row in said] == ["45", "(self,"]
+    assert [row["target"] for row in said] == [" 45", " (self,"], "as they were given"
     assert said[0]["text"] == TEXTS[0]
     assert found.n_targets == 2
 

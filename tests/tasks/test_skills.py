@@ -17,7 +17,8 @@ from tiny import tiny_model
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import SparseTransformer, compare_skills, load_language_model
-from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison
+from sparse_tl.data.pairs import PairTexts
+from sparse_tl.tasks import BATTERY, TASKS_BY_NAME, CompletionTask, SkillComparison, Task
 from sparse_tl.tasks.skill_battery import numbers, sign_test, wilson_interval
 
 ROWS = [["up", "down", "up|in"], ["in", "out", "in"], ["hot and wet", "cold|dry", "up"]]
@@ -74,6 +75,17 @@ def _models() -> tuple[Any, SparseTransformer]:
     size: dict[str, Any] = {"tokenizer": tokenizer, "d_vocab": len(tokenizer), "n_ctx": 32}
     sparse = SparseTransformer(tiny_model(seed=5, **size), initial_threshold=0.2)
     return tiny_model(seed=0, **size), sparse
+
+
+def test_a_family_with_answers_of_several_tokens_is_not_measured() -> None:
+    """Only the next token is compared; tokens of one answer counted as prompts of their own."""
+
+    class Pair(Task):
+        def drawing(self, *given: Any) -> Any:
+            return lambda: PairTexts("up not", "up not", (" down in",), (" in down",))
+
+    found = compare_skills(*_models(), [Pair(name="pair", title="Pair")], n=2, progress=False)
+    assert "single token" in found.table["outcome"][0] and found.left_out == found.kept == []
 
 
 @pytest.mark.parametrize("batch_size", [64, 4])
