@@ -55,7 +55,8 @@ class DrivingToken:
     Args:
         clean: activation of the neuron at the token.
         corrupted: activation at that position of the corrupted prompt.
-        score: first-order effect of patching it there, on this pair, in units of the metric.
+        score: first-order effect of patching it there, on this pair, in units of the metric; with
+            answers of several tokens, in the row of one answer.
     """
 
     pair: int
@@ -83,8 +84,9 @@ class NeuronEffects(OfPrompts):
         n_pairs: number of prompt pairs.
         effect: exact change of the metric, mean over pairs; NaN for neurons that were only scored.
         score: first-order estimate of the effect, mean over pairs.
-        clean: activation at the token with the largest ``|score|`` of a pair, mean over pairs.
-        corrupted: activation there in the corrupted prompts, mean over pairs.
+        clean: activation at the token with the largest ``|score|`` of a pair, mean over pairs; with
+            answers of several tokens, of the row of each answer.
+        corrupted: activation there in the corrupted prompts, likewise.
         tokens: tokens at which each exactly patched neuron acts most, by name of the neuron.
         promotes: tokens whose logits the output of the neuron raises most, given the sign of its
             clean activation.
