@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -90,6 +91,16 @@ def test_groups_weigh_the_same_in_micro_batches(
         run = late_step(sparse, objective, stream, accumulate=accumulate)
         sizes.append(run.state.history[-1]["size"])
     assert sizes[1] == pytest.approx(sizes[0], rel=1e-9)
+
+
+def test_a_group_that_no_batch_had_yet_is_in_a_checkpoint(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    rows = replace(echo_rows(seed=1), groups=torch.arange(len(echo_rows())) % 2)
+    for _ in range(2):  # the second run is read from the checkpoint of the first
+        sparse = SparseTransformer(build_echo(), initial_bias=0.0)
+        found = short_run(sparse, echo_rows, validation=rows, steps=2, checkpoint=tmp_path / "run")
+        assert found.history["step"].tolist() == [0, 1, 2]
 
 
 def test_rows_of_one_length_are_joined_without_padding(echo_rows: Rows) -> None:
