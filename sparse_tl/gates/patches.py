@@ -86,10 +86,9 @@ class PatchValues:
         value = self.values[name]
         n_prompts = len(like) // n_stack
         if self.patch == "resample":
-            if self.rows is None or len(like) % len(self.rows):
+            if self.rows is None or len(self.rows) != n_prompts:
                 self.rows = torch.randint(len(value), (n_prompts,), generator=self._generator)
-            # Where gates of another stack repeat the prompts, all copies get the same reference.
-            value = value[self.rows.repeat(len(like) // len(self.rows)).to(value.device)]
+            value = value[self.rows.to(value.device)]
         if isinstance(self.patch, str):
             value = _columns(name, value, like, start)
         if value.ndim == like.ndim and len(value) not in (1, len(like)):

@@ -315,7 +315,10 @@ class Run:
             ranks.check_alike({f"the batch of step {step}": batch.digest()})
         if step == 0:
             self.state.first_batch = batch.digest()
-        pieces = batch.split(math.ceil(len(batch) / config.accumulate))
+        # Rows of all groups in every piece: the groups of a batch follow one another.
+        turns = torch.arange(len(batch), device=batch.tokens.device) % config.accumulate
+        in_turn = batch.select(turns.argsort(stable=True))
+        pieces = in_turn.split(math.ceil(len(batch) / config.accumulate))
         self.objective.begin(batch)
         measured: dict[str, float] = {}
         done = step / config.steps

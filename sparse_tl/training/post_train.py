@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -298,7 +297,8 @@ class SparsityObjective(Objective):
         # Of several ranks, a rank gets other rows in every epoch.
         kept = KEPT if processes().num_processes == 1 else 0
         self._predictions = None if self.dense is None else DensePredictions(self.dense, kept)
-        self._sizes = torch.full_like(self.constraint.budget, math.inf)
+        unknown = torch.finfo(self.constraint.budget.dtype).max  # JSON has no infinity
+        self._sizes = torch.full_like(self.constraint.budget, unknown)
         self._shares = torch.ones(1)
         self._summed = self._rows = torch.zeros_like(self.constraint.budget)
 

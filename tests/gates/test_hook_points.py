@@ -27,6 +27,18 @@ def test_a_gate_interpolates_between_clean_and_patch(build_tiny, tokens):
         torch.testing.assert_close(seen["a"], gate * clean + (1 - gate) * corrupted[name])
 
 
+@torch.no_grad()
+def test_prompts_after_a_single_one_have_reference_prompts_of_their_own(build_tiny, tokens):
+    model, name = build_tiny("plain"), "blocks.0.hook_mlp_out"
+    reference = torch.randint(0, 13, (20, 6), generator=torch.Generator().manual_seed(2))
+    many = tokens.repeat(8, 1)
+    gates = torch.zeros(1, model.cfg.d_model)
+    with gated(model, HookPoints([name], (2,)), gates, "resample", reference=reference):
+        model(many[:1])
+        found = model.run_with_cache(many)[1][name]
+    assert len(found.unique(dim=0)) > 4
+
+
 def test_positions_and_residual_dimensions_can_be_gated(build_tiny, tokens):
     model = build_tiny("plain")
     name = "blocks.1.hook_resid_pre"

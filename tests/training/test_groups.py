@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from short_runs import Build, Rows, short_run
+from short_runs import Build, Rows, late_step, short_run
 
 from sparse_tl.backend import Model
 from sparse_tl.data import MixedStream, PromptPairs, ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training import PostTraining, evaluate_held_out
-from sparse_tl.training.post_train import LEARNING_RATE
+from sparse_tl.training import LossConstraint, PostTraining, evaluate_held_out
+from sparse_tl.training.post_train import LEARNING_RATE, SparsityObjective
 
 
 def _rows(echo_rows: Rows, seed: int = 0) -> dict[str, TokenBatch]:
@@ -76,6 +77,30 @@ def test_a_mixed_stream_holds_a_batch_of_each(echo_rows: Rows) -> None:
     assert batch.attention_mask is not None
     assert batch.attention_mask.sum(dim=1).tolist() == [8] * 16 + [6] * 16
     assert torch.equal(batch.loss_labels(), torch.cat([long.loss_labels(), short.loss_labels()]))
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_groups_weigh_the_same_in_micro_batches(
+    build_echo: Build, echo_rows: Rows, pieces: int
+) -> None:
+    """Each piece has rows of all groups, else the size of those with few labels hardly counts."""
+    stream, sizes = MixedStream(_streams(echo_rows)), list[float]()
+    for accumulate in (1, pieces):
+        sparse = SparseTransformer(build_echo(), initial_bias=0.0).double()
+        objective = SparsityObjective(sparse, None, LossConstraint(torch.ones(2).double()))
+        run = late_step(sparse, objective, stream, accumulate=accumulate)
+        sizes.append(run.state.history[-1]["size"])
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-9)
+
+
+def test_a_group_that_no_batch_had_yet_is_in_a_checkpoint(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    rows = replace(echo_rows(seed=1), groups=torch.arange(len(echo_rows())) % 2)
+    for _ in range(2):  # the second run is read from the checkpoint of the first
+        sparse = SparseTransformer(build_echo(), initial_bias=0.0)
+        found = short_run(sparse, echo_rows, validation=rows, steps=2, checkpoint=tmp_path / "run")
+        assert found.history["step"].tolist() == [0, 1, 2]
 
 
 def test_rows_of_one_length_are_joined_without_padding(echo_rows: Rows) -> None:

@@ -59,7 +59,8 @@ def test_a_step_is_that_of_float32_weights_under_their_rounded_values(
     copy = adapt(half).copy()
     weights = read_parameters(copy)
     for step in range(4):
-        for piece in stream.batch(step).split(8):
+        for start in range(2):
+            piece = stream.batch(step).select(slice(start, None, 2))
             loss, _ = PlainLoss(copy).measure(piece, torch.Generator(), 0.0)
             found = torch.autograd.grad(loss / 2, list(weights.values()), allow_unused=True)
             for master, gradient in zip(by_hand.values(), found, strict=True):
