@@ -150,7 +150,7 @@ class TokenBatch(Rows):
         return [self.select(slice(*piece)) for piece in pairwise([*bounds, len(self)])]
 
     def shard(self, rank: Count, n_ranks: AtLeastOne) -> TokenBatch:
-        """The rows of one of several ranks: every n-th row, after sorting rows with a label first.
+        """The rows of one of several ranks or parts: every n-th, after sorting labelled ones first.
 
         Raises:
             ValueError: there are fewer rows with a label than ranks.

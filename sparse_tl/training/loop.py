@@ -315,10 +315,9 @@ class Run:
             ranks.check_alike({f"the batch of step {step}": batch.digest()})
         if step == 0:
             self.state.first_batch = batch.digest()
-        # Rows of all groups in every piece: the groups of a batch follow one another.
-        turns = torch.arange(len(batch), device=batch.tokens.device) % config.accumulate
-        in_turn = batch.select(turns.argsort(stable=True))
-        pieces = in_turn.split(math.ceil(len(batch) / config.accumulate))
+        # Of every n-th row each: the groups of a batch follow one another, and pieces need all.
+        n_pieces = max(1, min(config.accumulate, int(batch.loss_mask.any(dim=1).sum())))
+        pieces = [batch.shard(piece, n_pieces) for piece in range(n_pieces)]
         self.objective.begin(batch)
         measured: dict[str, float] = {}
         done = step / config.steps
