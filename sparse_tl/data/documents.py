@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import pandas as pd
+
 from sparse_tl.arguments import checked
 
 
@@ -21,14 +23,15 @@ def read_documents(
     split: str = "train",
     column: str = "text",
 ) -> Documents:
-    """The non-empty documents of text files, or of a Hugging Face dataset (streamed).
+    """The non-empty documents of files, a data frame or a Hugging Face dataset (streamed).
 
     Args:
-        source: a path or a list of paths; the name of a dataset, with its configuration after a
-            colon if needed; or a dataset or any other iterable of rows that can be restarted.
+        source: a path or a list of paths, of text or of ``.jsonl``, ``.csv`` and ``.parquet`` rows;
+            the name of a dataset, with its configuration after a colon if needed; or a data frame,
+            a dataset or any other iterable of rows that can be restarted.
         separator: string between documents in a text file.
         split: split of the dataset.
-        column: the dataset column, or the key in a ``.jsonl`` file's rows, that holds the text.
+        column: the column, or the key in a ``.jsonl`` file's rows, that holds the text.
 
     Raises:
         ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
@@ -38,7 +41,8 @@ def read_documents(
             return Documents(dataset_rows(source, split), column, f"dataset {source}")
         source = [source]
     if not isinstance(source, (list, tuple)) or not all(isinstance(x, (str, Path)) for x in source):
-        return Documents(source, column, f"the {type(source).__name__}")
+        rows = source.to_dict("records") if isinstance(source, pd.DataFrame) else source
+        return Documents(rows, column, f"the {type(source).__name__}")
     paths = [Path(path) for path in source]
     for path in paths:
         if not path.is_file():  # say so now, not when its turn comes
@@ -108,7 +112,7 @@ def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Files:
-    """Documents of text files: the texts between separators, or the rows of .jsonl files."""
+    """Documents of files: the texts between separators, or the rows of tables."""
 
     def __init__(self, paths: list[Path], separator: str, column: str) -> None:
         self.paths, self.separator, self.column = paths, separator, column
@@ -118,6 +122,8 @@ class _Files:
             if path.suffix == ".jsonl":
                 rows = ((name, row) for name, row in json_rows(path) if row is not None)
                 texts = (_text_of(row, self.column, name) for name, row in rows)
+            elif path.suffix in (".csv", ".parquet"):
+                texts = (_text_of(row, self.column, str(path)) for row in _table_rows(path))
             else:
                 texts = (text.strip() for text in _separated(path, self.separator))
             yield from filter(None, texts)
@@ -141,6 +147,22 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     yield name, json.loads(text)
             except ValueError as error:
                 raise ValueError(f"expected JSON in UTF-8 in {name}; {error}") from error
+
+
+def _table_rows(path: Path) -> Iterator[dict[Any, Any]]:
+    """The rows of a .csv or .parquet file; only some of them are in memory at a time."""
+    try:
+        if path.suffix == ".csv":
+            with pd.read_csv(path, dtype=str, keep_default_na=False, chunksize=1000) as tables:
+                for table in tables:
+                    yield from table.to_dict("records")
+        else:
+            from pyarrow import parquet  # slow import
+
+            for table in parquet.ParquetFile(path).iter_batches(1000):
+                yield from table.to_pylist()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _separated(path: Path, separator: str) -> Iterator[str]:

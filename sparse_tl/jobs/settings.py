@@ -216,8 +216,8 @@ class PostTrainingJob(Job):
     model: Model = setting(..., f"A dense model: {MODEL}", "NAME", INPUT)
     text: Texts = setting(
         (),
-        "Text file, dataset (name or name:configuration), or own (text that the model generates). "
-        "Default: own. Repeatable.",
+        "Text file (.jsonl, .csv or .parquet: its column text), dataset (name or "
+        "name:configuration), or own (text that the model generates). Default: own. Repeatable.",
         "SOURCE",
         INPUT,
     )

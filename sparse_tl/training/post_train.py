@@ -123,7 +123,8 @@ def post_train(
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
-            without adapters. Weights in bfloat16 are trained through float32 copies.
+            without adapters, and otherwise `sparse` with the weights it has now and its gates open.
+            Weights in bfloat16 are trained through float32 copies.
         stream: training batches, with a loss at any positions; or a stream for each group, by name.
         validation: rows for the constraint and model selection, or those of each group, in the same
             order. Report results on other rows.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from made_tokenizers import byte_level, word_level
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -52,6 +53,17 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         read_documents([tmp_path / f"{name}" for name in ("a.txt", "empty.txt", "b.jsonl")])
     )
     assert found == ["One", "\ufeffTwo", "Three\u2028\x85"]
+
+
+def test_documents_of_tables(tmp_path: Path) -> None:
+    """Of a data frame the names of its columns were read, and of a .csv file its quotes too."""
+    table = pd.DataFrame({"n": [1, 2, 3], "text": ["One,\n“día”.", "", "NA"]})
+    table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
+    for source in (table, tmp_path / "a.csv", tmp_path / "a.parquet"):
+        assert list(read_documents(source)) == ["One,\n“día”.", "NA"]
+        with pytest.raises(ValueError, match="no text in column 'body' of"):
+            list(read_documents(source, column="body"))
 
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:
