@@ -352,7 +352,7 @@ class CircuitsJob(Job):
         f"Prompt pairs per task: half score and search, half evaluate. Default: {PAIRS}; with "
         f"--model {OWN_PAIRS}; of a file all.",
     )
-    seconds: Positive = setting(300.0, "Time limit of each search for a circuit.", "SECONDS")
+    seconds: Positive = setting(120.0, "Time limit of each search for a circuit.", "SECONDS")
     method: Literal["eap", "eap-ig", "relp"] = setting(
         "eap-ig", "How edges and heads are scored: eap, eap-ig, relp.", "NAME"
     )
