@@ -37,6 +37,7 @@ def test_this_machine_is_healthy_and_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert not failed(found), found
     said = {check.name: check.found for check in found}
+    assert len(said) == len(found)
     assert said["torch"] == torch.__version__
     assert "writable" in said["cache folder"]
     assert "gates act" in said["small model: gates"]

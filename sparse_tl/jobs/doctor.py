@@ -73,7 +73,7 @@ def _versions() -> Iterator[Check]:
     yield Check("python", True, platform.python_version())
     yield Check("sparse_tl", True, __version__)
     for needed in map(Requirement, metadata.requires("sparse_tl") or ()):
-        if needed.name in ("torch", "transformer-lens", "transformers"):
+        if needed.name in ("torch", "transformer-lens", "transformers") and not needed.marker:
             version = metadata.version(needed.name)
             works = version in needed.specifier
             problem = "" if works else f"; {needed.specifier} is needed: pip install '{needed}'"

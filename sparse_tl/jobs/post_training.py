@@ -250,8 +250,7 @@ def run_post_training(out: Path, job: PostTrainingJob) -> SparseRun:
             alike = _alike(job.task)
             with folder.stage("skills"):
                 skills = compare_skills(dense, sparse, leave_out=alike, progress=progress)
-            if skills.kept or skills.lost:
-                verdict += f" Skills of no group: {skills.verdict}."
+            verdict += f" Skills of no group: {skills.verdict}."
         reported = outcome.reported
         name = next(iter(groups.streams))
         measured = {

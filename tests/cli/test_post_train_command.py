@@ -44,6 +44,7 @@ def test_post_train_writes_everything(
         assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
     assert metrics["dense"]["active_attention_edges"] == 288
     assert metrics["verdict"] in outcome.out
+    assert metrics["verdict"].endswith("Skills of no group: kept 0 of 0 skills.")
     losses = [f"{metrics[side]['loss']:.3f}" for side in ("dense", "sparse")]
     for said in (*losses, "nats", "edges per token", "held-out rows"):
         assert said in outcome.out, said
