@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl.arguments import checked
+
+_MORE = "more cells than the header (quote texts with commas)"
 
 
 @checked
@@ -123,7 +126,7 @@ class _Files:
                 rows = ((name, row) for name, row in json_rows(path) if row is not None)
                 texts = (_text_of(row, self.column, name) for name, row in rows)
             elif path.suffix in (".csv", ".parquet"):
-                texts = (_text_of(row, self.column, str(path)) for row in _table_rows(path))
+                texts = (_text_of(row, self.column, str(path)) for row in table_rows(path))
             else:
                 texts = (text.strip() for text in _separated(path, self.separator))
             yield from filter(None, texts)
@@ -149,19 +152,23 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"expected JSON in UTF-8 in {name}; {error}") from error
 
 
-def _table_rows(path: Path) -> Iterator[dict[Any, Any]]:
+def table_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a .csv or .parquet file; only some of them are in memory at a time."""
     try:
         if path.suffix == ".csv":
-            with pd.read_csv(path, dtype=str, keep_default_na=False, chunksize=1000) as tables:
-                for table in tables:
-                    yield from table.to_dict("records")
+            csv.field_size_limit(2**31 - 1)  # a document may be longer than the module's default
+            with path.open(newline="", encoding="utf-8-sig") as lines:
+                reader = csv.DictReader(lines, restkey=_MORE)
+                for row in reader:
+                    if _MORE in row:
+                        raise ValueError(f"line {reader.line_num:,} has {_MORE}; got {row!r:.200}")
+                    yield row
         else:
             from pyarrow import parquet  # slow import
 
             for table in parquet.ParquetFile(path).iter_batches(1000):
                 yield from table.to_pylist()
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

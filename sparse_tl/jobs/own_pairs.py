@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from sparse_tl.backend import HookedModel
 from sparse_tl.data import PromptPairs
+from sparse_tl.data.documents import table_rows
 from sparse_tl.data.pairs import read_records
 from sparse_tl.data.targets import read_jsonl
 from sparse_tl.metrics import log_probability, logit_difference
@@ -31,22 +31,14 @@ class OwnPairs(Task):
         The metric is the logit difference if all rows have a wrong answer, and the log probability
         of the answers if none has.
         """
-        path, rows = Path(file), list[dict[str, Any]]()
+        path = Path(file)
+        rows = read_jsonl(path) if path.suffix == ".jsonl" else table_rows(path)
+        rows = [
+            {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
+        ]
         try:
-            if path.suffix == ".csv":
-                with path.open(newline="", encoding="utf-8-sig") as lines:
-                    rows += csv.DictReader(lines, restkey="more cells (quote texts with commas)")
-            elif path.suffix == ".jsonl":
-                rows += read_jsonl(path)
-            else:
-                from pyarrow import parquet  # slow import
-
-                rows += parquet.read_table(path).to_pylist()
-            rows = [
-                {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
-            ]
             read = read_records(rows)  # names a wrong row before a model is loaded
-        except (ValueError, csv.Error) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         metric = logit_difference if read[0].wrong else log_probability
         return OwnPairs(name=path.stem, title=path.stem, metric=metric, rows=rows)

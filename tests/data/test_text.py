@@ -64,6 +64,11 @@ def test_documents_of_tables(tmp_path: Path) -> None:
         assert list(read_documents(source)) == ["One,\n“día”.", "NA"]
         with pytest.raises(ValueError, match="no text in column 'body' of"):
             list(read_documents(source, column="body"))
+    (tmp_path / "b.csv").write_text("text\nOne, two.\n")
+    with pytest.raises(ValueError, match=r"b\.csv: line 2 has more cells than the header"):
+        list(read_documents(tmp_path / "b.csv"))
+    table.assign(text="a word " * 30_000).to_csv(tmp_path / "long.csv")
+    assert [len(text) for text in read_documents(tmp_path / "long.csv")] == 3 * [210_000]
 
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:
