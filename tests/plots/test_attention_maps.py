@@ -61,6 +61,12 @@ def test_masked_cells_are_told_from_zero(patterns):
     assert '"maskUpperTri":true' in str(causal) and '"maskUpperTri":false' in str(seen)
 
 
+def test_right_to_left_tokens_are_listed_from_left_to_right():
+    svg = attention_maps(torch.eye(60)[None], ["ש", "ל"] * 30, ["a0.h0"]).svg
+    (line,) = (e.text for e in ElementTree.fromstring(svg).iter() if "Tokens:" in (e.text or ""))
+    assert line.startswith("Tokens: 0:ש\u200e 1:ל\u200e 2:ש\u200e ")
+
+
 def test_too_many_numbers_are_refused():
     with pytest.raises(ValueError, match="at most 200,000 attention weights; got 250,000"):
         attention_maps(torch.zeros(1, 500, 500), ["x"] * 500, ["a"])

@@ -43,6 +43,7 @@ from sparse_tl.plots.page.rendering import (
     svg_start,
 )
 from sparse_tl.plots.page.token_text import (
+    LEFT_TO_RIGHT,
     clip_text,
     shorten,
     text_width,
@@ -160,7 +161,8 @@ def _draw(weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: st
     notes += [] if layout.texts else ["Rows are queries, columns are keys."]
     if layout.texts != tuple(texts) and n <= _MOST_LISTED:
         clipped = (clip_text(text, TICK_SIZE, _LONGEST_LABEL) for text in texts)
-        listed = " ".join(f"{i}:{text}" for i, text in enumerate(clipped))
+        # The marks keep right-to-left tokens from reversing the order of the list.
+        listed = " ".join(f"{i}:{text}{LEFT_TO_RIGHT}" for i, text in enumerate(clipped))
         notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + _MARGIN)
     start = svg_start(MAX_WIDTH, height, title or "Attention patterns")

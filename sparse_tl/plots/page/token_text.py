@@ -17,6 +17,7 @@ SPACE_IN_PUNCTUATION = "\N{OPEN BOX}"
 OTHER_SPACE = "\N{SHOULDERED OPEN BOX}"
 """For no-break spaces and all others that would be blank."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEFT_TO_RIGHT = "\N{LEFT-TO-RIGHT MARK}"
 
 _WHITESPACE = {
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
@@ -81,7 +82,7 @@ def text_width(text: str, font_size: float) -> float:
 
 
 def _em_width(character: str) -> float:
-    if unicodedata.combining(character):
+    if unicodedata.combining(character) or character == LEFT_TO_RIGHT:
         return 0.0
     if unicodedata.east_asian_width(character) in {"W", "F"} or character in _WIDE_CHARACTERS:
         return _WIDE
