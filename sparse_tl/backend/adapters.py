@@ -27,6 +27,7 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
     MPTALiBiAttentionBridge,
 )
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from sparse_tl.backend.attention import AttentionMask
 from sparse_tl.backend.bridges import boot, check_alone, plain_model, unread_parameters
@@ -223,9 +224,14 @@ class BridgeAdapter(Adapter):
                 until.callback(stand_in(block, lambda _: _handed_on))
             return self.model(rows, **options)
 
-    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+    def empty_cache(self, n_prompts: int, n_columns: int) -> dict[str, Any]:
         config: Any = self.core.config
-        return {"past_key_values": DynamicCache(config=config), "use_cache": True}
+        cache = DynamicCache(config=config)
+        cache.layers = [
+            _Allocated(n_columns) if type(layer) is DynamicLayer else layer
+            for layer in cache.layers
+        ]
+        return {"past_key_values": cache, "use_cache": True}
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -313,6 +319,25 @@ class BridgeAdapter(Adapter):
 
 
 _found: WeakKeyDictionary[nn.Module, list[dict[NormPlace, str]]] = WeakKeyDictionary()
+
+
+class _Allocated(DynamicLayer):
+    """A cache layer with room for all columns: concatenation would copy it for each new one."""
+
+    def __init__(self, n_columns: int) -> None:
+        super().__init__()
+        self.n_columns = n_columns
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        new, start = (key_states, value_states), self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if not start:
+            self.room = [x.new_empty(*x.shape[:-2], self.n_columns, x.shape[-1]) for x in new]
+            self.is_initialized = True
+        for whole_layer, columns in zip(self.room, new, strict=True):
+            whole_layer[..., start:end, :] = columns
+        self.keys, self.values = (whole_layer[..., :end, :] for whole_layer in self.room)
+        return self.keys, self.values
 
 
 def _block_norms(model: TransformerBridge) -> list[dict[NormPlace, str]]:
@@ -519,7 +544,7 @@ class HookedAdapter(Adapter):
             options["start_at_layer"] = from_layer
         return self.model(rows, **options)
 
-    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+    def empty_cache(self, n_prompts: int, n_columns: int) -> dict[str, Any]:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         # Without a mask, the model would mistake tokens that also serve as padding for padding.

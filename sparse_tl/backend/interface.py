@@ -277,8 +277,9 @@ class Adapter(ABC):
         """The final residual stream, from tokens or from a layer's input."""
 
     @abstractmethod
-    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
-        """An empty key-value cache, as keyword arguments of calls that read one column each."""
+    def empty_cache(self, n_prompts: int, n_columns: int) -> dict[str, Any]:
+        """An empty key-value cache, as keyword arguments of calls that read one column each, of
+        `n_columns` at most."""
 
     @abstractmethod
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:

@@ -247,7 +247,7 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
 
 def in_tokens(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The first tokens for a message: their texts, or names where there is no whole character."""
-    texts = [tokenizer.decode([token]) for token in tokens[:_SHOWN]]
+    texts = [_text(tokenizer, [token]) for token in tokens[:_SHOWN]]
     for at, text in enumerate(texts):
         if not text or _INCOMPLETE in text:
             texts[at] = tokenizer.convert_ids_to_tokens(tokens[at])
@@ -282,13 +282,24 @@ def _joined(encode: Encoder, prompt: str, answer: str) -> Tokens:
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The text of bytes that do not form a complete character."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""How vocabularies of SentencePiece write a space."""
 _MOST = 8
 """Maximum number of tokens to decode together; a character has up to four bytes."""
 
 
+def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of tokens, with the spaces that decoders of SentencePiece drop at its start."""
+    text, first = tokenizer.decode(list(tokens)), tokenizer.convert_ids_to_tokens(tokens[0])
+    if text.startswith(_SPACE):  # here, the character stands for itself
+        return text
+    n_spaces = len(first) - len(first.lstrip(_SPACE))
+    return " " * n_spaces + text.lstrip(" ") if n_spaces else text
+
+
 def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
     """The text of a token after others; it may complete a character that they begin."""
-    text = tokenizer.decode([token])
+    text = _text(tokenizer, [token])
     if _INCOMPLETE not in text:
         return text
     return decode_tokens(tokenizer, [*before[1 - _MOST :], token])[-1]
@@ -305,13 +316,13 @@ def decode_tokens(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
     Bytes of an incomplete character show as U+FFFD.
     """
-    texts = [tokenizer.decode([token]) for token in tokens]
+    texts = [_text(tokenizer, [token]) for token in tokens]
     start = 0
     while start < len(texts):
         end = start + 1
         if _INCOMPLETE in texts[start]:
             for stop in range(start + 2, min(start + _MOST, len(texts)) + 1):
-                together = tokenizer.decode(list(tokens[start:stop]))
+                together = _text(tokenizer, tokens[start:stop])
                 if _INCOMPLETE not in together:
                     texts[start:stop], end = [together] * (stop - start), stop
                     break

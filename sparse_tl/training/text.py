@@ -206,7 +206,7 @@ def sampled(
     tokens = F.pad(tokens, (0, window - tokens.shape[1]), value=_UNKNOWN).to(adapter.device)
     drawn = [np.random.default_rng([seed, row]).random(window) for row in own]
     uniform = torch.from_numpy(np.stack(drawn)).to(adapter.device)
-    model, cache = adapter.model, adapter.empty_cache(each)
+    model, cache = adapter.model, adapter.empty_cache(each, window)
     predicted = torch.empty(0)
     for column in range(1, window):
         logits = model(tokens[:, column - 1 : column], **cache)[:, -1]

@@ -136,7 +136,7 @@ def test_the_lens_reads_the_answer_behind_the_prompt(build_tiny: Build) -> None:
     expected = model(whole)[0, -2].detach().softmax(-1)[whole[0, -1]]
     for prompt, answer in (("Once upon a ", "time"), ("Once upon a", " time")):
         found = logit_lens(model, prompt, answer=answer)
-        assert found.tokens == ["<s>", "Once", "upon", "a"]
+        assert found.tokens == ["<s>", " Once", " upon", " a"]
         assert found.probability[-1, -1].item() == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(ValueError, match="begins inside a token"):
         logit_lens(build_tiny(d_vocab=len(BYTES), tokenizer=BYTES), " 19", answer="45")

@@ -15,6 +15,7 @@ from sparse_tl import logit_difference, logit_lens, patch_activations, trace_att
 from sparse_tl.backend import Model
 from sparse_tl.circuits.prompt.tokens import token_texts
 from sparse_tl.data import PromptPairs
+from sparse_tl.data.prompts import next_text
 from sparse_tl.explorer.exploration import Exploration
 
 Build = Callable[..., Model]
@@ -30,7 +31,15 @@ def test_bytes_show_the_character_that_they_make(build_tiny: Build) -> None:
     found = _shown(byte_level(), f"é{FACE}x 日本", build_tiny)
     assert found == ["é"] * 2 + [FACE] * 4 + ["x", " "] + ["日"] * 3 + ["本"] * 3
     found = _shown(sentencepiece(" hi"), f"hi{FACE}é", build_tiny)
-    assert found == ["hi", *[FACE] * 4, "é", "é"]
+    assert found == [" hi", *[FACE] * 4, "é", "é"]
+
+
+def test_a_word_shows_its_space(build_tiny: Build) -> None:
+    tokenizer = sentencepiece(" he", "he")
+    assert _shown(tokenizer, "he  hehe", build_tiny) == [" he", " ", " he", "he"]
+    assert next_text(tokenizer, [], tokenizer.convert_tokens_to_ids("▁he")) == " he"
+    assert next_text(tokenizer, [], tokenizer.convert_tokens_to_ids("he")) == "he"
+    assert _shown(byte_level("▁"), "▁a", build_tiny) == ["▁", "a"]
 
 
 def test_what_is_no_whole_character_stays_unknown(build_tiny: Build) -> None:

@@ -290,7 +290,7 @@ def test_a_cache_that_the_model_does_not_read(
     """As with versions of transformers and TransformerLens that do not fit each other."""
     model = sure(tiny_model("grouped", tokenizer=tokenizer))
     adapter = type(sparse_tl.backend.adapt(model))
-    monkeypatch.setattr(adapter, "empty_cache", lambda self, n_prompts: {})
+    monkeypatch.setattr(adapter, "empty_cache", lambda self, *sizes: {})
     with pytest.raises(ValueError, match="the same with a key-value cache as without"):
         sampled_windows(model, 4, 12, beginnings=[], **QUIET)
 
