@@ -142,6 +142,7 @@ def _in_words(error: Any, parameters: Mapping[str, Any]) -> str:
                 expected.append(other["msg"].removeprefix("Input should be "))
             place = tuple(one for one, two in zip(place, other["loc"], strict=False) if one == two)
     argument, *inside = place
+    inside = [one for one in inside if isinstance(one, int) or one.isidentifier()]
     name = [*parameters][argument] if isinstance(argument, int) else argument
     said = f"{', '.join(map(str, [name, *inside]))}: {' or '.join(expected)}"
     if first["type"].startswith("missing"):

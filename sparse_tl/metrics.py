@@ -178,7 +178,7 @@ def check_changed(changed: bool, of: str = "") -> None:
     if not changed:
         raise NoEffectError(
             "expected prompts whose corruption changes the metric; with everything patched, it "
-            f"changes for no {of}pair: {_ADVICE}"
+            f"changes by more than 1e-6 for no {of}pair: {_ADVICE}"
         )
 
 

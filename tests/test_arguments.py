@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import Positive, checked
+from sparse_tl.data import PromptPairs
 
 
 @checked
@@ -46,11 +48,14 @@ def test_messages_name_all_that_a_union_takes_and_names_like_the_one_given() -> 
     @checked
     def found(*, size: int) -> None: ...
 
+    rows: Any = [("a", "b")]
     batch = r"prompt: Input should be a valid string or an instance of .*; got a torch.int64 Tensor"
     with pytest.raises(ValueError, match=batch + r" of shape \(1, 2\)$"):
         read(torch.zeros(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match=r"by: .*; got 'EAPIG'\. Did you mean 'eap-ig'"):
         read("text", by="EAPIG")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rows, 0: .* a valid dictionary; got \('a',"):
+        PromptPairs.from_texts(SimpleNamespace(cfg=None, tokenizer=None), rows)
     with pytest.raises(ValueError, match="prompt: Missing required argument$"):
         read()  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="size: Missing required keyword only argument$"):

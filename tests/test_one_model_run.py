@@ -58,6 +58,8 @@ def test_a_file_of_pairs_that_has_changed(models: list[str], tmp_path: Path) -> 
     asked: dict[str, Any] = {"model": models[0], "pairs_file": str(file), **QUIET}
     rows.to_json(file, orient="records", lines=True)
     run_head_behaviour(tmp_path / "out", **asked)
+    file.rename(tmp_path / "out" / file.name)  # the same pairs elsewhere
+    run_head_behaviour(tmp_path / "out", **asked | {"pairs_file": f"{tmp_path}/out/{file.name}"})
     rows[:3].to_json(file, orient="records", lines=True)
     with pytest.raises(ValueError, match=r"other settings .*pairs\.jsonl"):
         run_head_behaviour(tmp_path / "out", **asked)

@@ -184,7 +184,7 @@ def _other_rows(ends: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
         if n < 2:
             raise ValueError(
                 'patch="resample" needs at least two prompt pairs of every length; there is '
-                f"{n} of {end + 1} tokens (pair {int(alike[0])}). Leave it out, or give more pairs"
+                f"{n} of {end + 1} tokens. Leave it out, or give more pairs"
             )
         steps = torch.randint(1, n, (n,), generator=generator)
         others[alike] = alike[(torch.arange(n) + steps) % n]

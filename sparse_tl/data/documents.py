@@ -159,6 +159,9 @@ def table_rows(path: Path) -> Iterator[dict[str, Any]]:
             csv.field_size_limit(2**31 - 1)  # a document may be longer than the module's default
             with path.open(newline="", encoding="utf-8-sig") as lines:
                 reader = csv.DictReader(lines, restkey=_MORE)
+                named = [*filter(None, reader.fieldnames or ())]
+                if len({*named}) < len(named):  # the last would replace the others
+                    raise ValueError(f"two columns have the same name, of {', '.join(named)}")
                 for row in reader:
                     if _MORE in row:
                         raise ValueError(f"line {reader.line_num:,} has {_MORE}; got {row!r:.200}")

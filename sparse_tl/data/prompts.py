@@ -239,6 +239,8 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
     """Whether an answer continues the prompt's last word because a space is missing."""
     if not (prompt[-1].isalpha() and answer[:1].isalpha()):
         return False
+    if unicodedata.east_asian_width(answer[0]) == "W":  # written without spaces between words
+        return False
     glued, spaced = (_split(encode, prompt, text) for text in (answer, f" {answer}"))
     if glued is None or spaced is None:
         return False

@@ -161,7 +161,7 @@ def _pairs_file(path: str) -> str:
 
 
 def _with_digest(path: str) -> str:
-    return f"{path} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+    return f"{Path(path).name} {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
 
 PairsFile = Annotated[Model, AfterValidator(_pairs_file), PlainSerializer(_with_digest)]

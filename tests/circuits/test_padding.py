@@ -23,7 +23,7 @@ from sparse_tl import (
     patch_exactly,
 )
 from sparse_tl.backend import Model, boot
-from sparse_tl.circuits import attribute_heads
+from sparse_tl.circuits import attribute_heads, find_circuit
 
 Build = Callable[..., Model]
 ANALYSES = of_prompts()
@@ -159,7 +159,7 @@ def test_resampled_prompts_are_others_of_the_same_length(build_tiny: Build) -> N
 
 def test_a_prompt_without_another_of_its_length_is_not_resampled(build_tiny: Build) -> None:
     pairs = mixed_pairs().select(slice(0, 5))
-    message = r"at least two prompt pairs of every length.*1 of 7 tokens \(pair 2\)"
+    message = r"at least two prompt pairs of every length.*1 of 7 tokens\. Leave it out"
     with pytest.raises(ValueError, match=message):
         patch_exactly(build_tiny(), pairs, logit_difference, ["a0.h1"], patch="resample")
 
@@ -192,6 +192,13 @@ def test_pairs_padded_on_the_left_are_refused(reads_words: Model, name: str) -> 
     message = "pair 0 begins with 3 padding tokens, 'w0'.*padded on the right"
     with pytest.raises(ValueError, match=message):
         call(ANALYSES[name], reads_words, _pairs_of(LEFT))
+
+
+def test_the_pair_that_is_padded_on_the_left_is_named(reads_words: Model) -> None:
+    """`find_circuit` shuffles pairs before it divides them."""
+    pairs = _pairs_of(torch.cat([LEFT[:1], *[ROWS] * 4]))
+    with pytest.raises(ValueError, match="pair 0 begins with"):
+        find_circuit(reads_words, pairs, logit_difference, progress=False)
 
 
 @pytest.mark.parametrize(

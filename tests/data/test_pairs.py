@@ -147,6 +147,8 @@ def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
         PromptPairs.from_texts(reader, [{**row, "answer": "Allison"}])
     with pytest.warns(UserWarning, match="'Joshua' of row 0.*'metJoshua'.*write ' Joshua'"):
         PromptPairs.from_texts(reader, [{**row, "answer": "Joshua"}])
+    chinese = {"clean": "巴黎是法国的", "corrupted": "法国是巴黎的", "answer": "首都"}
+    PromptPairs.from_texts(reader, [chinese])  # no space is missing
     pairs = PromptPairs.from_texts(reader, [row])
     assert pairs.to_records(tokenizer)[0]["clean"] == "<|endoftext|>Then Mary met"
     assert tokenizer.decode(pairs.answers[0]) == " Joshua"

@@ -67,6 +67,9 @@ def test_documents_of_tables(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("text\nOne, two.\n")
     with pytest.raises(ValueError, match=r"b\.csv: line 2 has more cells than the header"):
         list(read_documents(tmp_path / "b.csv"))
+    (tmp_path / "c.csv").write_text("text,,text,\nOne,,two,\n")
+    with pytest.raises(ValueError, match=r"c\.csv: two columns have the same name, of text, text"):
+        list(read_documents(tmp_path / "c.csv"))
     table.assign(text="a word " * 30_000).to_csv(tmp_path / "long.csv")
     assert [len(text) for text in read_documents(tmp_path / "long.csv")] == 3 * [210_000]
 

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Positive, Seed, Share, checked
-from sparse_tl.backend import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.backend import HookedModel, adapt, check_pairs, in_evaluation_mode
 from sparse_tl.circuits.circuit import Circuit, Scores, check_size
 from sparse_tl.circuits.curves import EffectCurve, median_size
 from sparse_tl.circuits.evaluation import Evaluation, evaluated, log_sizes
@@ -197,6 +197,7 @@ def find_circuit(
                 f"there are {len(pairs)} prompt pairs; at least two are needed, to search on some "
                 "and evaluate on others. Give more, or others as held_out="
             )
+        check_pairs(adapt(model), pairs)  # messages number them as they were given
         shuffled = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
         half = len(pairs) // 2
         pairs, held_out = pairs.select(shuffled[half:]), pairs.select(shuffled[:half])
