@@ -171,6 +171,8 @@ def table_rows(path: Path) -> Iterator[dict[str, Any]]:
 
             for table in parquet.ParquetFile(path).iter_batches(1000):
                 yield from table.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from error
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: {error}") from error
 

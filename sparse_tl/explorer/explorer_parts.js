@@ -185,7 +185,7 @@ function heatMap({ node, quantity, target, effects, before, onToggle, onHover })
     });
   });
   const axis = keys.map(({ key, text }) =>
-    make("span", { class: "axis key", title: `position ${key}` }, text));
+    make("span", { class: "axis key", title: `position ${key}: \u201c${text}\u201d` }, text));
   grid.append(make("span", {}), ...axis);
   return make("div", { class: "scroll" }, grid);
 }

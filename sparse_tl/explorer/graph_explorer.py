@@ -12,6 +12,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.backend import HookedModel
 from sparse_tl.circuits import AttributionGraph, scale_nodes
 from sparse_tl.circuits.prompt.transcoders import Basis
+from sparse_tl.explorer.threads import on_this_thread
 from sparse_tl.plots import attribution_diagram
 from sparse_tl.plots.diagrams.component_diagram import ComponentDiagram
 from sparse_tl.plots.page.rendering import NOTEBOOK_RULE, STYLE, by_title, read_assets
@@ -62,7 +63,7 @@ class GraphExplorer(anywidget.AnyWidget):
             _factors=empty,
             _effects=[""] * len(empty),
         )
-        self.observe(self._run, "_factors")
+        self.observe(on_this_thread(self._run), "_factors")
 
     def _run(self, change: Any) -> None:
         effects = list(self._effects)

@@ -5,7 +5,7 @@
    are its arguments, and ``panel`` is the index of a title. Traits are sent together, with a
    revision that counts updates. Every request is answered with ``{"done": id}``, the latest
    revision, and whether effects are left to compute, so a busy page that missed an update notices
-   and requests it again.
+   and requests it again. Requests wait for the cell that runs (`on_this_thread`).
 2. A request changes the `Exploration`, whose data returns as traits, as JSON with visible
    whitespace. If it fails, the widget shows a message, and nothing else changes.
 3. Exact effects follow in pieces (`ExactEffects`), since removing every head and every edge into a
@@ -39,6 +39,7 @@ from sparse_tl.circuits.prompt.attention import (
 )
 from sparse_tl.circuits.prompt.tokens import Prompt, Quantity, Token
 from sparse_tl.explorer.exploration import AblatedModel, Exploration
+from sparse_tl.explorer.threads import on_this_thread
 from sparse_tl.metrics import Metric, answer_logit, log_probability, logit_difference, metric_name
 from sparse_tl.plots import CircuitDiagram, attention_diagram
 from sparse_tl.plots.diagrams.attention_diagram import MOST_UNFOLDED, Threshold, quantity_data
@@ -152,7 +153,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         # All traits at once: a busy page can miss an update right after the widget opens.
         saved_id = f"sparse-tl-{uuid4().hex[:12]}"
         super().__init__(**self._shown(None), _theme=theme, _saved_id=saved_id, _revision=1)
-        self.on_msg(self._on_request)
+        self.on_msg(on_this_thread(self._on_request))
 
     # ---- requests ------------------------------------------------------------------------------
 

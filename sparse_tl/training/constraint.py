@@ -16,7 +16,8 @@ target at `ARRIVAL`:
 
     e_t  =  clip(STEERING / left^2 * log(gap_g / line_g), -1, 1)
 
-with `left` falling from 1 at `ARRIVAL` to `LEAST_LEFT`, as what is left of the run does.
+with `left` falling from 1 at `ARRIVAL` to `LEAST_LEFT`, as what is left of the run does. A group
+that begins beyond the target, in a model that is sparse already, is to meet it at once.
 *The attention edges* per token, if they are the target, are steered likewise, by one lambda for all
 groups, to `BELOW` times their target; their logarithm falls along a parabola that ends flat, and e
 has the other sign. So edges close steadily, instead of too fast and then not at all: what a model
@@ -219,7 +220,8 @@ class LossConstraint:
         """Where each group's divergence, in nats, or the edges per token should be."""
         share = min(done / ARRIVAL, 1.0)
         if self.target_edges is None:
-            return self._first.lerp(AIM * self.budget, share)
+            end = AIM * self.budget
+            return self._first.minimum(end).lerp(end, share)
         share *= 2 - share  # most edges close at no cost, and early; the last ones take time
         return self._first ** (1 - share) * (BELOW * self.target_edges) ** share
 

@@ -70,6 +70,9 @@ def test_documents_of_tables(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text("text,,text,\nOne,,two,\n")
     with pytest.raises(ValueError, match=r"c\.csv: two columns have the same name, of text, text"):
         list(read_documents(tmp_path / "c.csv"))
+    (tmp_path / "d.csv").write_text("text\nÄpfel\n", encoding="latin-1")
+    with pytest.raises(ValueError, match=r"d\.csv is not UTF-8 text: invalid"):
+        list(read_documents(tmp_path / "d.csv"))
     table.assign(text="a word " * 30_000).to_csv(tmp_path / "long.csv")
     assert [len(text) for text in read_documents(tmp_path / "long.csv")] == 3 * [210_000]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -46,6 +49,19 @@ def test_a_card_scales_its_node(page: Any, tmp_path: Path) -> None:
     assert page.evaluate("traits._factors") == [{}]
     explorer._factors = [{}]
     assert explorer._effects == [""]
+
+    async def cell() -> GraphExplorer:
+        """While it runs, the front end sets a trait on another thread."""
+        explorer = GraphExplorer(model, graph, max_nodes=30)
+        other = Thread(target=setattr, args=(explorer, "_factors", [{node: 2.5}]))
+        other.start()
+        other.join()
+        assert explorer._effects == [""]
+        await asyncio.sleep(0)
+        return explorer
+
+    with ThreadPoolExecutor(1) as kernel:  # here, the page has a loop
+        assert kernel.submit(asyncio.run, cell()).result()._effects == [said]
 
 
 def test_every_graph_has_a_model() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -69,6 +72,26 @@ def test_a_clicked_head_is_removed_and_restored(explorer):
     ask(explorer, action="toggle_head", panel=0, layer=0, head=1)
     assert explorer._panels[0]["outputs"][-1] == before
     assert explorer._panels[0]["removedHeads"] == []
+
+
+def test_a_click_on_another_thread_waits_for_the_cell(models):
+    """As in JupyterLab, while a cell computes: either would be refused the model."""
+
+    async def cell() -> tuple[CircuitExplorer, Any]:
+        explorer = explore(models, PROMPT)
+        click = {"action": "toggle_head", "panel": 0, "layer": 0, "head": 1}
+        with ablate_attention_edges(models["Dense"], [(0, 0, 1, 0)]):
+            other = Thread(target=explorer._handle_custom_msg, args=(click, []))
+            other.start()
+            other.join()
+            removed = explorer._panels[0]["removedHeads"]
+        await asyncio.sleep(0)
+        return explorer, removed
+
+    with ThreadPoolExecutor(1) as kernel:  # here, the browser of other tests may have a loop
+        explorer, before = kernel.submit(asyncio.run, cell()).result()
+    assert before == [] and explorer._message is None
+    assert explorer._panels[0]["removedHeads"] == [(0, 1)]
 
 
 def test_a_clicked_line_is_removed_from_the_figure(explorer):
