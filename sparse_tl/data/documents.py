@@ -122,10 +122,10 @@ class _Files:
 
     def __iter__(self) -> Iterator[str]:
         for path in self.paths:
-            if path.suffix == ".jsonl":
+            if path.suffix.lower() == ".jsonl":
                 rows = ((name, row) for name, row in json_rows(path) if row is not None)
                 texts = (_text_of(row, self.column, name) for name, row in rows)
-            elif path.suffix in (".csv", ".parquet"):
+            elif path.suffix.lower() in (".csv", ".parquet"):
                 texts = (_text_of(row, self.column, str(path)) for row in table_rows(path))
             else:
                 texts = (text.strip() for text in _separated(path, self.separator))
@@ -155,7 +155,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def table_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a .csv or .parquet file; only some of them are in memory at a time."""
     try:
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             csv.field_size_limit(2**31 - 1)  # a document may be longer than the module's default
             with path.open(newline="", encoding="utf-8-sig") as lines:
                 reader = csv.DictReader(lines, restkey=_MORE)

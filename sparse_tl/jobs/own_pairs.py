@@ -32,7 +32,7 @@ class OwnPairs(Task):
         of the answers if none has.
         """
         path = Path(file)
-        rows = read_jsonl(path) if path.suffix == ".jsonl" else table_rows(path)
+        rows = read_jsonl(path) if path.suffix.lower() == ".jsonl" else table_rows(path)
         rows = [
             {name: cell for name, cell in row.items() if cell not in (None, "")} for row in rows
         ]

@@ -155,7 +155,7 @@ def takes(kind: type[Job]) -> Callable[[Any], Any]:
 def _pairs_file(path: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}")
-    if Path(path).suffix not in PAIRS_FILES:
+    if Path(path).suffix.lower() not in PAIRS_FILES:
         raise ValueError(f"expected a {', '.join(PAIRS_FILES)} file; got {path}")
     return path
 

@@ -38,6 +38,7 @@ that of GECO, Rezende and Viola, arXiv 1810.00597.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -321,6 +322,22 @@ class Validation:
                 f"the dense model's own validation loss is {max(losses.values()):.5f} nats, above "
                 f"the target of {target}. Give a larger one, or an increase such as "
                 f'"+{max(self.dense.loss * 0.02, 0.01):.2g}".'
+            )
+
+    def check_own_reference(self) -> None:
+        """Warn if the dense model, a copy of the weights with open gates, has lost to the gates.
+
+        So it is where both were trained together: the model that they were made from is not there.
+        """
+        gated, opened = self.measured(self.rows).group_losses, self.dense.group_losses
+        group = max(gated, key=lambda g: opened[g] - gated[g])
+        if opened[group] - gated[group] > MARGIN:
+            warnings.warn(
+                f"with open gates, which the target and the training compare it with, this model "
+                f"has a loss of {opened[group]:.3g} nats, and {gated[group]:.3g} with its gates: "
+                "its weights were trained with them. Go on from its adapters, or give a loss "
+                "as the target, such as 0.01",
+                stacklevel=3,
             )
 
     def measured(self, rows: TokenBatch) -> HeldOut:

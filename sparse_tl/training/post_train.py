@@ -45,6 +45,7 @@ from sparse_tl.training.constraint import (
     EVALUATIONS,
     OF_DIVERGENCE,
     OF_EDGES,
+    TINY,
     LossConstraint,
     Target,
     Validation,
@@ -200,6 +201,8 @@ def post_train(
         validated = Validation(
             sparse, validation, held_out or {}, target, edge_cost, precision, dense
         )
+        if isinstance(dense, SparseTransformer) and dense is not sparse:
+            validated.check_own_reference()
         constraint = LossConstraint(
             validated.loss_budget,
             target_edges=validated.target_edges,
@@ -466,10 +469,19 @@ class PostTraining(DenseAndSparse, Result):
     def verdict(self) -> str:
         """The outcome in a few sentences."""
         n_groups = len(self.dense.group_losses)
-        measured = (
+        edges = (
             f"{self.sparse.active_attention_edges:,.2f} of "
             f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"({self.times_fewer:.1f}x fewer)"
+        )
+        if self.target.of_edges:
+            active, possible = self.sparse.edges_per_token, self.dense.edges_per_token
+            edges = (
+                f"{active:,.2f} of {possible:,.1f} attention edges active per token "
+                f"({possible / max(active, TINY):.1f}x fewer)"
+            )
+        measured = (
+            f"{edges}{self.sparse.mlps} at validation loss "
             f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
         )
         if self.sparse.divergence is not None:

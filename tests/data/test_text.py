@@ -60,7 +60,8 @@ def test_documents_of_tables(tmp_path: Path) -> None:
     table = pd.DataFrame({"n": [1, 2, 3], "text": ["One,\n“día”.", "", "NA"]})
     table.to_csv(tmp_path / "a.csv", index=False)
     table.to_parquet(tmp_path / "a.parquet")
-    for source in (table, tmp_path / "a.csv", tmp_path / "a.parquet"):
+    table.to_csv(tmp_path / "A.CSV", index=False)
+    for source in (table, tmp_path / "a.csv", tmp_path / "a.parquet", tmp_path / "A.CSV"):
         assert list(read_documents(source)) == ["One,\n“día”.", "NA"]
         with pytest.raises(ValueError, match="no text in column 'body' of"):
             list(read_documents(source, column="body"))
