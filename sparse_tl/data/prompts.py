@@ -292,7 +292,8 @@ _MOST = 8
 
 def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of tokens, with the spaces that decoders of SentencePiece drop at its start."""
-    text, first = tokenizer.decode(list(tokens)), tokenizer.convert_ids_to_tokens(tokens[0])
+    text = tokenizer.decode(list(tokens))
+    first = tokenizer.convert_ids_to_tokens(tokens[0]) or ""  # None for an output that is no token
     if text.startswith(_SPACE):  # here, the character stands for itself
         return text
     n_spaces = len(first) - len(first.lstrip(_SPACE))

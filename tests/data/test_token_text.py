@@ -39,6 +39,7 @@ def test_a_word_shows_its_space(build_tiny: Build) -> None:
     assert _shown(tokenizer, "he  hehe", build_tiny) == [" he", " ", " he", "he"]
     assert next_text(tokenizer, [], tokenizer.convert_tokens_to_ids("▁he")) == " he"
     assert next_text(tokenizer, [], tokenizer.convert_tokens_to_ids("he")) == "he"
+    assert next_text(tokenizer, [], len(tokenizer)) == ""  # an output of a padded unembedding
     assert _shown(byte_level("▁"), "▁a", build_tiny) == ["▁", "a"]
 
 
