@@ -328,7 +328,9 @@ class _Allocated(DynamicLayer):
         super().__init__()
         self.n_columns = n_columns
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         new, start = (key_states, value_states), self.get_seq_length()
         end = start + key_states.shape[-2]
         if not start:
